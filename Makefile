@@ -1,0 +1,46 @@
+# Everything runs from .venv, which the first target that needs it makes. Requirements: python3 (3.11-3.13) and make.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help setup demo serve test lint format stubs bench compose-test clean
+.DEFAULT_GOAL := help
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+.venv/.server: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing the executor (torch and friends) into .venv ..."
+	@$(PIP) -e '.[server]'
+	@touch $@
+
+.venv/.dev: .venv/.server
+	@echo "installing the development tools into .venv ..."
+	@$(PIP) -e '.[server,dev]'
+	@touch $@
+
+setup: .venv/.dev  ## Make .venv with everything in it
+
+serve: .venv/.server  ## Serve the demo model on port 50051
+	@$(BIN)/ferrum-rpc serve demo
+
+test: .venv/.dev  ## Run the whole suite
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+lint: .venv/.dev  ## Style, types, protos, stubs, containers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/buf lint
+	@$(BIN)/python tools/generate_stubs.py --check
+
+format: .venv/.dev  ## Format the code
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
+	@$(BIN)/python tools/generate_stubs.py
+
+clean:  ## Remove .venv and what the tools left
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,388 @@
+"""The words that every floor shares: pure data, no behaviour worth mocking.
+
+Everything the executor does is one primitive: a *step*, a list of *spans* that run in one forward pass. "Prefill" and
+"decode" are words of the wire and of metrics; here there are only spans. This file imports nothing of the project and
+no torch, so that the service floor, the wire floor and the engine can all speak it.
+
+Shapes use these letters: T tokens of a step, R rows that were asked for, V vocabulary, k candidates of a row.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.errors import ExecutorError
+
+TokenArray = npt.NDArray[np.int32]
+"""Token ids of one span, int32 [n]."""
+
+
+# --- what a caller wants to see -------------------------------------------------------------------------------------
+
+
+class Positions(enum.Enum):
+    """Which positions of a span yield a row."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+class RowDType(enum.Enum):
+    """Element type of a raw row on the host and on the wire (little endian)."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is RowDType.F32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32)."""
+
+    logprob: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The ``k`` largest logits with their ids, by falling logit and rising id, and the row's logsumexp."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens:
+    """The logits of the given ids, in the given order, and the row's logsumexp."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FullLogits:
+    """The whole row of V logits."""
+
+    dtype: RowDType = RowDType.F32
+
+
+OutputKind = Greedy | TopTokens | SelectedTokens | FullLogits
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What a span returns: which of its positions, and what of each."""
+
+    positions: Positions = Positions.LAST
+    kind: OutputKind = field(default_factory=Greedy)
+
+    def row_count(self, tokens: int) -> int:
+        """Rows that a span of ``tokens`` tokens yields."""
+        if self.positions is Positions.ALL:
+            return tokens
+        return 1 if self.positions is Positions.LAST else 0
+
+
+# --- the primitive --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """``tokens`` of one sequence, to be written at positions ``start ..`` and attended causally.
+
+    ``start`` is the sequence's length, or less: then the sequence is first rolled back to ``start`` in the same
+    transaction. ``create`` marks a sequence that does not exist yet (``start`` is 0); ``reserve_tokens`` are tokens
+    beyond the span for which blocks are held as well, or the span is refused.
+    """
+
+    sequence: int
+    tokens: TokenArray
+    start: int
+    output: OutputSpec
+    create: bool = False
+    reserve_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """The sequence's length once the span is committed."""
+        return self.start + len(self.tokens)
+
+    @property
+    def row_count(self) -> int:
+        """Rows that the span yields."""
+        return self.output.row_count(len(self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Spans that run in one forward pass, at most one per sequence.
+
+    ``atomic`` lists index ranges of ``spans`` that succeed or fail together (the wire's ``all_or_nothing``). A span
+    outside of them fails alone.
+    """
+
+    spans: tuple[Span, ...]
+    atomic: tuple[range, ...] = ()
+
+
+# --- what a scheduler asks for --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HandleRef:
+    """The wire's KvHandle: who (opaque bytes), how long, and which version."""
+
+    id: bytes
+    seq_len: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreateOptions:
+    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt."""
+
+    reserve_tokens: int = 0
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItem:
+    """The one work item behind every forward call, checked for form but not yet against any state.
+
+    ``handle`` None asks for a new sequence. ``truncate_to`` rolls back first, in the same transaction.
+    """
+
+    item_id: int
+    handle: HandleRef | None
+    tokens: TokenArray
+    truncate_to: int | None
+    output: OutputSpec
+    request_id: str
+    create: CreateOptions
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """Greedy rows: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], or None where nobody asked."""
+
+    token_ids: npt.NDArray[np.uint32]
+    logprobs: npt.NDArray[np.float32] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+
+    def cut(self, first: int, last: int) -> TokenRows:
+        """A copy of the rows ``first .. last``."""
+        logprobs = None if self.logprobs is None else self.logprobs[first:last].copy()
+        return TokenRows(self.token_ids[first:last].copy(), logprobs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokenRows:
+    """``token_ids`` uint32 [R, k], ``logits`` float32 [R, k], ``logsumexp`` float32 [R]."""
+
+    token_ids: npt.NDArray[np.uint32]
+    logits: npt.NDArray[np.float32]
+    logsumexp: npt.NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.token_ids.nbytes + self.logits.nbytes + self.logsumexp.nbytes
+
+    def cut(self, first: int, last: int) -> TopTokenRows:
+        """A copy of the rows ``first .. last``."""
+        rows = slice(first, last)
+        return TopTokenRows(self.token_ids[rows].copy(), self.logits[rows].copy(), self.logsumexp[rows].copy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectedRows:
+    """``logits`` float32 [R, n] of the n ids that were asked for, ``logsumexp`` float32 [R]."""
+
+    logits: npt.NDArray[np.float32]
+    logsumexp: npt.NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.logits.nbytes + self.logsumexp.nbytes
+
+    def cut(self, first: int, last: int) -> SelectedRows:
+        """A copy of the rows ``first .. last``."""
+        return SelectedRows(self.logits[first:last].copy(), self.logsumexp[first:last].copy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRows:
+    """``logits`` [R, V] in ``dtype``: float32, float16, or bfloat16 as raw uint16 (numpy has no bfloat16)."""
+
+    dtype: RowDType
+    logits: npt.NDArray[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.logits.nbytes
+
+    def cut(self, first: int, last: int) -> LogitRows:
+        """A copy of the rows ``first .. last``."""
+        return LogitRows(self.dtype, self.logits[first:last].copy())
+
+
+RowBlock = TokenRows | TopTokenRows | SelectedRows | LogitRows
+"""Rows of one kind from one step, packed: whoever asked for the same kind shares the block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows ``first .. first + count`` of a block: the answer to one span."""
+
+    block: RowBlock
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How one step went, for one of its submissions. Times in seconds on the executor's monotonic clock."""
+
+    step: int
+    sequences: int
+    tokens: int
+    queue_s: float
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanResult:
+    """A committed span: the sequence's new length and the rows that were asked for."""
+
+    length: int
+    rows: Rows | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemAnswer:
+    """A committed work item: the sequence's handle after it, and its rows (None: none asked for, or replayed without
+    its payload)."""
+
+    handle: HandleRef
+    rows: Rows | None
+    replayed: bool = False
+    cached_tokens: int = 0
+
+
+ItemOutcome = ItemAnswer | ExecutorError
+"""Per work item: an answer, or why it was refused (its sequence is unchanged)."""
+
+SpanOutcome = SpanResult | ExecutorError
+"""Per span: a result, or why this span alone did not run (its sequence is as before)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``outcomes[i]`` answers ``spans[i]``. ``blocks_copied`` counts copies on write."""
+
+    outcomes: tuple[SpanOutcome, ...]
+    forward_s: float
+    blocks_copied: int = 0
+
+
+# --- facts about an executor ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (tokens that a query sees,
+    itself included; None is all) and logit soft cap (None is none)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    weight_dtype: str
+    kv_dtype: str
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why)."""
+
+    kind: str
+    name: str
+    memory_bytes: int
+    threads: int
+    attention_backend: str
+    choices: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor."""
+
+    max_batch_items: int
+    max_batch_tokens: int
+    max_top_tokens: int
+    max_selected_tokens: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_sequences: int
+    max_queued_items: int
+    max_queued_tokens: int
+    replay_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """A snapshot of the block pool."""
+
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """The wire's KvPressure: the block pool and the queue in front of it."""
+
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+    queued_items: int
+    queued_tokens: int
+    sequences: int

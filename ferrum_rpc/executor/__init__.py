@@ -1,0 +1,1 @@
+"""The executor service's contract, by version."""

@@ -1,0 +1,207 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CAPABILITY_UNSPECIFIED: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_GREEDY: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_SAMPLE: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_TOP_TOKENS: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_SELECTED_TOKENS: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_FULL_LOGITS: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_ACCEPT: _ClassVar[Capability]
+    CAPABILITY_OUTPUT_HIDDEN_STATES: _ClassVar[Capability]
+    CAPABILITY_UNIFIED_FORWARD: _ClassVar[Capability]
+    CAPABILITY_TRUNCATE: _ClassVar[Capability]
+    CAPABILITY_FORK: _ClassVar[Capability]
+    CAPABILITY_RESERVE: _ClassVar[Capability]
+    CAPABILITY_REPLAY: _ClassVar[Capability]
+    CAPABILITY_LEASES: _ClassVar[Capability]
+    CAPABILITY_SESSION: _ClassVar[Capability]
+    CAPABILITY_TOKEN_MASKS: _ClassVar[Capability]
+    CAPABILITY_PENALTIES: _ClassVar[Capability]
+    CAPABILITY_PREFIX_CACHE: _ClassVar[Capability]
+    CAPABILITY_KV_TRANSFER: _ClassVar[Capability]
+    CAPABILITY_KV_EVENTS: _ClassVar[Capability]
+    CAPABILITY_ADAPTERS: _ClassVar[Capability]
+    CAPABILITY_WARMUP: _ClassVar[Capability]
+    CAPABILITY_RESET: _ClassVar[Capability]
+    CAPABILITY_DRAIN: _ClassVar[Capability]
+    CAPABILITY_LIST_SEQUENCES: _ClassVar[Capability]
+
+class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXECUTOR_STATE_UNSPECIFIED: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_STARTING: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_SERVING: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_DRAINING: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_FAILED: _ClassVar[ExecutorState]
+CAPABILITY_UNSPECIFIED: Capability
+CAPABILITY_OUTPUT_GREEDY: Capability
+CAPABILITY_OUTPUT_SAMPLE: Capability
+CAPABILITY_OUTPUT_TOP_TOKENS: Capability
+CAPABILITY_OUTPUT_SELECTED_TOKENS: Capability
+CAPABILITY_OUTPUT_FULL_LOGITS: Capability
+CAPABILITY_OUTPUT_ACCEPT: Capability
+CAPABILITY_OUTPUT_HIDDEN_STATES: Capability
+CAPABILITY_UNIFIED_FORWARD: Capability
+CAPABILITY_TRUNCATE: Capability
+CAPABILITY_FORK: Capability
+CAPABILITY_RESERVE: Capability
+CAPABILITY_REPLAY: Capability
+CAPABILITY_LEASES: Capability
+CAPABILITY_SESSION: Capability
+CAPABILITY_TOKEN_MASKS: Capability
+CAPABILITY_PENALTIES: Capability
+CAPABILITY_PREFIX_CACHE: Capability
+CAPABILITY_KV_TRANSFER: Capability
+CAPABILITY_KV_EVENTS: Capability
+CAPABILITY_ADAPTERS: Capability
+CAPABILITY_WARMUP: Capability
+CAPABILITY_RESET: Capability
+CAPABILITY_DRAIN: Capability
+CAPABILITY_LIST_SEQUENCES: Capability
+EXECUTOR_STATE_UNSPECIFIED: ExecutorState
+EXECUTOR_STATE_STARTING: ExecutorState
+EXECUTOR_STATE_SERVING: ExecutorState
+EXECUTOR_STATE_DRAINING: ExecutorState
+EXECUTOR_STATE_FAILED: ExecutorState
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    weight_dtype: str
+    kv_dtype: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bos_token_id: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ...) -> None: ...
+
+class KvCacheInfo(_message.Message):
+    __slots__ = ("block_size", "total_blocks", "bytes_per_token")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    total_blocks: int
+    bytes_per_token: int
+    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes")
+    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SELECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_batch_items: int
+    max_batch_tokens: int
+    max_top_tokens: int
+    max_selected_tokens: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_sequences: int
+    max_queued_items: int
+    max_queued_tokens: int
+    replay_bytes: int
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceInfo(_message.Message):
+    __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    name: str
+    memory_bytes: int
+    threads: int
+    attention_backend: str
+    choices: _containers.RepeatedCompositeFieldContainer[DeviceChoice]
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., threads: _Optional[int] = ..., attention_backend: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[DeviceChoice, _Mapping]]] = ...) -> None: ...
+
+class DeviceChoice(_message.Message):
+    __slots__ = ("choice", "reason")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    choice: str
+    reason: str
+    def __init__(self, choice: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class MethodCount(_message.Message):
+    __slots__ = ("method", "calls", "errors", "items", "item_errors")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    ITEM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    calls: int
+    errors: int
+    items: int
+    item_errors: int
+    def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., items: _Optional[int] = ..., item_errors: _Optional[int] = ...) -> None: ...
+
+class Counters(_message.Message):
+    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_TIME_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_CREATED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    REPLAYS_FIELD_NUMBER: _ClassVar[int]
+    KV_EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FULL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_COPIED_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    tokens: int
+    rows: int
+    forward_time: _duration_pb2.Duration
+    sequences_created: int
+    sequences_released: int
+    replays: int
+    kv_exhausted: int
+    queue_full: int
+    tokens_truncated: int
+    blocks_copied: int
+    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ...) -> None: ...

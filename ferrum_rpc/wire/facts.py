@@ -1,0 +1,71 @@
+"""What an executor is and how it does, as messages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
+from ferrum_rpc.executor.v1 import info_pb2
+
+CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
+    info_pb2.CAPABILITY_OUTPUT_GREEDY,
+    info_pb2.CAPABILITY_OUTPUT_TOP_TOKENS,
+    info_pb2.CAPABILITY_OUTPUT_SELECTED_TOKENS,
+    info_pb2.CAPABILITY_OUTPUT_FULL_LOGITS,
+    info_pb2.CAPABILITY_UNIFIED_FORWARD,
+    info_pb2.CAPABILITY_TRUNCATE,
+    info_pb2.CAPABILITY_FORK,
+    info_pb2.CAPABILITY_RESERVE,
+    info_pb2.CAPABILITY_REPLAY,
+    info_pb2.CAPABILITY_WARMUP,
+    info_pb2.CAPABILITY_RESET,
+)
+"""What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
+
+
+def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
+    """Domain to wire."""
+    return info_pb2.ModelInfo(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        layers=model.layers,
+        hidden_size=model.hidden_size,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        parameters=model.parameters,
+        weight_dtype=model.weight_dtype,
+        kv_dtype=model.kv_dtype,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+    )
+
+
+def limits_to_proto(limits: Limits) -> info_pb2.Limits:
+    """Domain to wire."""
+    return info_pb2.Limits(
+        max_batch_items=limits.max_batch_items,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_top_tokens=limits.max_top_tokens,
+        max_selected_tokens=limits.max_selected_tokens,
+        max_request_bytes=limits.max_request_bytes,
+        max_response_bytes=limits.max_response_bytes,
+        max_sequences=limits.max_sequences,
+        max_queued_items=limits.max_queued_items,
+        max_queued_tokens=limits.max_queued_tokens,
+        replay_bytes=limits.replay_bytes,
+    )
+
+
+def device_to_proto(device: DeviceInfo) -> info_pb2.DeviceInfo:
+    """Domain to wire."""
+    return info_pb2.DeviceInfo(
+        kind=device.kind,
+        name=device.name,
+        memory_bytes=device.memory_bytes,
+        threads=device.threads,
+        attention_backend=device.attention_backend,
+        choices=[info_pb2.DeviceChoice(choice=choice, reason=reason) for choice, reason in device.choices],
+    )

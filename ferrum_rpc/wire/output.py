@@ -1,0 +1,80 @@
+"""OutputSpec: what a caller wants of each row."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType, SelectedTokens, TopTokens
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO
+
+_POSITIONS_TO_PROTO: Final[dict[Positions, output_pb2.Positions]] = {
+    Positions.LAST: output_pb2.POSITIONS_LAST,
+    Positions.ALL: output_pb2.POSITIONS_ALL,
+    Positions.NONE: output_pb2.POSITIONS_NONE,
+}
+_POSITIONS_FROM_PROTO: Final[dict[int, Positions]] = {proto: each for each, proto in _POSITIONS_TO_PROTO.items()}
+
+_GREEDY: Final = Greedy()
+_DEFAULTS: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY) for each in Positions}
+
+
+def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
+    """Domain to wire."""
+    positions = _POSITIONS_TO_PROTO[spec.positions]
+    match spec.kind:
+        case Greedy(logprob):
+            return output_pb2.OutputSpec(positions=positions, greedy=output_pb2.GreedyOutput(logprob=logprob))
+        case TopTokens(k):
+            return output_pb2.OutputSpec(positions=positions, top_tokens=output_pb2.TopTokensOutput(k=k))
+        case SelectedTokens(token_ids):
+            selected = output_pb2.SelectedTokensOutput(token_ids=token_ids)
+            return output_pb2.OutputSpec(positions=positions, selected_tokens=selected)
+        case FullLogits(dtype):
+            full = output_pb2.FullLogitsOutput(dtype=ROW_DTYPE_TO_PROTO[dtype])
+            return output_pb2.OutputSpec(positions=positions, full_logits=full)
+
+
+def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:
+    """Wire to domain. ``default`` stands for positions that are not set. Raises `InvalidRequest` for what is malformed
+    and `NotSupported` for what this executor's capabilities leave out."""
+    if spec.positions == output_pb2.POSITIONS_UNSPECIFIED:
+        positions = default
+    elif (known := _POSITIONS_FROM_PROTO.get(spec.positions)) is not None:
+        positions = known
+    else:
+        raise InvalidRequest(f"output.positions {spec.positions} is not known", field="output.positions")
+    kind = spec.WhichOneof("kind")
+    if kind is None:
+        return _DEFAULTS[positions]
+    return OutputSpec(positions, _kind_from_proto(spec, kind))
+
+
+def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
+    match kind:
+        case "greedy":
+            if spec.greedy.token_mask_id:
+                raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field="output.greedy")
+            if spec.greedy.HasField("repetition_penalty") and spec.greedy.repetition_penalty != 1.0:
+                raise NotSupported("penalties are not offered (capability PENALTIES)", field="output.greedy")
+            return Greedy(logprob=True) if spec.greedy.logprob else _GREEDY
+        case "top_tokens":
+            if spec.top_tokens.k < 1:
+                raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
+            return TopTokens(spec.top_tokens.k)
+        case "selected_tokens":
+            token_ids = tuple(spec.selected_tokens.token_ids)
+            if not token_ids:
+                raise InvalidRequest("selected_tokens names no token", field="output.selected_tokens.token_ids")
+            return SelectedTokens(token_ids)
+        case "full_logits":
+            if spec.full_logits.dtype == types_pb2.D_TYPE_UNSPECIFIED:
+                return FullLogits(RowDType.F32)
+            dtype = ROW_DTYPE_FROM_PROTO.get(spec.full_logits.dtype)
+            if dtype is None:
+                raise InvalidRequest("full_logits.dtype must be F32, BF16 or F16", field="output.full_logits.dtype")
+            return FullLogits(dtype)
+        case _:
+            capability = f"OUTPUT_{kind.upper()}"
+            raise NotSupported(f"output `{kind}` is not offered (capability {capability})", field=f"output.{kind}")

@@ -1,0 +1,54 @@
+"""Numpy arrays as the contract's raw little-endian tensors, without a copy on the way in."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import RowDType
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.executor.v1 import types_pb2
+
+if sys.byteorder != "little":  # pragma: no cover - no such machine serves models
+    raise ImportError("ferrum_rpc assumes a little-endian machine")
+
+NUMPY_BY_DTYPE: Final[dict[int, np.dtype[Any]]] = {
+    types_pb2.D_TYPE_F32: np.dtype(np.float32),
+    types_pb2.D_TYPE_BF16: np.dtype(np.uint16),
+    types_pb2.D_TYPE_F16: np.dtype(np.float16),
+    types_pb2.D_TYPE_U32: np.dtype(np.uint32),
+    types_pb2.D_TYPE_I32: np.dtype(np.int32),
+    types_pb2.D_TYPE_I8: np.dtype(np.int8),
+}
+
+ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
+    RowDType.F32: types_pb2.D_TYPE_F32,
+    RowDType.BF16: types_pb2.D_TYPE_BF16,
+    RowDType.F16: types_pb2.D_TYPE_F16,
+}
+ROW_DTYPE_FROM_PROTO: Final[dict[int, RowDType]] = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
+
+
+def tensor_to_proto(array: npt.NDArray[Any], dtype: types_pb2.DType) -> types_pb2.Tensor:
+    """A C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16)."""
+    return types_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())
+
+
+def tensor_from_proto(tensor: types_pb2.Tensor) -> npt.NDArray[Any]:
+    """A read-only view of the message's bytes; raises `InvalidRequest` where type, shape and size do not agree."""
+    dtype = NUMPY_BY_DTYPE.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidRequest("a tensor has no known dtype", field="dtype")
+    data = tensor.data  # one copy of the bytes per access
+    count = 1
+    for extent in tensor.shape:
+        count *= extent
+    if count * dtype.itemsize != len(data):
+        raise InvalidRequest(
+            f"a tensor of shape {list(tensor.shape)} needs {count * dtype.itemsize} bytes and has {len(data)}",
+            field="data",
+        )
+    return np.frombuffer(data, dtype=dtype).reshape(tuple(tensor.shape))
