@@ -1,0 +1,127 @@
+"""`ferrum-rpc info|status|health|generate`: a client of a running server, for a person or a script."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ferrum_rpc.client import ExecutorClient, Health
+from ferrum_rpc.errors import InvalidRequest
+
+BYTE_TOKENS = 256
+"""Ids below this are bytes, where no tokenizer is named: so it is with the demo and the identity model."""
+
+
+async def info(arguments: argparse.Namespace) -> int:
+    """What the server is."""
+    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+        _show(await client.info(), as_json=arguments.json)
+    return 0
+
+
+async def status(arguments: argparse.Namespace) -> int:
+    """How it does."""
+    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+        _show(await client.status(), as_json=arguments.json)
+    return 0
+
+
+async def health(arguments: argparse.Namespace) -> int:
+    """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks."""
+    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+        state = await client.health()
+    print(state.name)
+    return 0 if state is Health.SERVING else 1
+
+
+async def generate(arguments: argparse.Namespace) -> int:
+    """Complete a prompt greedily; the text appears as it comes."""
+    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+        facts = await client.info()
+        tokenizer = _Text(arguments.tokenizer, facts.model.vocab_size)
+        prompt = tokenizer.encode(arguments.prompt)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        room = facts.model.max_context - len(prompt)
+        async with client.sequence() as sequence:
+            answer = await sequence.prefill(prompt)
+            generated: list[int] = []
+            shown = ""
+            while answer.token not in facts.model.eos_token_ids:
+                generated.append(answer.token)
+                text = tokenizer.decode(generated)
+                if not text.endswith("\ufffd"):  # a character whose bytes have not all come
+                    sys.stdout.write(text[len(shown) :])
+                    sys.stdout.flush()
+                    shown = text
+                if len(generated) >= min(arguments.max_new_tokens, room):
+                    break
+                answer = await sequence.decode(generated[-1])
+        sys.stdout.write("\n")
+    return 0
+
+
+class _Text:
+    """Text to ids and back: a tokenizer's, or bytes."""
+
+    def __init__(self, path: Path | None, vocab_size: int) -> None:
+        self._tokenizer: Any = None
+        if path is not None:
+            from tokenizers import Tokenizer
+
+            if not path.is_file():
+                raise InvalidRequest(f"no tokenizer at {path}", field="tokenizer")
+            self._tokenizer = Tokenizer.from_file(str(path))
+        elif vocab_size < BYTE_TOKENS:
+            raise InvalidRequest(f"a vocabulary of {vocab_size} is not bytes; name --tokenizer", field="tokenizer")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(text.encode()) if self._tokenizer is None else list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        if self._tokenizer is not None:
+            return str(self._tokenizer.decode(ids))
+        return bytes(token for token in ids if token < BYTE_TOKENS).decode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and enums as JSON's types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)]
+    return value
+
+
+def _show(value: Any, *, as_json: bool) -> None:
+    plain = _plain(value)
+    print(json.dumps(plain) if as_json else "\n".join(_lines(plain)))
+
+
+def _lines(value: dict[str, Any], indent: str = "") -> list[str]:
+    """Nested facts, one a line."""
+    lines = []
+    for name, each in value.items():
+        if isinstance(each, dict):
+            lines += [f"{indent}{name}", *_lines(each, indent + "  ")]
+        elif isinstance(each, list) and each and isinstance(each[0], dict):
+            lines.append(f"{indent}{name}")
+            lines += [f"{indent}  " + "  ".join(f"{key}={part}" for key, part in row.items()) for row in each]
+        elif isinstance(each, list) and each and isinstance(each[0], list):
+            lines += [f"{indent}{name}", *(f"{indent}  {': '.join(map(str, pair))}" for pair in each)]
+        elif isinstance(each, list):
+            lines.append(f"{indent}{name:<24}{', '.join(map(str, each))}")
+        elif isinstance(each, float):
+            lines.append(f"{indent}{name:<24}{each:.3f}")
+        else:
+            lines.append(f"{indent}{name:<24}{each}")
+    return lines

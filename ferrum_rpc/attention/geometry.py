@@ -1,0 +1,89 @@
+"""Who attends to what in one step, in integers on the host.
+
+The runner builds one `BatchGeometry` per step from block tables; every attention backend reads it in its ``plan`` and
+nothing else: not sequences, not handles, not the pool. There is no prefill and no decode here, only spans of S
+sequences with T tokens in total, packed one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchGeometry:
+    """One step's spans. All arrays live on the host and are read-only by convention.
+
+    block_size   slots of a block
+    query_start  int32 [S+1]: span s owns rows ``query_start[s] .. query_start[s+1]`` of the packed tokens
+    starts       int32 [S]: tokens of the sequence that are cached before the span
+    lengths      int32 [S]: tokens of the sequence once the span is written (``starts`` + the span's tokens)
+    tables       S arrays, int32: block ids of the sequence, at least ``ceil(lengths / block_size)`` of them
+    slots        int64 [T]: where each token's K and V are written
+    positions    int64 [T]: each token's position in its sequence
+    """
+
+    block_size: int
+    query_start: Int32Array
+    starts: Int32Array
+    lengths: Int32Array
+    tables: Sequence[Int32Array]
+    slots: Int64Array
+    positions: Int64Array
+
+    @classmethod
+    def build(
+        cls, block_size: int, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Int32Array]
+    ) -> BatchGeometry:
+        """The geometry of spans of ``counts[s]`` tokens after ``starts[s]`` cached ones, over ``tables[s]``.
+
+        Raises ValueError where a span is empty or its table does not reach its end.
+        """
+        cached = np.asarray(starts, dtype=np.int32)
+        tokens = np.asarray(counts, dtype=np.int32)
+        lengths = cached + tokens
+        sizes = np.fromiter((len(table) for table in tables), dtype=np.int64, count=len(tables))
+        if not len(cached) == len(tokens) == len(sizes):
+            raise ValueError("starts, counts and tables differ in length")
+        if (tokens < 1).any() or (cached < 0).any():
+            raise ValueError("a span needs at least one token and a start that is not negative")
+        if (sizes * block_size < lengths).any():
+            raise ValueError("a block table is shorter than its sequence")
+        query_start = np.zeros(len(tokens) + 1, dtype=np.int32)
+        np.cumsum(tokens, out=query_start[1:])
+        # position of row r = r - (first row of its span - tokens cached before it)
+        positions = np.arange(query_start[-1], dtype=np.int64) - np.repeat(query_start[:-1] - cached, tokens)
+        first_entry = np.repeat(np.cumsum(sizes) - sizes, tokens)
+        entries = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int32)
+        blocks = entries[first_entry + positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        return cls(block_size, query_start, cached, lengths, tables, slots, positions)
+
+    @property
+    def spans(self) -> int:
+        """S, the number of spans."""
+        return len(self.starts)
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of packed tokens."""
+        return int(self.query_start[-1])
+
+    def check(self) -> None:
+        """Raise AssertionError unless every array agrees with every other."""
+        counts = np.diff(self.query_start)
+        assert self.query_start[0] == 0 and (counts > 0).all()  # noqa: S101
+        assert (self.starts + counts == self.lengths).all()  # noqa: S101
+        for span, table in enumerate(self.tables):
+            rows = slice(self.query_start[span], self.query_start[span + 1])
+            positions = np.arange(self.starts[span], self.lengths[span])
+            assert (self.positions[rows] == positions).all()  # noqa: S101
+            blocks = table[positions // self.block_size].astype(np.int64)
+            assert (self.slots[rows] == blocks * self.block_size + positions % self.block_size).all()  # noqa: S101

@@ -1,0 +1,117 @@
+"""`ferrum-rpc`: serve a model, and ask a running server.
+
+The parser is built from the settings model, so that a flag, its variable and its entry in a file are one thing. What a
+subcommand needs is imported when it runs: `--help` loads neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ferrum_rpc import __version__
+from ferrum_rpc.config import ConfigError, ServeSettings, hint, load_settings
+
+EXIT_USAGE = 2
+EXIT_FAILED = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that answers a wrong flag or command with the nearest right one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Name the nearest flag."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+    def flags(self) -> list[str]:
+        """Every flag that this parser knows."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser and its subcommands by name."""
+    parser = Parser(prog="ferrum-rpc", description="A model's forward pass over gRPC.")
+    parser.add_argument("--version", action="version", version=f"ferrum-rpc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    serve = commands.add_parser("serve", help="serve a model", allow_abbrev=False)
+    serve.add_argument("model", help="a Hugging Face folder, or `demo`, or `identity`")
+    serve.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
+    for name, field in ServeSettings.model_fields.items():
+        _add_setting(serve, name, field)
+    named = {"serve": serve}
+    for name, text in (
+        ("info", "what a running server is"),
+        ("status", "how a running server does"),
+        ("health", "exit 0 if a running server serves"),
+        ("generate", "complete a prompt greedily on a running server"),
+    ):
+        command = commands.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server")
+        command.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
+        named[name] = command
+    for name in ("info", "status"):
+        named[name].add_argument("--json", action="store_true", help="one JSON object, for programs")
+    named["generate"].add_argument("prompt", help="the text to complete")
+    named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
+    named["generate"].add_argument("--tokenizer", type=Path, help="tokenizer.json (default: bytes)")
+    return parser, named
+
+
+def _add_setting(parser: argparse.ArgumentParser, name: str, field: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": field.description}
+    if field.default is not None:
+        options["help"] += f" (default: {field.default})"
+    if field.annotation is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        return
+    if typing.get_origin(field.annotation) is typing.Literal:
+        options["choices"] = typing.get_args(field.annotation)
+    else:
+        options["metavar"] = name.rsplit("_", 1)[-1].upper()
+    parser.add_argument(flag, **options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; exits 0, 1 (it failed) or 2 (it was written wrongly)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = build_parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        parser.error(f"no command {arguments[0]!r}{hint(arguments[0], commands)}")
+    parsed, unknown = parser.parse_known_args(arguments)
+    command = commands[parsed.command]
+    if unknown:
+        command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
+    try:
+        sys.exit(_run(parsed))
+    except ConfigError as error:
+        command.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.command == "serve":
+        flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
+        settings = load_settings(flags, parsed.config)
+        from ferrum_rpc.serve import serve
+
+        return serve(parsed.model, settings)
+    from ferrum_rpc import ask
+    from ferrum_rpc.errors import ExecutorError
+
+    commands = {"info": ask.info, "status": ask.status, "health": ask.health, "generate": ask.generate}
+    try:
+        return asyncio.run(commands[parsed.command](parsed))
+    except ExecutorError as error:
+        print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The client of ferrum-rpc: what a scheduler imports. Needs grpcio, protobuf and numpy; loads no torch, no server code.
+
+    import asyncio
+    from ferrum_rpc.client import ExecutorClient, TopTokens
+
+    async def main() -> None:
+        async with ExecutorClient("localhost:50051") as client:
+            info = await client.info()
+            print(info.model.name, info.model.vocab_size, info.limits.max_batch_tokens)
+            async with client.sequence() as sequence:          # released on the way out, whatever happens
+                answer = await sequence.prefill(b"In the beginning")
+                text = [answer.token]                           # greedy: the arg-max of the last row
+                while len(text) < 32:
+                    answer = await sequence.decode(text[-1])
+                    text.append(answer.token)
+                print(bytes(token for token in text if token < 256))
+
+                [branch] = await sequence.fork()                # shares the cache until it diverges
+                async with branch:
+                    results = await client.forward(             # both in one forward pass
+                        [sequence.item([text[-1]]), branch.item([32], TopTokens(4))]
+                    )
+                    print(results[1].top_tokens.token_ids, client.pressure)
+
+    asyncio.run(main())
+
+Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
+classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. What was asked for comes back
+as numpy arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
+fate is unknown are sent again under the same one (`ResendPolicy`).
+"""
+
+from ferrum_rpc.client.answer import Answer, NoSuchRowsError
+from ferrum_rpc.client.client import CacheMode, ExecutorClient
+from ferrum_rpc.client.facts import (
+    Capability,
+    Counters,
+    ExecutorInfo,
+    ExecutorState,
+    ExecutorStatus,
+    MethodCount,
+    WarmupReport,
+)
+from ferrum_rpc.client.health import Health
+from ferrum_rpc.client.policy import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
+from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.state import Item, SequenceMisuseError
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    HandleRef,
+    OutputSpec,
+    Positions,
+    Pressure,
+    RowDType,
+    SelectedTokens,
+    StepTiming,
+    TopTokens,
+)
+
+__all__ = [
+    "NEVER_RESEND",
+    "SEQUENCE_GONE",
+    "Answer",
+    "CacheMode",
+    "Capability",
+    "Counters",
+    "ExecutorClient",
+    "ExecutorInfo",
+    "ExecutorState",
+    "ExecutorStatus",
+    "FullLogits",
+    "Greedy",
+    "HandleRef",
+    "Health",
+    "Item",
+    "MethodCount",
+    "NoSuchRowsError",
+    "OutputSpec",
+    "Positions",
+    "Pressure",
+    "ResendPolicy",
+    "RowDType",
+    "SelectedTokens",
+    "Sequence",
+    "SequenceMisuseError",
+    "StepTiming",
+    "TopTokens",
+    "WarmupReport",
+]

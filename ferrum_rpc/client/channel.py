@@ -1,0 +1,88 @@
+"""The gRPC channel: retries, keepalive and message limits that the client ships by default (promises R7 and R8)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+
+from ferrum_rpc import __version__
+
+ChannelOption = tuple[str, str | int]
+
+SERVICES: Final = (
+    "ferrum_rpc.executor.v1.ModelExecutor",
+    "ferrum_rpc.executor.v1.ExecutorControl",
+    "ferrum_rpc.executor.v1.KvTransfer",
+    "grpc.health.v1.Health",
+)
+STREAMS: Final = (
+    ("ferrum_rpc.executor.v1.ModelExecutor", "Session"),
+    ("ferrum_rpc.executor.v1.KvTransfer", "ExportKv"),
+    ("ferrum_rpc.executor.v1.KvTransfer", "ImportKv"),
+    ("ferrum_rpc.executor.v1.KvTransfer", "WatchKvEvents"),
+    ("grpc.health.v1.Health", "Watch"),
+)
+
+KEEPALIVE_TIME_MS: Final = 10_000
+KEEPALIVE_TIMEOUT_MS: Final = 5_000
+
+
+def service_config() -> str:
+    """Retries of UNAVAILABLE, the one code that says that nothing was started, or that nobody answered: then the
+    request id makes the repetition safe. At most 4 attempts, exponential backoff (gRPC adds the jitter), throttled so
+    that a dead executor is not hammered. Streams are not retried: their owner knows what was in flight."""
+    retried = {
+        "name": [{"service": service} for service in SERVICES],
+        "retryPolicy": {
+            "maxAttempts": 4,
+            "initialBackoff": "0.05s",
+            "maxBackoff": "1s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        },
+    }
+    streams = {"name": [{"service": service, "method": method} for service, method in STREAMS]}
+    return json.dumps(
+        {"methodConfig": [retried, streams], "retryThrottling": {"maxTokens": 20, "tokenRatio": 0.1}},
+        sort_keys=True,
+    )
+
+
+def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOption]:
+    """The defaults, each replaced by the override of the same name."""
+    options: dict[str, str | int] = {
+        "grpc.service_config": service_config(),
+        "grpc.service_config_disable_resolution": 1,
+        "grpc.enable_retries": 1,
+        # gRPC retries only what it still holds: its default of 256 kB is less than one long prompt.
+        "grpc.per_rpc_retry_buffer_size": 64 << 20,
+        # The executor tells its limits in GetInfo and enforces them; a second opinion here could only refuse an answer
+        # to a step that has already run.
+        "grpc.max_receive_message_length": -1,
+        "grpc.max_send_message_length": -1,
+        # A dead peer is noticed within time + timeout, with or without calls in flight.
+        "grpc.keepalive_time_ms": KEEPALIVE_TIME_MS,
+        "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
+        "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+        # gRPC's own maximum is two minutes: too long to find a restarted executor.
+        "grpc.initial_reconnect_backoff_ms": 100,
+        "grpc.max_reconnect_backoff_ms": 2_000,
+        "grpc.primary_user_agent": f"ferrum-rpc/{__version__}",
+    }
+    options.update(overrides)
+    return list(options.items())
+
+
+def open_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, overrides: Iterable[ChannelOption] = ()
+) -> grpc.aio.Channel:
+    """A channel to ``target`` (``host:port`` or ``unix:path``). It connects with the first call."""
+    options = channel_options(overrides)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)

@@ -1,0 +1,240 @@
+"""`ExecutorClient`: a connection to one executor."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
+from types import TracebackType
+
+import grpc
+from google.protobuf import duration_pb2
+
+from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.calls import Calls
+from ferrum_rpc.client.channel import ChannelOption, open_channel
+from ferrum_rpc.client.facts import (
+    ExecutorInfo,
+    ExecutorState,
+    ExecutorStatus,
+    WarmupReport,
+    executor_state,
+    status_from_proto,
+    warmup_from_proto,
+)
+from ferrum_rpc.client.health import Health, checker, health, request
+from ferrum_rpc.client.link import Feed, Link
+from ferrum_rpc.client.policy import ResendPolicy
+from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.core import Pressure
+from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2,
+    executor_control_pb2_grpc,
+    forward_pb2,
+    model_executor_pb2,
+)
+
+
+class CacheMode(enum.Enum):
+    """How a new sequence uses the prefix cache; the numbers are the wire's."""
+
+    DEFAULT = 0
+    READ_WRITE = 1
+    READ_ONLY = 2
+    BYPASS = 3
+
+
+class ExecutorClient:
+    """A connection to one executor, for one scheduler. An async context manager.
+
+    ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the deadline of every call that is not given one of its
+    own; None waits for ever. ``credentials``: TLS, from `grpc.ssl_channel_credentials`; None is plain text. ``token``:
+    sent as ``authorization: Bearer``. ``channel_options`` replace gRPC options of the same name. ``resend``: what to do
+    when the fate of a call is unknown. ``release_timeout_s`` bounds what leaving a sequence, or the client, may take.
+
+    Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
+    executor's reason stands for, or `TransportError` when nobody answered.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = 60.0,
+        channel_options: Iterable[ChannelOption] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        resend: ResendPolicy = ResendPolicy(),  # noqa: B008 - frozen
+        release_timeout_s: float = 5.0,
+    ) -> None:
+        self.target = target
+        self._timeout_s = timeout_s
+        self._options = tuple(channel_options)
+        self._credentials = credentials
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._resend = resend
+        self._release_timeout_s = release_timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._opened: Link | None = None
+
+    async def __aenter__(self) -> ExecutorClient:
+        if self._channel is not None:
+            raise RuntimeError("this client is open already")
+        self._channel = open_channel(self.target, self._credentials, self._options)
+        self._opened = Link(
+            self._channel,
+            Calls(metadata=self._metadata, resend=self._resend),
+            timeout_s=self._timeout_s,
+            release_timeout_s=self._release_timeout_s,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Release the sequences that are still live, then close the connection. Bounded by ``release_timeout_s``."""
+        channel, link = self._channel, self._opened
+        self._channel = self._opened = None
+        if channel is None or link is None:
+            return
+        try:
+            await link.releases.all()
+        finally:
+            await channel.close()
+
+    @property
+    def pressure(self) -> Pressure | None:
+        """How full the executor was in the last answer, of whatever call. None before the first."""
+        return None if self._opened is None else self._opened.pressure
+
+    # --- the executor -----------------------------------------------------------------------------------------------
+
+    async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
+        """What the executor is: model, cache, limits, capabilities. Asked once per life of the executor. Raises
+        `NotSupported` where it needs newer clients."""
+        return await self._link.info(self._link.deadline(timeout_s))
+
+    async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
+        """How it is doing right now: state, pressure, counters."""
+        link = self._link
+        method, message = link.executor.GetStatus, model_executor_pb2.GetStatusRequest()
+        response = await link.calls.ask(method, message, link.deadline(timeout_s))
+        link.saw(response.pressure)
+        return status_from_proto(response)
+
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
+        """The standard health check of a service; of the whole server without a name."""
+        link = self._link
+        response = await link.calls.ask(checker(self._open_channel), request(service), link.deadline(timeout_s))
+        return health(response.status)
+
+    async def warmup(
+        self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None
+    ) -> WarmupReport:
+        """Run steps of typical shapes, so that the first caller does not pay for them. 0: the executor's defaults."""
+        message = executor_control_pb2.WarmupRequest(batch_size=batch_size, prefill_tokens=prefill_tokens)
+        response = await self._link.calls.ask(self._control.Warmup, message, self._link.deadline(timeout_s))
+        self._link.saw(response.pressure)
+        return warmup_from_proto(response)
+
+    async def reset(self, *, instance_id: str = "", timeout_s: float | None = None) -> int:
+        """Release every sequence of every caller; returns how many. ``instance_id`` (from `info`) guards against
+        hitting a restarted executor."""
+        message = executor_control_pb2.ResetRequest(instance_id=instance_id)
+        response = await self._link.calls.ask(self._control.Reset, message, self._link.deadline(timeout_s))
+        self._link.saw(response.pressure)
+        return response.released_sequences
+
+    async def drain(self, grace_s: float | None = None, *, timeout_s: float | None = None) -> ExecutorState:
+        """Ask it to take no new sequences and to finish the ones it owns within ``grace_s`` seconds."""
+        grace = None if grace_s is None else duration_pb2.Duration()
+        if grace is not None and grace_s is not None:
+            grace.FromNanoseconds(round(grace_s * 1e9))
+        message = executor_control_pb2.DrainRequest(grace=grace)
+        response = await self._link.calls.ask(self._control.Drain, message, self._link.deadline(timeout_s))
+        return executor_state(response.state)
+
+    # --- sequences --------------------------------------------------------------------------------------------------
+
+    def sequence(
+        self,
+        *,
+        keep_tokens: bool = False,
+        rebuild: bool = False,
+        reserve_tokens: int = 0,
+        lease_id: str = "",
+        adapter: str = "",
+        cache_salt: bytes = b"",
+        cache_mode: CacheMode = CacheMode.DEFAULT,
+    ) -> Sequence:
+        """A new, empty sequence. Nothing is sent until it is fed.
+
+        ``keep_tokens``: remember what was fed, so that `Sequence.rebuild` needs no tokens. ``rebuild``: on a lost
+        sequence (executor restarted, lease expired, reset) do that by itself and go on; implies ``keep_tokens``. Batch
+        calls do not rebuild: their caller plans. The others are the contract's ``CreateOptions``: blocks to hold beyond
+        the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
+        """
+        create = forward_pb2.CreateOptions(
+            lease_id=lease_id,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{cache_mode.name}",
+            reserve_tokens=reserve_tokens,
+        )
+        state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
+        self._link.releases.live.add(state)
+        return Sequence(self._link, state, rebuild=rebuild)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    async def forward(
+        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
+    ) -> list[Answer | ExecutorError]:
+        """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
+
+        ``results[i]`` answers ``items[i]``: an `Answer`, or the `ExecutorError` of this item alone, returned and not
+        raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
+        `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
+        """
+        return await self._batch(self._link.forward, items, all_or_nothing, timeout_s)
+
+    async def batch_prefill(
+        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
+    ) -> list[Answer | ExecutorError]:
+        """As `forward`, for items that start sequences or feed chunks."""
+        return await self._batch(self._link.batch_prefill, items, all_or_nothing, timeout_s)
+
+    async def batch_decode(
+        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
+    ) -> list[Answer | ExecutorError]:
+        """As `forward`, for items of one token on sequences that exist."""
+        return await self._batch(self._link.batch_decode, items, all_or_nothing, timeout_s)
+
+    async def _batch(
+        self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
+    ) -> list[Answer | ExecutorError]:
+        listed: ListOf[Item] = list(items)
+        return await self._link.batch(feed, listed, self._link.deadline(timeout_s), all_or_nothing=all_or_nothing)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _link(self) -> Link:
+        if self._opened is None:
+            raise RuntimeError("this client is not open: use it as `async with ExecutorClient(...) as client`")
+        return self._opened
+
+    @property
+    def _open_channel(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            raise RuntimeError("this client is not open")
+        return self._channel
+
+    @property
+    def _control(self) -> executor_control_pb2_grpc.ExecutorControlAsyncStub:
+        return executor_control_pb2_grpc.ExecutorControlStub(self._open_channel)

@@ -1,0 +1,215 @@
+"""What an executor is (GetInfo) and how it is doing (GetStatus), as frozen dataclasses."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, StepTiming
+from ferrum_rpc.executor.v1 import executor_control_pb2, info_pb2, model_executor_pb2, types_pb2
+
+
+class Capability(enum.Enum):
+    """A part of the contract that an executor may lack; the numbers are the wire's."""
+
+    OUTPUT_GREEDY = 1
+    OUTPUT_SAMPLE = 2
+    OUTPUT_TOP_TOKENS = 3
+    OUTPUT_SELECTED_TOKENS = 4
+    OUTPUT_FULL_LOGITS = 5
+    OUTPUT_ACCEPT = 6
+    OUTPUT_HIDDEN_STATES = 7
+    UNIFIED_FORWARD = 8
+    TRUNCATE = 9
+    FORK = 10
+    RESERVE = 11
+    REPLAY = 12
+    LEASES = 13
+    SESSION = 14
+    TOKEN_MASKS = 15
+    PENALTIES = 16
+    PREFIX_CACHE = 17
+    KV_TRANSFER = 18
+    KV_EVENTS = 19
+    ADAPTERS = 20
+    WARMUP = 21
+    RESET = 22
+    DRAIN = 23
+    LIST_SEQUENCES = 24
+
+
+class ExecutorState(enum.Enum):
+    """The life of an executor process; the numbers are the wire's."""
+
+    UNKNOWN = 0
+    STARTING = 1
+    SERVING = 2
+    DRAINING = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What an executor is. Does not change during its life; ``instance_id`` names that life.
+
+    ``capabilities`` leaves out what this client does not know. ``block_size`` is in tokens, ``total_blocks`` the pool.
+    """
+
+    server_version: str
+    schema_revision: int
+    minimum_client_revision: int
+    instance_id: str
+    model: ModelInfo
+    block_size: int
+    total_blocks: int
+    limits: Limits
+    capabilities: frozenset[Capability]
+    device: DeviceInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Work done since the process started. ``forward_s`` is seconds inside forward passes."""
+
+    steps: int
+    tokens: int
+    rows: int
+    forward_s: float
+    sequences_created: int
+    sequences_released: int
+    replays: int
+    kv_exhausted: int
+    queue_full: int
+    tokens_truncated: int
+    blocks_copied: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCount:
+    """Calls of one RPC. ``errors``: calls that ended non-OK. ``items``/``item_errors``: work items in those calls, and
+    those refused inside an OK answer."""
+
+    method: str
+    calls: int
+    errors: int
+    items: int
+    item_errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatus:
+    """How an executor is doing right now."""
+
+    state: ExecutorState
+    pressure: Pressure
+    counters: Counters
+    methods: tuple[MethodCount, ...]
+    uptime_s: float
+    replay_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What a warm-up ran: ``steps`` forward passes in ``elapsed_s`` seconds."""
+
+    steps: int
+    elapsed_s: float
+    pressure: Pressure
+
+
+# --- from the wire --------------------------------------------------------------------------------------------------
+
+
+def pressure_from_proto(proto: types_pb2.KvPressure) -> Pressure:
+    """Wire to domain."""
+    return Pressure(
+        free_blocks=proto.free_blocks,
+        total_blocks=proto.total_blocks,
+        block_size=proto.block_size,
+        queued_items=proto.queued_items,
+        queued_tokens=proto.queued_tokens,
+        sequences=proto.sequences,
+    )
+
+
+def timing_from_proto(proto: types_pb2.StepTiming) -> StepTiming:
+    """Wire (microseconds) to domain (seconds)."""
+    return StepTiming(
+        step=proto.step,
+        sequences=proto.step_sequences,
+        tokens=proto.step_tokens,
+        queue_s=proto.queue_micros * 1e-6,
+        forward_s=proto.forward_micros * 1e-6,
+    )
+
+
+def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
+    """Wire to domain."""
+    model, device = proto.model, proto.device
+    known = {each.value for each in Capability}
+    return ExecutorInfo(
+        server_version=proto.server_version,
+        schema_revision=proto.schema_revision,
+        minimum_client_revision=proto.minimum_client_revision,
+        instance_id=proto.instance_id,
+        model=ModelInfo(
+            **_scalars(model, ModelInfo, leave_out={"kv_bytes_per_token", "eos_token_ids", "bos_token_id"}),
+            kv_bytes_per_token=proto.kv_cache.bytes_per_token,
+            eos_token_ids=tuple(model.eos_token_ids),
+            bos_token_id=model.bos_token_id if model.HasField("bos_token_id") else None,
+        ),
+        block_size=proto.kv_cache.block_size,
+        total_blocks=proto.kv_cache.total_blocks,
+        limits=Limits(**_scalars(proto.limits, Limits)),
+        capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
+        device=DeviceInfo(
+            **_scalars(device, DeviceInfo, leave_out={"choices"}),
+            choices=tuple((each.choice, each.reason) for each in device.choices),
+        ),
+    )
+
+
+def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorStatus:
+    """Wire to domain."""
+    counters = proto.counters
+    return ExecutorStatus(
+        state=executor_state(proto.state),
+        pressure=pressure_from_proto(proto.pressure),
+        counters=Counters(
+            **_scalars(counters, Counters, leave_out={"forward_s"}), forward_s=seconds(counters.forward_time)
+        ),
+        methods=tuple(MethodCount(**_scalars(each, MethodCount)) for each in proto.methods),
+        uptime_s=seconds(proto.uptime),
+        replay_bytes=proto.replay_bytes,
+    )
+
+
+def executor_state(number: int) -> ExecutorState:
+    """The enum of a wire number; what is not known yet is UNKNOWN."""
+    try:
+        return ExecutorState(number)
+    except ValueError:
+        return ExecutorState.UNKNOWN
+
+
+def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupReport:
+    """Wire to domain."""
+    return WarmupReport(
+        steps=proto.steps, elapsed_s=seconds(proto.elapsed), pressure=pressure_from_proto(proto.pressure)
+    )
+
+
+def seconds(duration: duration_pb2.Duration) -> float:
+    """A wire duration in seconds."""
+    return duration.seconds + duration.nanos * 1e-9
+
+
+_Message = info_pb2.ModelInfo | info_pb2.DeviceInfo | info_pb2.Limits | info_pb2.Counters | info_pb2.MethodCount
+
+
+def _scalars(message: _Message, into: type[Any], leave_out: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
+    """The fields that message and dataclass name alike."""
+    return {name: getattr(message, name) for name in into.__dataclass_fields__ if name not in leave_out}

@@ -1,0 +1,93 @@
+"""Letting go of sequences: shielded from cancellation, bounded in time, and blind to what is gone already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.state import SequenceState
+from ferrum_rpc.core import HandleRef
+from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.executor.v1 import model_executor_pb2
+from ferrum_rpc.wire.items import handle_to_proto
+
+if TYPE_CHECKING:
+    from ferrum_rpc.client.link import Link
+
+AT_ONCE = 64
+"""Releases that `Releases.all` sends before it waits."""
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+class Releases:
+    """The live sequences of one client, and the releases that are under way."""
+
+    def __init__(self, link: Link, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.live: set[SequenceState] = set()
+        self._link = link
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def release(self, state: SequenceState) -> None:
+        """Free a sequence and whatever a doubtful call of it may have created. Runs to its end, within ``timeout_s``,
+        even when the caller is cancelled."""
+        state.released = True
+        self.live.discard(state)
+        if state.handle is None and state.creation is None and state.fork is None:
+            return
+        task = asyncio.get_running_loop().create_task(self._release(state))
+        self._under_way.add(task)
+        task.add_done_callback(self._over)
+        await asyncio.shield(task)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a sequence was not released: %s", error)
+
+    async def _release(self, state: SequenceState) -> None:
+        deadline = Deadline.after(self.timeout_s)
+        handles = [] if state.handle is None else [state.handle]
+        for doubt in (state.creation, state.fork):
+            if doubt is not None and doubt.repeat is not None:
+                with suppress(ExecutorError):
+                    handles += await doubt.repeat(deadline)
+        for handle in handles:
+            await self.handle(handle, deadline)
+
+    async def handle(self, handle: HandleRef, deadline: Deadline) -> None:
+        """Release at whatever version. What is gone already counts as released."""
+        link = self._link
+        request = model_executor_pb2.ReleaseRequest(
+            handle=handle_to_proto(handle), any_version=True, request_id=uuid.uuid4().hex
+        )
+        pause = 0.005
+        while True:
+            try:
+                response = await link.calls.mutate(link.executor.Release, request, deadline)
+                link.saw(response.pressure)
+                return
+            except SEQUENCE_GONE as error:
+                link.noticed(error)
+                return
+            except SequenceBusy:
+                if deadline.passed:
+                    raise
+            await asyncio.sleep(deadline.remaining(pause) or 0.0)
+            pause = min(2 * pause, 0.25)
+
+    async def all(self) -> None:
+        """Release what is still live, and wait for what is under way. Bounded in time; does not raise."""
+        deadline = Deadline.after(self.timeout_s)
+        under_way = set(self._under_way)
+        waiting = list(self.live)
+        while waiting and not deadline.passed:
+            batch, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+            await asyncio.gather(*(self.release(state) for state in batch), return_exceptions=True)
+        if under_way:
+            await asyncio.wait(under_way, timeout=deadline.remaining())

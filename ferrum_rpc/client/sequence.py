@@ -1,0 +1,344 @@
+"""`Sequence`: one sequence in the executor's cache, as a program uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TypeVar
+
+from ferrum_rpc.client import operations
+from ferrum_rpc.client.answer import Answer, joined_rows
+from ferrum_rpc.client.link import Feed, Link, row_bytes
+from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.state import (
+    Item,
+    Output,
+    SequenceMisuseError,
+    SequenceState,
+    Tokens,
+    as_output,
+    as_tokens,
+)
+from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
+from ferrum_rpc.errors import ExecutorError
+
+Result = TypeVar("Result")
+
+_NO_ROWS = OutputSpec(Positions.NONE, Greedy())
+_MESSAGE_OVERHEAD = 64 << 10
+"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that goes in chunks: what is in the cache already, should the rest fail."""
+
+    tokens: list[int]
+    output: OutputSpec
+    fed: int = 0
+    length: int = 0
+    cached_tokens: int = 0
+    rows: list[Rows] = field(default_factory=list)
+
+
+class Sequence:
+    """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
+
+    An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
+    a second one raises `SequenceMisuseError` before anything is sent. Calls raise the `ExecutorError` of the
+    executor's reason; after any error the sequence is as it was before the call, except that a long `prefill` keeps the
+    chunks that went through, and except where the fate is unknown (`TransportError`, `DeadlineExceeded`, cancellation):
+    then making the same call again is safe and settles it, because it carries the same request id.
+    """
+
+    def __init__(self, link: Link, state: SequenceState, *, rebuild: bool) -> None:
+        self._link = link
+        self._state = state
+        self._rebuild = rebuild
+        self._owed: list[int] | None = None  # what a lost sequence held and has not been fed again yet
+        self._prompt: _Prompt | None = None
+
+    # --- what is known of it ----------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
+        return self._state.length if self._owed is None else len(self._owed)
+
+    @property
+    def version(self) -> int:
+        """The version of the last answer; 0 before the first."""
+        return 0 if self._state.handle is None else self._state.handle.version
+
+    @property
+    def handle(self) -> HandleRef | None:
+        """The handle of the last answer; None before the first."""
+        return self._state.handle
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
+        tokens = self._owed if self._owed is not None else self._state.tokens
+        if tokens is None:
+            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
+        return list(tokens)
+
+    @property
+    def released(self) -> bool:
+        """Whether it was released by this program."""
+        return self._state.released
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a call failed without anybody knowing if it ran. The same call made again settles it."""
+        return any(each is not None and each.unknown for each in (self._state.doubt, self._state.creation))
+
+    # --- forwards ---------------------------------------------------------------------------------------------------
+
+    async def prefill(
+        self,
+        tokens: Tokens,
+        output: Output = Greedy(),  # noqa: B008 - frozen
+        *,
+        chunk: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Feed a prompt, or the next part of one. L becomes L + n.
+
+        A prompt longer than ``chunk`` tokens (default: what the executor takes in one call) goes in several calls that
+        ask for no rows but in the last; with positions ALL every chunk is asked, and the answer holds all n rows.
+        ``timeout_s`` bounds the whole. If a chunk fails, the ones before it stay; calling again with the same tokens
+        goes on where it stopped.
+
+        Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
+        """
+        listed = as_tokens(tokens)
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("prefill"):
+            spec = as_output(output, Positions.LAST)
+            return await self._prefill(listed, spec, await self._chunk(spec, len(listed), chunk, deadline), deadline)
+
+    async def decode(
+        self,
+        token: int,
+        output: Output = Greedy(),  # noqa: B008 - frozen
+        *,
+        truncate_to: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("decode"):
+            self._must_exist("decode")
+            spec = as_output(output, Positions.LAST)
+            return await self._feed(self._link.decode, as_tokens([token]), spec, truncate_to, deadline)
+
+    async def verify(
+        self,
+        tokens: Tokens,
+        output: Output = Greedy(),  # noqa: B008 - frozen
+        *,
+        truncate_to: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
+        back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("verify"):
+            self._must_exist("verify")
+            spec = as_output(output, Positions.ALL)
+            return await self._feed(self._link.verify, as_tokens(tokens), spec, truncate_to, deadline)
+
+    def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:  # noqa: B008
+        """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
+        sent. A kind alone stands for the last position."""
+        if self._state.released:
+            raise SequenceMisuseError("item: this sequence was released")
+        self._prompt = None
+        return self._link.item(self._state, as_tokens(tokens), as_output(output, Positions.LAST), truncate_to)
+
+    # --- other operations -------------------------------------------------------------------------------------------
+
+    async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
+        """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("truncate"):
+            self._must_exist("truncate")
+            return await self._surviving(
+                lambda handle: operations.truncate(self._link, self._state, handle, length, deadline), deadline
+            )
+
+    async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
+        """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
+        diverge. This one does not change. Each child is released like any other sequence."""
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("fork"):
+            self._must_exist("fork", keeps_prompt=True)
+            states = await self._surviving(
+                lambda handle: operations.fork(self._link, self._state, handle, deadline, count=count, at=at), deadline
+            )
+        return [Sequence(self._link, state, rebuild=self._rebuild) for state in states]
+
+    async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
+        """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
+        `KvBlocksExhausted`. Doing it twice is doing it once."""
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("reserve"):
+            self._must_exist("reserve", keeps_prompt=True)
+            return await self._surviving(
+                lambda handle: operations.reserve(self._link, handle, tokens, deadline), deadline
+            )
+
+    async def rebuild(
+        self,
+        tokens: Tokens | None = None,
+        output: Output = _NO_ROWS,
+        *,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
+        that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
+        goes on with the same tokens. Whatever is left of the old sequence is released."""
+        listed = self.tokens if tokens is None else as_tokens(tokens)
+        deadline = self._link.deadline(timeout_s)
+        with self._claimed("rebuild"):
+            old = self._state.handle
+            self._restart(listed)
+            if old is not None:
+                with suppress(ExecutorError):
+                    await self._link.releases.handle(old, Deadline.after(self._link.releases.timeout_s))
+            self._owed = self._prompt = None
+            spec = as_output(output, Positions.LAST)
+            try:
+                chunk = await self._chunk(spec, len(listed), None, deadline)
+                return await self._prefill(listed, spec, chunk, deadline)
+            except BaseException:
+                self._owed = listed
+                raise
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    async def release(self) -> None:
+        """Free it, at whatever version it stands. What is gone already (restarted executor, expired lease, released)
+        counts as released. Doing it twice is doing it once. Bounded by the client's ``release_timeout_s``, and carried
+        through when the caller is cancelled meanwhile."""
+        if self._state.released:
+            return
+        if self._state.busy:
+            raise SequenceMisuseError(f"release while {self._state.busy} is in flight on the same sequence")
+        await self._link.releases.release(self._state)
+
+    async def __aenter__(self) -> Sequence:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state.released:
+            return
+        try:
+            await self._link.releases.release(self._state)
+        except ExecutorError as failure:
+            # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
+            log.warning("a sequence could not be released: %s", failure)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _claimed(self, what: str) -> Iterator[None]:
+        self._state.claim(what)
+        try:
+            yield
+        finally:
+            self._state.unclaim()
+
+    def _must_exist(self, what: str, *, keeps_prompt: bool = False) -> None:
+        if self._state.handle is None and self._owed is None:
+            raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
+        if not keeps_prompt:
+            self._prompt = None
+
+    async def _chunk(self, output: OutputSpec, tokens: int, chunk: int | None, deadline: Deadline) -> int:
+        """Tokens of one call: what the caller says, or what the executor takes and can answer in one message."""
+        if chunk is not None:
+            if chunk < 1:
+                raise ValueError(f"a chunk has at least one token: {chunk}")
+            return chunk
+        info = await self._link.info(deadline)
+        most = info.limits.max_batch_tokens or tokens
+        if output.positions is Positions.ALL and info.limits.max_response_bytes:
+            room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
+            most = min(most, max(1, room // row_bytes(output, info.model.vocab_size)))
+        return most
+
+    async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int, deadline: Deadline) -> Answer:
+        prompt = self._prompt
+        if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
+            prompt = self._prompt = _Prompt(tokens, output)
+        silent = replace(output, positions=Positions.NONE)
+        while True:
+            part = tokens[prompt.fed : prompt.fed + chunk]
+            last = prompt.fed + len(part) == len(tokens)
+            spec = output if last or output.positions is Positions.ALL else silent
+            answer = await self._feed(self._link.prefill, part, spec, None, deadline)
+            if answer.rows is not None:
+                prompt.rows.append(answer.rows)
+            prompt.cached_tokens += answer.cached_tokens
+            prompt.fed += len(part)
+            prompt.length = self.length
+            if last:
+                self._prompt = None
+                rows = joined_rows(prompt.rows) if prompt.rows else None
+                return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
+
+    async def _feed(
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+    ) -> Answer:
+        async def send() -> Answer:
+            # What was lost may have been rebuilt to exactly `truncate_to`, or to nothing at all.
+            roll_back = None if truncate_to == self._state.length or self._state.handle is None else truncate_to
+            through = self._link.prefill if self._state.handle is None else feed
+            return await self._link.feed(through, self._link.item(self._state, tokens, output, roll_back), deadline)
+
+        return await self._again_if_gone(send, truncate_to, deadline)
+
+    async def _surviving(self, send: Callable[[HandleRef], Awaitable[Result]], deadline: Deadline) -> Result:
+        async def on_handle() -> Result:
+            if self._state.handle is None:
+                raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
+            return await send(self._state.handle)
+
+        return await self._again_if_gone(on_handle, None, deadline)
+
+    async def _again_if_gone(
+        self, send: Callable[[], Awaitable[Result]], truncate_to: int | None, deadline: Deadline
+    ) -> Result:
+        """Send; if the sequence is gone and may be rebuilt, feed its tokens to a new one and send again, once."""
+        try:
+            await self._settle_debt(deadline)
+            return await send()
+        except SEQUENCE_GONE:
+            if not self._rebuild or self._state.handle is None:
+                raise
+            self._restart(self.tokens[:truncate_to])
+        await self._settle_debt(deadline)
+        return await send()
+
+    def _restart(self, tokens: list[int]) -> None:
+        self._owed = tokens
+        self._state.restart()
+
+    async def _settle_debt(self, deadline: Deadline) -> None:
+        """Feed what a lost sequence held."""
+        while self._owed is not None:
+            rest = self._owed[self._state.length :]
+            if rest:
+                part = rest[: await self._chunk(_NO_ROWS, len(rest), None, deadline)]
+                await self._link.feed(self._link.prefill, self._link.item(self._state, part, _NO_ROWS), deadline)
+            else:
+                self._owed = None

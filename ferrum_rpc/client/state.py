@@ -1,0 +1,211 @@
+"""What the client remembers of one sequence, and the work items that it builds from it. No IO.
+
+The handle advances only with an answer. A call whose fate is unknown leaves a `Doubt`: asking for the same thing again
+then repeats the same request id, so that writing the same line of code twice is as safe as an explicit resend.
+"""
+
+from __future__ import annotations
+
+import operator
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, fate_unknown
+from ferrum_rpc.core import HandleRef, OutputKind, OutputSpec, Positions
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.wire.items import handle_to_proto
+from ferrum_rpc.wire.output import output_to_proto
+
+Tokens = Iterable[int] | npt.NDArray[np.integer]
+"""Token ids: any iterable of ints, or an integer array [n]."""
+
+Output = OutputSpec | OutputKind
+"""What to return: a whole `OutputSpec`, or only a kind (`Greedy()`, `TopTokens(8)`) at the call's usual positions."""
+
+Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
+"""Sends a doubtful call again; returns the handles of the sequences that it created."""
+
+
+class SequenceMisuseError(RuntimeError):
+    """The program uses a sequence in a way that cannot be meant: two calls at a time, or after its release."""
+
+
+def as_tokens(tokens: Tokens) -> list[int]:
+    """Token ids as a list of Python ints. Raises ValueError for none or negative ones."""
+    listed: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(map(operator.index, tokens))
+    if not listed:
+        raise ValueError("at least one token must be fed")
+    if min(listed) < 0:
+        raise ValueError(f"token ids are not negative: {min(listed)}")
+    return listed
+
+
+def as_output(output: Output, positions: Positions) -> OutputSpec:
+    """A kind alone stands at the call's usual ``positions``."""
+    return output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """A work item of a batch call: ``tokens`` to feed to a sequence after rolling it back to ``truncate_to``.
+
+    Made by `Sequence.item`. It carries a request id and the handle it was built on, so sending the *same* item again
+    after a failure is safe.
+    """
+
+    state: SequenceState
+    handle: HandleRef | None
+    tokens: list[int]
+    output: OutputSpec
+    truncate_to: int | None
+    request_id: str
+    proto: forward_pb2.ForwardItem
+
+    @property
+    def start(self) -> int:
+        """Where its tokens stand in the sequence."""
+        if self.truncate_to is not None:
+            return self.truncate_to
+        return 0 if self.handle is None else self.handle.seq_len
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether its answer carries rows."""
+        return self.output.positions is not Positions.NONE
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """Equal for items that ask for the same thing of the same sequence."""
+        return ("forward", self.handle, self.tokens, self.output, self.truncate_to)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Doubt:
+    """A call that may be made again under the same request id: its fate is ``unknown``, or it was refused at the door.
+    ``repeat`` is set where it may have created sequences that nobody holds."""
+
+    content: tuple[object, ...]
+    request_id: str
+    unknown: bool
+    repeat: Repeat | None = None
+
+    @classmethod
+    def after(
+        cls, error: BaseException, content: tuple[object, ...], request_id: str, repeat: Repeat | None = None
+    ) -> Doubt | None:
+        """The doubt that an error leaves: none where the executor refused the call for good. After a refusal at the
+        door the same call keeps its id, and is not worth repeating merely to release what it creates."""
+        if fate_unknown(error):
+            return cls(content, request_id, True, repeat)
+        return cls(content, request_id, False) if isinstance(error, REFUSED_AT_THE_DOOR) else None
+
+
+class SequenceState:
+    """The client's view of one sequence. ``handle`` is None until the executor has answered the first item."""
+
+    __slots__ = ("busy", "create", "creation", "doubt", "fork", "handle", "last_request_id", "released", "tokens")
+
+    def __init__(
+        self, create: forward_pb2.CreateOptions, *, handle: HandleRef | None = None, tokens: list[int] | None = None
+    ) -> None:
+        self.create = create
+        self.handle = handle
+        self.tokens = tokens
+        self.busy = ""
+        self.released = False
+        self.last_request_id = ""
+        self.doubt: Doubt | None = None
+        self.creation: Doubt | None = None
+        self.fork: Doubt | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that are certainly in the cache."""
+        return 0 if self.handle is None else self.handle.seq_len
+
+    def claim(self, what: str) -> None:
+        """Begin a call. One at a time."""
+        if self.released:
+            raise SequenceMisuseError(f"{what}: this sequence was released")
+        if self.busy:
+            raise SequenceMisuseError(
+                f"{what} while {self.busy} is in flight on the same sequence: await one before the other, or fork"
+            )
+        self.busy = what
+
+    def unclaim(self) -> None:
+        """The call is over."""
+        self.busy = ""
+
+    def restart(self) -> None:
+        """Forget the handle and what the sequence held: its content will be fed again."""
+        self.handle = None
+        self.doubt = None
+        if self.tokens is not None:
+            self.tokens = []
+
+    # --- building -----------------------------------------------------------------------------------------------
+
+    def request_id(self, content: tuple[object, ...]) -> str:
+        """A fresh id, or that of a doubtful call for the same thing."""
+        for doubt in (self.doubt, self.creation, self.fork):
+            if doubt is not None and doubt.content == content:
+                return doubt.request_id
+        return uuid.uuid4().hex
+
+    def item(self, item_id: int, tokens: list[int], output: OutputSpec, truncate_to: int | None = None) -> Item:
+        """An item on the handle as it is now."""
+        request_id = self.request_id(("forward", self.handle, tokens, output, truncate_to))
+        proto = forward_pb2.ForwardItem(
+            item_id=item_id,
+            handle=None if self.handle is None else handle_to_proto(self.handle),
+            token_ids=tokens,
+            truncate_to=truncate_to,
+            output=output_to_proto(output),
+            request_id=request_id,
+            create=self.create if self.handle is None and self.create.ByteSize() else None,
+        )
+        return Item(self, self.handle, tokens, output, truncate_to, request_id, proto)
+
+    def check(self, item: Item) -> None:
+        """Refuse an item that the sequence has left behind; the last one sent may be sent again."""
+        if item.handle != self.handle and item.request_id != self.last_request_id:
+            raise SequenceMisuseError(
+                f"this item was built at length {0 if item.handle is None else item.handle.seq_len} and the sequence "
+                f"has moved on to {self.length}: build a new one"
+            )
+
+    # --- outcomes -----------------------------------------------------------------------------------------------
+
+    def committed(self, item: Item, handle: HandleRef) -> None:
+        """The executor ran the item, now or when it was sent before."""
+        if self.handle is None or (handle.id == self.handle.id and handle.version > self.handle.version):
+            self.handle = handle
+            self.last_request_id = item.request_id
+            if self.tokens is not None:
+                self.tokens[item.start :] = item.tokens
+        self.doubt = None
+        if self.creation is not None and self.creation.request_id == item.request_id:
+            self.creation = None
+
+    def failed(self, item: Item, error: BaseException, repeat: Repeat) -> None:
+        """The item was refused, or nobody knows."""
+        slot = "creation" if item.handle is None else "doubt"
+        known: Doubt | None = getattr(self, slot)
+        left = Doubt.after(error, item.content, item.request_id, repeat if item.handle is None else None)
+        if left is None:
+            settled = known is not None and known.request_id == item.request_id
+            setattr(self, slot, None if settled else known)
+        elif known is None or known.repeat is None or left.repeat is not None:
+            setattr(self, slot, left)
+
+    def moved(self, handle: HandleRef) -> None:
+        """The sequence changed without being fed: it was rolled back."""
+        self.handle = handle
+        self.doubt = None
+        if self.tokens is not None:
+            del self.tokens[handle.seq_len :]

@@ -1,0 +1,157 @@
+"""One model of every setting: flags, ``FERRUM_*`` variables and a TOML file are three ways to write it.
+
+Precedence: flag, environment, file, default. A name that does not exist is an error with the nearest one as a hint,
+wherever it was written: a misspelt limit must not be a default in disguise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ferrum_rpc.core import Limits
+
+ENV_PREFIX: Final = "FERRUM_"
+CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
+OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
+"""Variables with the prefix that are not settings of the server."""
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names it and says what would be right."""
+
+
+def parse_bytes(value: object) -> object:
+    """``64MiB``, ``2GB``, ``1048576``: a number of bytes. Other values pass through to the type's own check."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().removesuffix("b")
+    digits = text.rstrip("kmgi")
+    unit = text[len(digits) :]
+    try:
+        return round(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ValueError(f"{value!r} is no number of bytes; write 512MiB, 2GiB or 1000000") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class ServeSettings(BaseSettings):
+    """Everything that `ferrum-rpc serve` can be told."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and cache")
+    attention: str = Field("auto", description="attention backend")
+    threads: int | None = Field(None, ge=1, description="compute threads (default: torch's own choice)")
+    kv_memory: Bytes | None = Field(
+        None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
+    )
+    kv_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens of a cache block")
+    max_context: int | None = Field(None, ge=1, description="longest sequence (default: the model's)")
+    max_sequences: int = Field(1024, ge=1, description="live sequences")
+    max_batch_items: int = Field(256, ge=1, description="items of a call, and sequences of a step")
+    max_batch_tokens: int = Field(8192, ge=1, description="tokens of a call, and of a step")
+    max_queued_items: int = Field(4096, ge=1, description="items that may wait for a step")
+    max_queued_tokens: int = Field(1 << 18, ge=1, description="tokens that may wait for a step")
+    max_top_tokens: int = Field(1024, ge=1, description="k of top_tokens")
+    max_selected_tokens: int = Field(4096, ge=1, description="ids of selected_tokens")
+    max_request_bytes: Bytes = Field(16 << 20, description="bytes of a request message")
+    max_response_bytes: Bytes = Field(256 << 20, description="bytes of an answer's rows")
+    replay_bytes: Bytes = Field(64 << 20, description="bytes of recorded answers")
+    grace_s: float = Field(30.0, ge=0, description="seconds that calls in flight get at SIGTERM")
+    warmup: bool = Field(True, description="run typical steps before the first caller does")
+    log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    identity_vocab_size: int = Field(256, ge=1, description="identity model: vocabulary")
+    identity_layers: int = Field(2, ge=1, description="identity model: layers")
+    identity_heads: int = Field(4, ge=1, description="identity model: query heads")
+    identity_kv_heads: int = Field(4, ge=1, description="identity model: key/value heads")
+    identity_head_dim: int = Field(8, ge=1, description="identity model: width of a head")
+    identity_max_context: int = Field(32768, ge=1, description="identity model: longest sequence")
+    identity_positional: bool = Field(False, description="identity model: add a positional term")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load_settings` merges the sources, so that the precedence stands in one line of ours."""
+        return (init_settings,)
+
+    def limits(self) -> Limits:
+        """The part that the service floor enforces and GetInfo tells."""
+        return Limits(
+            max_batch_items=self.max_batch_items,
+            max_batch_tokens=self.max_batch_tokens,
+            max_top_tokens=self.max_top_tokens,
+            max_selected_tokens=self.max_selected_tokens,
+            max_request_bytes=self.max_request_bytes,
+            max_response_bytes=self.max_response_bytes,
+            max_sequences=self.max_sequences,
+            max_queued_items=self.max_queued_items,
+            max_queued_tokens=self.max_queued_tokens,
+            replay_bytes=self.replay_bytes,
+        )
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A config file's settings; raises `ConfigError` that names the file."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    _check_names(values, ServeSettings.model_fields, f"config file {path}: no setting")
+    return values
+
+
+def load_settings(flags: Mapping[str, Any], config_file: Path | None = None) -> ServeSettings:
+    """The settings of a run. ``flags`` holds what was written on the command line; ``config_file`` defaults to
+    FERRUM_CONFIG. Raises `ConfigError`."""
+    variables = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | OTHER_VARIABLES
+    given = [name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)]
+    _check_names(given, variables, "environment: no variable")
+    if config_file is None and CONFIG_VARIABLE in os.environ:
+        config_file = Path(os.environ[CONFIG_VARIABLE])
+    in_file = {} if config_file is None else read_file(config_file)
+    in_environment = EnvSettingsSource(ServeSettings)()
+    try:
+        return ServeSettings(**{**in_file, **in_environment, **flags})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{name}: {first['msg']} (got {first['input']!r})") from error
+
+
+def _check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{what} {name!r}{hint(name, known)}")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean ...?)``, or nothing where nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""

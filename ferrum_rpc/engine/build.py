@@ -1,0 +1,165 @@
+"""From a description to a runner: load, size the cache, choose backends, and say why.
+
+Called in the model thread. The one place that puts models, weights, cache and attention together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from ferrum_rpc.attention.backend import AUTO, select_backend
+from ferrum_rpc.core import DeviceInfo
+from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model
+from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.kv.manager import KvManager
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.weights.checkpoint import Checkpoint
+
+IDENTITY: Final = "identity"
+CPU_SHARE: Final = 0.25
+CPU_MOST: Final = 4 << 30
+CUDA_SHARE: Final = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class BuildConfig:
+    """What to load and where.
+
+    ``model`` is ``identity`` or a Hugging Face folder. The cache has ``kv_blocks`` blocks, or as many as fit
+    ``kv_memory`` bytes; with neither it is sized from the memory that is left. ``block_order`` permutes the physical
+    blocks, which must not change a bit of any answer.
+    """
+
+    model: str
+    name: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = AUTO
+    block_size: int = 16
+    kv_memory: int | None = None
+    kv_blocks: int | None = None
+    max_sequences: int = 1024
+    max_context: int | None = None
+    identity: IdentityConfig = field(default_factory=IdentityConfig)
+    block_order: Sequence[int] | None = None
+
+
+def build_runner(config: BuildConfig, progress: Progress | None = None, stage: Stage = no_stage) -> TorchRunner:
+    """Load the model and make its runner. Raises typed errors that say what to do."""
+    choices: list[tuple[str, str]] = []
+    device = _choose_device(config.device, choices)
+    model = _load(config, device, choices, progress)
+    with torch.inference_mode():
+        return _assemble(config, model, device, choices, stage)
+
+
+def _assemble(
+    config: BuildConfig, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage
+) -> TorchRunner:
+    info = model.info(config.name or Path(config.model).name)
+    if config.max_context is not None:
+        info = replace(info, max_context=min(info.max_context, config.max_context))
+    blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
+    spec = model.attention_specs[0]
+    store = KvStore(
+        layers=len(model.attention_specs),
+        num_blocks=blocks + 1,
+        block_size=config.block_size,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+    name, reason, factory = select_backend(device, model.attention_specs, config.attention)
+    choices.append((f"attention={name}", reason))
+    cuda = device.type == "cuda"
+    return TorchRunner(
+        model,
+        KvManager(blocks + 1, config.block_size, config.block_order),
+        store,
+        factory(model.attention_specs, store.keys, store.values),
+        info=info,
+        device=DeviceInfo(
+            kind=device.type,
+            name=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+            memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else psutil.virtual_memory().total,
+            threads=torch.get_num_threads(),
+            attention_backend=name,
+            choices=tuple(choices),
+        ),
+        stage=stage,
+    )
+
+
+def _choose_device(requested: str, choices: list[tuple[str, str]]) -> torch.device:
+    available = torch.cuda.is_available()
+    if requested not in ("auto", "cpu", "cuda"):
+        raise InvalidRequest(f"device {requested!r} is none of auto, cpu, cuda", field="device")
+    if requested == "cuda" and not available:
+        raise InvalidRequest("device cuda was asked for and torch finds no CUDA device", field="device")
+    if requested != "auto":
+        reason = "requested"
+    else:
+        reason = "a CUDA device is there" if available else "torch finds no CUDA device"
+    kind = requested if requested != "auto" else ("cuda" if available else "cpu")
+    choices.append((f"device={kind}", reason))
+    return torch.device(kind)
+
+
+def _load(
+    config: BuildConfig, device: torch.device, choices: list[tuple[str, str]], progress: Progress | None
+) -> Model:
+    if config.model == IDENTITY:
+        choices.append(("dtype=float32", "the identity model has no other"))
+        return load_identity(config.identity, device)
+    checkpoint = Checkpoint.open(config.model)
+    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+    choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
+    linear, why, factory = select_linear(device, dtype)
+    choices.append((f"linear={linear}", why))
+    return load_model(checkpoint, dtype, device, progress, factory)
+
+
+def _size_cache(
+    config: BuildConfig, bytes_per_token: int, max_context: int, device: torch.device, choices: list[tuple[str, str]]
+) -> int:
+    """Blocks of the cache, the null block not counted."""
+    bytes_per_block = bytes_per_token * config.block_size
+    if config.kv_blocks is not None:
+        choices.append((f"kv_blocks={config.kv_blocks}", "requested"))
+        return config.kv_blocks
+    if config.kv_memory is not None:
+        budget, reason = config.kv_memory, "requested"
+    elif device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+        reason = f"{CUDA_SHARE:.0%} of the device memory that the weights left"
+    else:
+        budget = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_MOST)
+        reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
+    useful = config.max_sequences * -(-max_context // config.block_size)
+    blocks = min(budget // bytes_per_block, useful)
+    if blocks < 1:
+        raise InvalidRequest(
+            f"kv memory of {budget} bytes holds no block of {bytes_per_block} bytes; raise --kv-memory",
+            field="kv_memory",
+        )
+    choices.append((f"kv_blocks={blocks} ({blocks * bytes_per_block / 2**20:.0f} MiB)", reason))
+    return blocks
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

@@ -1,0 +1,144 @@
+"""From a model folder to a model that is ready: the one place where checkpoints and decoders meet.
+
+A checkpoint is compared with what the decoder expects before a weight is read, and everything that does not fit is
+named in one error. Weights then stream from the mapped files into the decoder's parameters, converted on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from ferrum_rpc.models.linear import LinearFactory, select_linear
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
+
+Progress = Callable[[int, int], None]
+"""``progress(bytes read, bytes in total)``, after every tensor."""
+
+NAMED: Final = 8
+"""Tensors that an error names of each kind; the rest is counted."""
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+READABLE: Final = frozenset(DTYPES.values())
+
+
+def load_model(
+    source: str | Path | Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    linear: LinearFactory | None = None,
+) -> Model:
+    """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
+
+    ``linear`` says how matrices are held (None: what `select_linear` finds best). Raises InvalidRequest for a folder,
+    configuration or set of tensors that is broken, NotSupported for what this decoder does not serve.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    spec = ModelSpec.from_config(checkpoint.config)
+    stops = Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
+    if stops:  # generation stops at these; config.json often knows only the first
+        spec = replace(spec, eos_token_ids=stops)
+    decoder = Decoder(spec, dtype, device, linear or select_linear(device, dtype)[2])
+    expected = decoder.expected_tensors()
+    _check_fit(checkpoint, spec, expected)
+    total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
+    for name, tensor in checkpoint.tensors(expected):
+        decoder.load(name, tensor)
+        done += tensor.nbytes
+        if progress is not None:
+            progress(done, total)
+    return decoder
+
+
+def load_identity(config: IdentityConfig, device: torch.device) -> Model:
+    """The deterministic model without weights."""
+    return IdentityModel(config, device)
+
+
+def _check_fit(checkpoint: Checkpoint, spec: ModelSpec, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless every expected tensor is there in its shape and readable, and nothing unknown is."""
+    entries = checkpoint.entries
+    harmless = {"lm_head.weight"} if spec.tied_embeddings else set()
+    missing = [name for name in expected if name not in entries]
+    extra = [
+        name
+        for name in entries
+        if name not in expected and name not in harmless and not name.endswith("rotary_emb.inv_freq")
+    ]
+    misshapen = [
+        f"{name} {list(entries[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in entries and entries[name].shape != shape
+    ]
+    problems = [
+        _listed(kind, names)
+        for kind, names in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise InvalidRequest(
+            f"model folder {checkpoint.name!r} does not fit {spec.architecture}: {'; '.join(problems)}", field="model"
+        )
+    unreadable = [f"{name} {entries[name].dtype}" for name in expected if entries[name].dtype not in READABLE]
+    if unreadable:
+        raise NotSupported(
+            f"model folder {checkpoint.name!r}: {_listed('of a type that is not read', unreadable)}", field="model"
+        )
+
+
+def _listed(kind: str, names: list[str]) -> str:
+    """``3 missing (a, b, c)``; with more than NAMED the first ones and an ellipsis."""
+    shown = ", ".join(name[:160] for name in names[:NAMED])
+    return f"{len(names)} {kind} ({shown}{', ...' if len(names) > NAMED else ''})"
+
+
+def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype to compute in, and why. ``requested``: ``auto`` or one of `DTYPES`.
+
+    Raises InvalidRequest for another name. float16 is never chosen on a CPU: measured 6 times slower than bfloat16.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise InvalidRequest(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}", field="dtype")
+        return DTYPES[requested], "requested"
+    stored = str(checkpoint).removeprefix("torch.")
+    if device.type != "cpu":
+        if checkpoint == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+            return torch.float16, "the checkpoint is bfloat16 and the device has no instructions for it"
+        if checkpoint in (torch.bfloat16, torch.float16, torch.float32):
+            return checkpoint, f"the checkpoint is {stored}"
+        return torch.float32, f"the checkpoint is {stored}"
+    if checkpoint != torch.bfloat16:
+        return torch.float32, f"the checkpoint is {stored}, and on a CPU only bfloat16 is faster than float32"
+    instruction = _bf16_instruction()
+    if instruction is None:
+        return torch.float32, "the checkpoint is bfloat16 and the CPU has no bfloat16 matrix instructions"
+    return torch.bfloat16, f"the checkpoint is bfloat16 and the CPU has {instruction}"
+
+
+def _bf16_instruction() -> str | None:
+    """The CPU's instruction set for bfloat16 products, or None. A cgroup or container does not hide it."""
+    if not torch._C._has_mkldnn:
+        return None
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)

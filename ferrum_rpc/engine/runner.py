@@ -1,0 +1,203 @@
+"""A step as a transaction: validate, reserve, plan, run the model, select rows, copy out, commit.
+
+The one place where sequences, blocks, tensors and the model meet. Whatever fails on the way, lengths, references and
+cache contents are as before: new blocks go back, and old entries that the step overwrote in place are restored from an
+undo log that was taken first. Only the model thread may call a runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
+from ferrum_rpc.errors import DeviceLost, ExecutorError, StepFailed
+from ferrum_rpc.kv.manager import KvManager
+from ferrum_rpc.kv.sequence import Reservation
+from ferrum_rpc.kv.store import KvStore, Saved
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.rows import select_rows
+
+Stage = Callable[[str], None]
+"""Called with a stage's name before it runs; tests raise from it to show that every stage rolls back."""
+
+
+def no_stage(_: str) -> None:
+    """Stages without tests."""
+    return None
+
+
+class TorchRunner:
+    """Runs steps of one model over one paged cache."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KvManager,
+        store: KvStore,
+        attention: AttentionBackend,
+        *,
+        info: ModelInfo,
+        device: DeviceInfo,
+        stage: Stage = no_stage,
+    ) -> None:
+        self.info = info
+        self.device = device
+        self.model = model
+        self.kv = kv
+        self.store = store
+        self.attention = attention
+        self._stage = stage
+
+    def context(self) -> AbstractContextManager[object]:
+        """Inference mode is thread-local: the model thread enters it for its life."""
+        return torch.inference_mode()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def forward(self, step: Step) -> StepResult:
+        """Run ``step``. Spans that cannot be reserved are refused alone (or with their atomic group); the others run in
+        one forward pass. Raises `StepFailed` when the pass fails, with everything as before, or `DeviceLost`."""
+        began = time.perf_counter()
+        outcomes: list[SpanOutcome | None] = [None] * len(step.spans)
+        reservations = self._reserve(step, outcomes)
+        live = sorted(reservations)
+        if live:
+            spans = [step.spans[index] for index in live]
+            open_reservations = [reservations[index] for index in live]
+            rows = self._run(spans, open_reservations)
+            for index, reservation, answer in zip(live, open_reservations, rows, strict=True):
+                outcomes[index] = SpanResult(self.kv.commit(reservation), answer)
+        return StepResult(
+            outcomes=tuple(each for each in outcomes if each is not None),
+            forward_s=time.perf_counter() - began,
+            blocks_copied=sum(len(each.copies) for each in reservations.values()),
+        )
+
+    def _reserve(self, step: Step, outcomes: list[SpanOutcome | None]) -> dict[int, Reservation]:
+        """Reserve span by span; an atomic group whose member fails is taken back whole."""
+        reservations: dict[int, Reservation] = {}
+        for index, span in enumerate(step.spans):
+            try:
+                self._stage("reserve")
+                reservations[index] = self.kv.reserve(
+                    span.sequence, span.start, len(span.tokens), create=span.create, ahead=span.reserve_tokens
+                )
+            except ExecutorError as error:
+                outcomes[index] = error
+            except Exception as error:
+                for reservation in reservations.values():
+                    self.kv.rollback(reservation)
+                raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
+        for group in step.atomic:
+            refused = next((outcomes[index] for index in group if outcomes[index] is not None), None)
+            if refused is not None:
+                for index in group:
+                    outcomes[index] = refused
+                    if index in reservations:
+                        self.kv.rollback(reservations.pop(index))
+        return reservations
+
+    def _run(self, spans: Sequence[Span], reservations: Sequence[Reservation]) -> list[Rows | None]:
+        """The forward pass over reserved spans; on any failure the cache is as before the step."""
+        saved: Saved | None = None
+        try:
+            self._stage("plan")
+            geometry = BatchGeometry.build(
+                self.kv.block_size,
+                [span.start for span in spans],
+                [len(span.tokens) for span in spans],
+                [reservation.table for reservation in reservations],
+            )
+            overwritten = [each.overwritten for each in reservations if len(each.overwritten)]
+            if overwritten:
+                saved = self.store.save(self._to_device(np.concatenate(overwritten)))
+            self.store.copy_blocks([pair for reservation in reservations for pair in reservation.copies])
+            self._stage("forward")
+            hidden = self._forward(spans, geometry)
+            self._stage("select")
+            rows = self._select(spans, geometry, hidden)
+            self._stage("commit")
+            return rows
+        except BaseException as error:
+            self._undo(saved, reservations, error)
+            if isinstance(error, torch.AcceleratorError):
+                raise DeviceLost("the device failed during a step") from error
+            if isinstance(error, Exception):
+                raise StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed") from error
+            raise
+
+    def _forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
+        plan = self.attention.plan(geometry)
+        slots = self._to_device(geometry.slots)
+        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.store.write(layer, slots, key, value)
+            return self.attention.attend(layer, query, plan)
+
+        return self.model.forward(self._to_device(tokens.astype(np.int64)), self._to_device(geometry.positions), attend)
+
+    def _select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
+        wanted = [index for index, span in enumerate(spans) if span.row_count]
+        if not wanted:
+            return [None] * len(spans)
+        requests = []
+        for index in wanted:
+            count = spans[index].row_count
+            requests.append((int(geometry.query_start[index + 1]) - count, count, spans[index].output.kind))
+        answers = iter(select_rows(hidden, requests, self.model.logits))
+        return [next(answers) if span.row_count else None for span in spans]
+
+    def _undo(self, saved: Saved | None, reservations: Sequence[Reservation], error: BaseException) -> None:
+        if saved is not None and not isinstance(error, torch.AcceleratorError):
+            self.store.restore(saved)
+        for reservation in reservations:
+            self.kv.rollback(reservation)
+
+    def _to_device(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device)
+
+    # --- integer operations, in the same queue ----------------------------------------------------------------------
+
+    def truncate(self, sequence: int, length: int) -> int:
+        """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
+        self.kv.truncate(sequence, length)
+        return length
+
+    def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
+        """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
+        made: list[int] = []
+        try:
+            for child in children:
+                self.kv.fork(parent, child, at)
+                made.append(child)
+        except BaseException:
+            for child in made:
+                self.kv.release(child)
+            raise
+        return self.kv.length(parent) if at is None else at
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
+        self.kv.ensure_capacity(sequence, tokens)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Free sequences."""
+        for sequence in sequences:
+            self.kv.release(sequence)
+
+    def check(self) -> None:
+        """Raise unless the cache's books agree."""
+        self.kv.check()
+
+    def cache_state(self) -> CacheState:
+        """How full the cache is."""
+        return self.kv.state()

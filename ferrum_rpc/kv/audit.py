@@ -1,0 +1,74 @@
+"""Do the books add up? The invariants of the KV floor, recounted from the holders' side.
+
+Kept apart from the manager so that it shares no shortcut with the code it checks: it reads tables, spares and open
+reservations, counts again, and names the first fault that it finds. Costs O(blocks); changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
+from ferrum_rpc.kv.sequence import KvMisuse, SequenceState
+from ferrum_rpc.kv.table import blocks_for, slots_for
+
+
+def check(pool: BlockPool, sequences: Mapping[int, SequenceState], block_size: int) -> None:
+    """Raise `CacheCorrupt` unless
+
+    - every block is held as often as its reference count says, and free and held blocks partition the usable ones;
+    - no sequence holds a block twice, and none the null block;
+    - every table fits its sequence's length, or the open reservation on it;
+    - spares, and all blocks that an open reservation writes, have one holder;
+    - an idle sequence has the spares that it was promised.
+    """
+    holders = np.zeros(pool.num_blocks, dtype=np.int32)
+    for sequence, state in sequences.items():
+        _check_size(sequence, state, block_size)
+        held = state.table.view(len(state.table)).tolist() + state.spares
+        if state.open is not None:
+            held += [block for _, block in state.open.replaced]
+        if len(set(held)) != len(held):
+            raise CacheCorrupt(f"sequence {sequence} holds a block twice: {held}")
+        if not all(NULL_BLOCK < block < pool.num_blocks for block in held):
+            raise CacheCorrupt(f"sequence {sequence} holds a block that is none: {held}")
+        holders[held] += 1
+    pool.check(holders)
+    for sequence, state in sequences.items():
+        _check_private(sequence, state, pool, block_size)
+
+
+def owned_slots(pool: BlockPool, sequences: Mapping[int, SequenceState], block_size: int) -> npt.NDArray[np.bool_]:
+    """Which slots hold a committed token, bool [num_blocks * block_size]. `KvMisuse` where a reservation is open."""
+    owned = np.zeros(pool.num_blocks * block_size, dtype=np.bool_)
+    for state in sequences.values():
+        if state.open is not None:
+            raise KvMisuse("between reserve and commit a sequence owns its old slots and its new ones")
+        owned[slots_for(state.table.view(len(state.table)), 0, state.length, block_size)] = True
+    return owned
+
+
+def _check_size(sequence: int, state: SequenceState, block_size: int) -> None:
+    blocks = blocks_for(state.length, block_size)
+    if state.open is not None:
+        blocks = max(blocks, blocks_for(state.open.end, block_size))
+    if len(state.table) != blocks:
+        raise CacheCorrupt(f"sequence {sequence} of {state.length} tokens has {len(state.table)} blocks, not {blocks}")
+
+
+def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_size: int) -> None:
+    private = list(state.spares)
+    if state.open is not None:
+        private += state.open.table[state.open.start // block_size :].tolist()
+    for block in private:
+        if not pool.is_writable(block):
+            raise CacheCorrupt(f"sequence {sequence} is to write block {block}, which is shared")
+    if state.open is None and state.promised_end > state.length:
+        wanted = blocks_for(state.promised_end, block_size) - len(state.table)
+        if state.length % block_size and not pool.is_writable(state.table[len(state.table) - 1]):
+            wanted += 1
+        if len(state.spares) < wanted:
+            raise CacheCorrupt(f"sequence {sequence} was promised {wanted} spare blocks and has {len(state.spares)}")

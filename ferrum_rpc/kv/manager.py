@@ -1,0 +1,247 @@
+"""Sequences over blocks: who may write where, as transactions.
+
+Every change of a cache is `reserve`, the forward pass, then `commit` or `rollback`; several are open at once, of
+different sequences that may share blocks. One rule makes that safe:
+
+    A block is written only by the holder of its only reference, and whoever may still need what is in a block holds a
+    reference to it until his reservation is closed.
+
+So a shared block is replaced, never written. The block that a reservation replaced keeps that reference until `commit`:
+it can be a copy source, and `rollback` finds it as it was, because until then it is neither free nor anybody's own. Two
+forks that write behind a shared block in the same step therefore both copy it. What is overwritten in place is private,
+and its old content is the runner's undo log (`Reservation.overwritten`). What one open reservation copies into, saves
+or writes, no other touches: their order does not matter.
+
+Nothing on the way of a decode step grows with the length of a sequence or with the number of sequences: a reservation
+edits the table in place and remembers the few entries that it replaced.
+
+This file knows integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
+called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import CacheState
+from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
+from ferrum_rpc.kv import audit
+from ferrum_rpc.kv.capacity import Capacity
+from ferrum_rpc.kv.pool import BlockPool
+from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceState
+from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
+
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
+
+
+class KvManager:
+    """The sequences of one executor, by integer ids that the caller chooses and never uses again.
+
+    ``num_blocks`` blocks of ``block_size`` tokens, block 0 being the null block that is never given out; ``order``
+    permutes the others (`BlockPool`).
+
+    Lengths and positions are in tokens. A call that raises has changed nothing. `KvMisuse` is raised for an unknown id,
+    an id that exists already, an argument out of range, and a sequence whose reservation is open: it is pinned, and
+    only `commit` and `rollback` touch it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, order: Sequence[int] | None = None) -> None:
+        if block_size < 1:
+            raise ValueError(f"a block holds at least one token, not {block_size}")
+        self.block_size = block_size
+        self._pool = BlockPool(num_blocks, order)
+        self._capacity = Capacity(self._pool, block_size)
+        self._sequences: dict[int, SequenceState] = {}
+
+    # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
+
+    def reserve(self, sequence: int, start: int, tokens: int, create: bool = False, *, ahead: int = 0) -> Reservation:
+        """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
+
+        ``start`` is its length, or less: then the commit also forgets the old tokens from ``start`` on. ``create``
+        makes the sequence; ``ahead`` then promises blocks for that many tokens more, as `ensure_capacity` would, in the
+        same transaction. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
+        """
+        if create and sequence in self._sequences:
+            raise KvMisuse(f"sequence {sequence} exists already")
+        state = SequenceState() if create else self._idle(sequence)
+        if not 0 <= start <= state.length or tokens < 1 or ahead < 0 or (ahead and not create):
+            raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
+        size, table, end = self.block_size, state.table, start + tokens
+        first, before, after = start // size, len(table), blocks_for(end, size)
+        touched = range(first, min(before, after))
+        replaced = [(index, table[index]) for index in touched if not self._pool.is_writable(table[index])]
+        overwritten = _NO_SLOTS
+        if start < state.length:
+            skip = [index for index, _ in replaced]
+            overwritten = slots_for(table.view(before), start, min(end, state.length), size, skip)
+        table.make_room(after)
+        needed = len(replaced) + max(0, after - before)
+        spared = min(needed, len(state.spares))
+        taken = self._capacity.take(needed - spared + blocks_for(end + ahead, size) - after)
+        # From here on nothing fails.
+        unspared = len(state.spares) - spared
+        fresh = state.spares[unspared:] + taken[: needed - spared]
+        state.spares[unspared:] = taken[needed - spared :]
+        for (index, _), block in zip(replaced, fresh, strict=False):
+            table[index] = block
+        table.extend(fresh[len(replaced) :])
+        # A block that is rewritten from its first slot on needs nothing of the old one.
+        partial = start % size and replaced and replaced[0][0] == first
+        copies = [(replaced[0][1], fresh[0])] if partial else []
+        state.open = Reservation(
+            sequence, start, end, table.view(after), copies, overwritten, create, replaced, fresh, spared
+        )
+        if create:
+            state.promised_from, state.promised_tokens = end, ahead
+            self._sequences[sequence] = state
+        return state.open
+
+    def commit(self, reservation: Reservation) -> int:
+        """The tokens were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
+        state = self._opened(reservation)
+        dropped = state.table.cut(blocks_for(reservation.end, self.block_size))
+        state.open = None
+        self._pool.release([block for _, block in reservation.replaced] + dropped)
+        rewound = reservation.start < state.length
+        self._capacity.resize(state, reservation.start if rewound else reservation.end, reservation.end)
+        return state.length
+
+    def rollback(self, reservation: Reservation) -> None:
+        """Nothing happened: table, references, spares and free list are as before `reserve`.
+
+        The runner has restored what stood in ``reservation.overwritten`` if the forward pass may have begun.
+        """
+        state = self._opened(reservation)
+        state.open = None
+        if reservation.created:
+            self.release(reservation.sequence)
+            return
+        for index, block in reservation.replaced:
+            state.table[index] = block
+        state.table.cut(blocks_for(state.length, self.block_size))
+        state.spares += reservation.fresh[: reservation.spares_used]
+        self._pool.release(reservation.fresh[reservation.spares_used :])
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from ``length`` on and free the blocks beyond; spares stay. Never needs a block.
+
+        Raises `TruncateBeyondLength` (``seq_len``) where that would be growth.
+        """
+        state = self._idle(sequence)
+        self._check_within(state, length)
+        self._pool.release(state.table.cut(blocks_for(length, self.block_size)))
+        self._capacity.resize(state, length, length)
+
+    def fork(self, parent: int, child: int, at: int | None = None) -> None:
+        """Make ``child`` of the first ``at`` tokens (all by default) of ``parent``; a block is shared until one writes.
+
+        The child is promised nothing. Raises `TruncateBeyondLength` (``seq_len``), and `KvBlocksExhausted` where the
+        parent was promised capacity and no block is left for the copy that its last block now needs.
+        """
+        state = self._idle(parent)
+        if child in self._sequences:
+            raise KvMisuse(f"sequence {child} exists already")
+        at = state.length if at is None else at
+        self._check_within(state, at)
+        shared = state.table.view(blocks_for(at, self.block_size))
+        forked = SequenceState(BlockTable(shared), at)
+        self._pool.acquire(shared)
+        try:
+            self._capacity.keep(state)
+        except KvBlocksExhausted:
+            self._pool.release(shared)
+            raise
+        self._sequences[child] = forked
+
+    def ensure_capacity(self, sequence: int, tokens: int) -> None:
+        """Promise that the next ``tokens`` tokens of ``sequence`` find their blocks, whatever other sequences do.
+
+        The blocks leave the pool now and wait as the sequence's spares. The promise is counted from the lowest length
+        that the sequence has from now on, so a rejected draft does not use it up: writing, truncating and writing
+        again is covered up to there. Only going back into blocks that a fork shares can shorten it, and only when the
+        pool is empty by then. A later call replaces the promise; 0 gives the spares back.
+
+        Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
+        """
+        state = self._idle(sequence)
+        if tokens < 0:
+            raise KvMisuse(f"capacity for {tokens} tokens")
+        self._capacity.promise(state, tokens)
+
+    def release(self, sequence: int) -> None:
+        """Forget the sequence and free what only it held."""
+        state = self._idle(sequence)
+        del self._sequences[sequence]
+        self._pool.release(state.table.cut(0) + state.spares)
+
+    def reset(self) -> None:
+        """Forget all sequences. None may have an open reservation."""
+        if any(state.open for state in self._sequences.values()):
+            raise KvMisuse("a reset with an open reservation")
+        self._sequences.clear()
+        self._pool.reset()
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def length(self, sequence: int) -> int:
+        """Committed tokens of ``sequence``."""
+        return self._known(sequence).length
+
+    @property
+    def total_blocks(self) -> int:
+        """Usable blocks, free or held: all but the null block."""
+        return self._pool.total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that a reservation could take now. Spares are not free."""
+        return self._pool.free_blocks
+
+    def state(self) -> CacheState:
+        """A snapshot for whoever asks how full the cache is."""
+        return CacheState(self.block_size, self.total_blocks, self.free_blocks, len(self._sequences))
+
+    def check(self) -> None:
+        """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""
+        audit.check(self._pool, self._sequences, self.block_size)
+
+    def owned_slots_mask(self) -> npt.NDArray[np.bool_]:
+        """Which slots hold a committed token of some sequence, bool [num_blocks * block_size].
+
+        For tests that poison all others. Not while a reservation is open (`KvMisuse`).
+        """
+        return audit.owned_slots(self._pool, self._sequences, self.block_size)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _known(self, sequence: int) -> SequenceState:
+        state = self._sequences.get(sequence)
+        if state is None:
+            raise KvMisuse(f"sequence {sequence} does not exist")
+        return state
+
+    def _idle(self, sequence: int) -> SequenceState:
+        state = self._known(sequence)
+        if state.open is not None:
+            raise KvMisuse(f"sequence {sequence} has an open reservation")
+        return state
+
+    def _opened(self, reservation: Reservation) -> SequenceState:
+        state = self._known(reservation.sequence)
+        if state.open is not reservation:
+            raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
+        return state
+
+    @staticmethod
+    def _check_within(state: SequenceState, length: int) -> None:
+        if length < 0:
+            raise KvMisuse(f"a length of {length}")
+        if length > state.length:
+            message = f"the sequence has {state.length} tokens, fewer than {length}"
+            raise TruncateBeyondLength(message, metadata={"seq_len": state.length})

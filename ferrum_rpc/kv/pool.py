@@ -1,0 +1,113 @@
+"""Physical blocks as integers: which are free, and how many holders each of the others has.
+
+This is the lowest file of the KV floor. It exists so that allocation is one obvious thing that can be proved right on
+its own: all or nothing, O(1) a block, deterministic. It must not know sequences, tokens, block sizes or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+NULL_BLOCK = 0
+"""The block that nobody owns: padding points at it, and it is never allocated."""
+
+Int32Array = npt.NDArray[np.int32]
+"""Block ids, int32 [n]."""
+
+
+class CacheCorrupt(RuntimeError):
+    """The books do not add up: a defect of this program, never of a request. The message names what is wrong."""
+
+
+class BlockPool:
+    """Reference counts over the blocks ``1 .. num_blocks - 1``.
+
+    ``num_blocks`` is what the store allocates, the null block included; ``total_blocks`` is what can be used, one less.
+
+    The free list is a stack (last in, first out): a freed block is the next one handed out, so a small working set
+    stays in the caches of the machine, pages of the store that were never needed are never touched, and allocating and
+    releasing leaves no trace, which makes rollback easy to believe. A fresh pool hands out blocks in ``order`` (a
+    permutation of the usable ones; rising by default), so that a test can permute physical blocks.
+
+    Raises ValueError where ``num_blocks`` leaves no usable block or ``order`` is not a permutation.
+    """
+
+    def __init__(self, num_blocks: int, order: Sequence[int] | None = None) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks} in total")
+        usable = range(1, num_blocks)
+        self._order = list(usable if order is None else order)
+        if sorted(self._order) != list(usable):
+            raise ValueError(f"order must hold each of the blocks 1 to {num_blocks - 1} once")
+        self.num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free again, and they are handed out in the first order."""
+        self._references = np.zeros(self.num_blocks, dtype=np.int32)
+        self._free = self._order[::-1]
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that can be used: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` free blocks with one reference each, or None (and no change) where there are fewer."""
+        if count < 0:
+            raise ValueError(f"{count} blocks")
+        if count > len(self._free):
+            return None
+        if not count:
+            return []
+        blocks = self._free[: -count - 1 : -1]
+        self._references[blocks] = 1
+        del self._free[-count:]
+        return blocks
+
+    def acquire(self, blocks: Int32Array) -> None:
+        """One more reference to each of ``blocks``, which are held already and differ from one another."""
+        if (self._references[blocks] < 1).any():
+            raise CacheCorrupt(f"a free block was to be shared: one of {blocks.tolist()}")
+        self._references[blocks] += 1
+
+    def release(self, blocks: Sequence[int] | Int32Array) -> None:
+        """One reference less to each of ``blocks``, which differ from one another; those without any are free.
+
+        Of the freed blocks the first is handed out first: `allocate` then `release` leaves no trace.
+        """
+        if not len(blocks):
+            return
+        gone = np.asarray(blocks, dtype=np.int32)
+        left = self._references[gone] - 1
+        if left.min() < 0:
+            raise CacheCorrupt(f"a free block was released: one of {gone.tolist()}")
+        self._references[gone] = left
+        self._free.extend(gone[left == 0][::-1].tolist())
+
+    def is_writable(self, block: int) -> bool:
+        """Whether the holder of ``block`` may write into it: it is the only one."""
+        return self._references.item(block) == 1
+
+    def check(self, holders: Int32Array) -> None:
+        """Raise `CacheCorrupt` unless free and held blocks partition the usable ones and references match ``holders``.
+
+        ``holders``: int32 [num_blocks], how often each block is held, counted from the holders' side.
+        """
+        listed = np.bincount(self._free, minlength=self.num_blocks) if self._free else np.zeros(self.num_blocks, int)
+        if listed[NULL_BLOCK] or self._references[NULL_BLOCK] or holders[NULL_BLOCK]:
+            raise CacheCorrupt("the null block is in use")
+        for block in np.flatnonzero(self._references != holders)[:1].tolist():
+            counted, held = self._references.item(block), holders.item(block)
+            raise CacheCorrupt(f"block {block} has {counted} references and {held} holders")
+        for block in (np.flatnonzero(listed[1:] != (self._references[1:] == 0)) + 1)[:1].tolist():
+            held, free = self._references.item(block), listed.item(block)
+            raise CacheCorrupt(f"block {block} has {held} references and is {free} times in the free list")

@@ -1,0 +1,69 @@
+"""What the KV floor remembers: of a sequence between steps, and of a write that is neither committed nor undone.
+
+Two records, almost without behaviour, so that the manager (which changes them) and the audit (which only reads them)
+agree on words. This file must not know the pool or the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.kv.pool import Int32Array
+from ferrum_rpc.kv.table import BlockTable
+
+
+class KvMisuse(RuntimeError):
+    """The engine called the KV floor against its rules: a defect of this program, never of a request."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks to write the positions ``start .. end`` of one sequence, until `commit` or `rollback`.
+
+    What the runner does with it, between `reserve` and the forward pass, in any order:
+
+    - ``copies``: copy block src to dst for every (src, dst), at most one: a shared block that is written in part;
+    - ``overwritten``: save the content of these slots (int64 [n]) and restore it before a `rollback`: they hold
+      committed tokens of this sequence, which are rewritten in place.
+
+    ``table`` (int32 [ceil(end / block_size)]) is what the forward pass reads and writes through. It is no copy: it is
+    valid until the reservation is closed.
+    """
+
+    sequence: int
+    start: int
+    end: int
+    table: Int32Array
+    copies: list[tuple[int, int]]
+    overwritten: npt.NDArray[np.int64]
+    # The rest is for undoing it.
+    created: bool
+    replaced: list[tuple[int, int]]
+    """(index in the table, the block that stood there): still referenced, so that nobody writes into it."""
+    fresh: list[int]
+    """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
+    spares_used: int
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One live sequence: ``length`` tokens in the blocks of ``table``.
+
+    ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
+    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`).
+    """
+
+    table: BlockTable = field(default_factory=BlockTable)
+    length: int = 0
+    spares: list[int] = field(default_factory=list)
+    promised_from: int = 0
+    promised_tokens: int = 0
+    open: Reservation | None = None
+
+    @property
+    def promised_end(self) -> int:
+        """The length up to which writes cannot fail for lack of blocks; 0 where nothing was promised."""
+        return self.promised_from + self.promised_tokens if self.promised_tokens else 0

@@ -1,0 +1,118 @@
+"""The tensors behind the block pool: keys and values of every layer, in blocks of ``block_size`` slots.
+
+A *slot* is one token's place: ``block * block_size + offset``. Who owns which block is not known here: the pool counts
+references, the runner says which slots to write, and block 0 (the null block) is where padding may be written. All
+layers live in one allocation, so that what concerns all of them (copy-on-write, undo) is one indexed operation instead
+of one per layer.
+
+This file must not know sequences, tokens, hashes or the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEY, VALUE = 0, 1
+"""Index of the second axis of the store's buffer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """What stood in ``slots`` (int64 [n]): ``content`` [layers, 2, n, kv_heads, head_dim]."""
+
+    slots: Tensor
+    content: Tensor
+
+
+class KvStore:
+    """``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] of layer ``l``, views of one buffer.
+
+    The memory is not initialised: on a CPU its pages are touched when they are first written, so that a large pool
+    costs nothing until it is used. Nothing may read a slot that was not written.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        for name, value in (
+            ("layers", layers),
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._buffer = torch.empty(
+            (layers, 2, num_blocks, block_size, kv_heads, head_dim), dtype=dtype, device=device, requires_grad=False
+        )
+        self._slots = self._buffer.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
+        self.keys: list[Tensor] = [self._buffer[layer, KEY] for layer in range(layers)]
+        self.values: list[Tensor] = [self._buffer[layer, VALUE] for layer in range(layers)]
+        self._key_slots: list[Tensor] = [self._slots[layer, KEY] for layer in range(layers)]
+        self._value_slots: list[Tensor] = [self._slots[layer, VALUE] for layer in range(layers)]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of keys and values."""
+        return self._buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._buffer.device
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        return self._buffer.nbytes // self.num_blocks
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put ``keys`` and ``values`` [T, kv_heads, head_dim] into ``slots`` (int64 [T]) of one layer.
+
+        A slot may occur twice only if nobody reads it (padding in the null block): which of the two stays is undefined.
+        """
+        self._key_slots[layer].index_copy_(0, slots, keys.to(self.dtype))
+        self._value_slots[layer].index_copy_(0, slots, values.to(self.dtype))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block ``src`` to ``dst`` for every ``(src, dst)``, in all layers. All reads come before all writes."""
+        if not pairs:
+            return
+        ends = torch.tensor(pairs, dtype=torch.int64, device=self.device)
+        self._buffer.index_copy_(2, ends[:, 1], self._buffer.index_select(2, ends[:, 0]))
+
+    def save(self, slots: Tensor) -> Saved:
+        """The content of ``slots`` (int64 [n]) in all layers, for `restore`: the undo log of an overwriting step."""
+        return Saved(slots, self._slots.index_select(2, slots))
+
+    def restore(self, saved: Saved) -> None:
+        """Put back what `save` returned, bit for bit."""
+        self._slots.index_copy_(2, saved.slots, saved.content)
+
+    def fill_slots(self, slots: Tensor, value: float) -> None:
+        """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].
+
+        For tests: slots that nobody owns are poisoned with NaN, and no output may change.
+        """
+        indices = slots.nonzero().squeeze(1) if slots.dtype == torch.bool else slots
+        self._slots.index_fill_(2, indices.to(self.device), value)

@@ -1,0 +1,50 @@
+"""What the engine asks of a model: the one interface of the native decoder, the identity model and whatever follows.
+
+A model turns token ids and positions into hidden rows and hidden rows into logits. It calls ``attend`` once per layer,
+in order, with that layer's query, key and value; where K and V are kept and who sees what is none of its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import AttentionSpec, ModelInfo
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
+and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
+
+
+class Model(Protocol):
+    """A causal language model over packed tokens."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of weights, hidden rows and the KV cache."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """One per layer. All layers share ``kv_heads`` and ``head_dim``."""
+
+    def info(self, name: str) -> ModelInfo:
+        """The facts that a scheduler needs, under the name that the operator gave the model."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden rows [T, hidden] after the final norm, of ``token_ids`` int64 [T] at ``positions`` int64 [T]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [R, vocab] of the hidden rows [R, hidden] that somebody asked for."""
+
+    def expected_tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Every checkpoint tensor that `load` needs, by name, with its shape. Empty: no weights."""
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Copy one checkpoint tensor into place, converting its dtype. Raises KeyError for a name not expected."""

@@ -1,0 +1,204 @@
+"""The one native decoder: Llama, Mistral, Qwen2 and Qwen3 by their `ModelSpec`.
+
+Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
+checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. Norms, rotation and
+their weights are computed in float32 (or wider) and rounded once, which is closer to the exact result than rounding
+after every operation. Nothing here knows sequences, blocks or which rows are sampled: attention is a callback.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrum_rpc.core import ModelInfo
+from ferrum_rpc.models.base import Attend
+from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
+from ferrum_rpc.models.rope import Rotary, rotate
+from ferrum_rpc.models.spec import ModelSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+"""By `ModelSpec.activation`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One block. Norm weights [hidden]; ``qk_norm`` float32 [heads + kv_heads, head_dim], a row per head, or None."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """The parts of a decoder whose weights are complete."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Linear
+
+
+class Decoder:
+    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`).
+
+    A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, linear: LinearFactory = PlainLinear
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.attention_specs = spec.attention_specs
+        self._wide = torch.promote_types(dtype, torch.float32)
+        self._rotary = Rotary(spec.rope, spec.head_dim, device)
+        self._activation = ACTIVATIONS[spec.activation]
+        self._linear = linear
+        self._layout = layout(spec)
+        self._shapes = parameter_shapes(self._layout)
+        self._missing = set(self._layout)
+        self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
+        self._parameters: dict[str, Tensor] = {}
+        self._linears: dict[str, Linear] = {}
+        self._loaded: Loaded | None = None
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """See `Model.expected_tensors`."""
+        return {name: placement.shape for name, placement in self._layout.items()}
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """See `Model.load`. Each name once; raises ValueError for another shape."""
+        placement = self._layout[name]
+        if tuple(tensor.shape) != placement.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
+        if name not in self._missing:
+            raise ValueError(f"{name} is loaded already")
+        key = placement.parameter
+        if key not in self._parameters:
+            self._parameters[key] = torch.empty(self._shapes[key], dtype=self.dtype, device=self.device)
+        self._parameters[key][placement.first : placement.first + placement.rows].copy_(tensor)
+        module = _module(key)
+        self._missing.remove(name)
+        self._open[module] -= 1
+        if self._open[module] == 0:
+            self._seal(module)
+        if not self._missing:
+            self._loaded = self._assemble()
+
+    def _seal(self, module: str) -> None:
+        """Once all of its tensors are there, a matrix is handed over and its plain copy dropped."""
+        weight = self._parameters.pop(f"{module}.weight", None)
+        if weight is not None:
+            self._linears[module] = self._linear(weight, self._parameters.pop(f"{module}.bias", None))
+        elif module == "embedding" and self.spec.tied_embeddings:
+            self._linears["head"] = self._linear(self._parameters[module], None)
+
+    def _assemble(self) -> Loaded:
+        parameters, linears = self._parameters, self._linears
+        layers = []
+        for prefix in (f"layers.{layer}." for layer in range(self.spec.layers)):
+            norm = parameters.get(prefix + "qk_norm")
+            layers.append(
+                Layer(
+                    input_norm=parameters[prefix + "input_norm"],
+                    qkv=linears[prefix + "qkv"],
+                    qk_norm=None if norm is None else norm.to(self._wide),
+                    output=linears[prefix + "output"],
+                    post_norm=parameters[prefix + "post_norm"],
+                    gate_up=linears[prefix + "gate_up"],
+                    down=linears[prefix + "down"],
+                )
+            )
+        return Loaded(parameters["embedding"], tuple(layers), parameters["norm"], linears["head"])
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Model.forward`."""
+        loaded = self._require()
+        hidden = loaded.embedding.index_select(0, token_ids)
+        cos, sin = self._rotary(positions)
+        for index, layer in enumerate(loaded.layers):
+            normed = self._norm(hidden, layer.input_norm)
+            query, key, value = self._heads(layer, normed, cos, sin)
+            attended = attend(index, query, key, value)
+            hidden = hidden + layer.output(attended.flatten(1))
+            gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(self._activation(gate).mul_(up))
+        return self._norm(hidden, loaded.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""
+        return self._require().head(hidden).to(torch.float32)
+
+    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key (normed where the family does, rotated) and value, [T, heads or kv_heads, head_dim]."""
+        spec = self.spec
+        heads = layer.qkv(x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        rotating = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
+        if layer.qk_norm is not None:
+            rotating = F.rms_norm(rotating, (spec.head_dim,), None, spec.norm_eps).mul_(layer.qk_norm)
+        rotated = rotate(rotating, cos, sin).to(self.dtype)
+        return rotated[:, : spec.heads], rotated[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+
+    def _require(self) -> Loaded:
+        if self._loaded is None:
+            raise RuntimeError(f"{len(self._missing)} weights are not loaded")
+        return self._loaded
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def info(self, name: str) -> ModelInfo:
+        """See `Model.info`."""
+        spec = self.spec
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModelInfo(
+            name=name,
+            architecture=spec.architecture,
+            vocab_size=spec.vocab_size,
+            max_context=spec.max_context,
+            layers=spec.layers,
+            hidden_size=spec.hidden_size,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            parameters=parameter_count(spec),
+            weight_dtype=dtype,
+            kv_dtype=dtype,
+            kv_bytes_per_token=spec.layers * 2 * spec.kv_heads * spec.head_dim * self.dtype.itemsize,
+            eos_token_ids=spec.eos_token_ids,
+            bos_token_id=spec.bos_token_id,
+        )
+
+
+def _module(parameter: str) -> str:
+    """The matrix that a parameter belongs to, or the parameter itself."""
+    return parameter.removesuffix(".weight").removesuffix(".bias")

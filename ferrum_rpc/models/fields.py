@@ -1,0 +1,130 @@
+"""Typed reading of a configuration that somebody else wrote.
+
+``config.json`` comes from the internet: every field is checked where it is read, and the error names the field. Nothing
+here knows what the fields mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+from ferrum_rpc.errors import InvalidRequest
+
+T = TypeVar("T")
+
+LARGEST: Final = 2**31 - 1
+"""No integer of a configuration is larger."""
+
+WIDEST: Final = 1e30
+"""No number is farther from 1, in either direction: nothing computed from a few of them overflows float64."""
+
+
+class _Required:
+    """Marks a field without a default."""
+
+
+REQUIRED: Final = _Required()
+
+
+class Fields:
+    """The fields of one JSON object. ``null`` counts as absent. ``path`` names the object in errors."""
+
+    def __init__(self, data: Mapping[str, object], path: str = "") -> None:
+        self._data = data
+        self._path = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
+    def name(self, field: str) -> str:
+        """The field's full name, as errors show it."""
+        return f"{self._path}.{field}" if self._path else field
+
+    def value(self, field: str) -> object:
+        """The raw value, or None."""
+        return self._data.get(field)
+
+    def integer(self, field: str, default: int | _Required = REQUIRED, *, low: int = 1, high: int = LARGEST) -> int:
+        """A whole number within ``low .. high``."""
+        value = self.value(field)
+        if value is None:
+            return self._default(field, default, "an integer")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(field, "an integer", value)
+        if not low <= value <= high:
+            raise self._wrong(field, f"within {low} .. {high}", value)
+        return value
+
+    def number(self, field: str, default: float | _Required = REQUIRED, *, positive: bool = True) -> float:
+        """A finite number, greater than 0 unless ``positive`` is off."""
+        value = self.value(field)
+        if value is None:
+            return float(self._default(field, default, "a number"))
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(field, "a number", value)
+        if not -WIDEST <= value <= WIDEST or (positive and value < 1 / WIDEST):  # NaN compares false
+            raise self._wrong(field, "a finite number greater than 0" if positive else "a finite number", value)
+        return float(value)
+
+    def optional_number(self, field: str, *, positive: bool = True) -> float | None:
+        """Like `number`, or None where the field is absent."""
+        return None if self.value(field) is None else self.number(field, positive=positive)
+
+    def flag(self, field: str, default: bool | _Required = REQUIRED) -> bool:
+        """True or false."""
+        value = self.value(field)
+        if value is None:
+            return self._default(field, default, "true or false")
+        if not isinstance(value, bool):
+            raise self._wrong(field, "true or false", value)
+        return value
+
+    def text(self, field: str, default: str | _Required = REQUIRED) -> str:
+        """A string."""
+        value = self.value(field)
+        if value is None:
+            return self._default(field, default, "a string")
+        if not isinstance(value, str):
+            raise self._wrong(field, "a string", value)
+        return value
+
+    def table(self, field: str) -> Fields | None:
+        """A nested object, or None where the field is absent or the object is empty."""
+        value = self.value(field)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(field, "an object", value)
+        return Fields(value, self.name(field))
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        """A list of strings; empty where the field is absent."""
+        value = self.value(field)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(field, "a list of strings", value)
+        return tuple(value)
+
+    def token_ids(self, field: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty where the field is absent."""
+        value = self.value(field)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= LARGEST for item in items):
+            raise self._wrong(field, "a token id or a list of token ids", value)
+        return tuple(items)
+
+    def _default(self, field: str, default: T | _Required, kind: str) -> T:
+        if isinstance(default, _Required):
+            raise InvalidRequest(f"{self.name(field)} is missing; it must be {kind}", field=self.name(field))
+        return default
+
+    def _wrong(self, field: str, kind: str, value: object) -> InvalidRequest:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return InvalidRequest(f"{self.name(field)} must be {kind}, not {shown}", field=self.name(field))

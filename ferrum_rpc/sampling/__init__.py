@@ -1,0 +1,1 @@
+"""What becomes of a row of logits on the device. Knows rows, not sequences."""

@@ -1,0 +1,137 @@
+"""From hidden rows to packed answers: the head on the rows that were asked for, then what each asked for.
+
+Rows of one kind stand together, so that the head runs once over all rows of a step whatever their kinds (reading the
+head's weights is most of its cost), and each kind leaves the device as one packed block. The head runs over slices of
+`HEAD_ROWS` rows: a prompt that wants ALL of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    LogitRows,
+    OutputKind,
+    RowBlock,
+    RowDType,
+    Rows,
+    SelectedRows,
+    SelectedTokens,
+    TokenRows,
+    TopTokenRows,
+    TopTokens,
+)
+
+HEAD_ROWS: Final = 256
+"""Rows of one head product: 156 MB of float32 logits at a 152k vocabulary."""
+
+Request = tuple[int, int, OutputKind]
+"""Rows ``first .. first + count`` of the step's packed tokens, and what is wanted of them."""
+
+_TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
+
+
+def select_rows(hidden: Tensor, requests: Sequence[Request], head: Callable[[Tensor], Tensor]) -> list[Rows]:
+    """Answer every request.
+
+    ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V]. Returns host rows, one per
+    request; requests of the same kind share a block, in the order of the requests.
+    """
+    groups: dict[OutputKind, list[int]] = {}
+    for index, (_, _, kind) in enumerate(requests):
+        groups.setdefault(kind, []).append(index)
+    order = [index for members in groups.values() for index in members]
+    packed = np.concatenate([np.arange(requests[i][0], requests[i][0] + requests[i][1]) for i in order])
+    rows = torch.from_numpy(packed).to(hidden.device)
+
+    parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
+    extents = _extents(groups, requests)
+    for low in range(0, len(packed), HEAD_ROWS):
+        high = min(low + HEAD_ROWS, len(packed))
+        whole = low == 0 and high == len(packed) == len(hidden) and _is_identity(packed)
+        logits = head(hidden if whole else hidden.index_select(0, rows[low:high]))
+        for kind, (first, last) in extents.items():
+            if first < high and last > low:
+                mine = logits[max(first, low) - low : min(last, high) - low]
+                parts[kind].append(_select(mine, kind))
+
+    answers: dict[int, Rows] = {}
+    for kind, members in groups.items():
+        block = _to_host(
+            kind, [torch.cat(column) if len(column) > 1 else column[0] for column in zip(*parts[kind], strict=True)]
+        )
+        first = 0
+        for index in members:
+            count = requests[index][1]
+            answers[index] = Rows(block, first, count)
+            first += count
+    return [answers[index] for index in range(len(requests))]
+
+
+def _is_identity(packed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+    return bool((np.diff(packed, prepend=-1) == 1).all())
+
+
+def _extents(groups: dict[OutputKind, list[int]], requests: Sequence[Request]) -> dict[OutputKind, tuple[int, int]]:
+    extents, first = {}, 0
+    for kind, members in groups.items():
+        last = first + sum(requests[index][1] for index in members)
+        extents[kind] = (first, last)
+        first = last
+    return extents
+
+
+def _select(logits: Tensor, kind: OutputKind) -> tuple[Tensor, ...]:
+    """What ``kind`` wants of float32 ``logits`` [r, V], still on the device."""
+    match kind:
+        case Greedy(logprob=False):
+            return (logits.argmax(dim=-1).to(torch.int32),)
+        case Greedy():
+            best = logits.argmax(dim=-1, keepdim=True)
+            logprobs = logits.gather(-1, best).squeeze(-1) - logits.logsumexp(dim=-1)
+            return best.squeeze(-1).to(torch.int32), logprobs
+        case TopTokens(k):
+            values, ids = top_tokens(logits, k)
+            return ids.to(torch.int32), values, logits.logsumexp(dim=-1)
+        case SelectedTokens(token_ids):
+            ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+            return logits.index_select(-1, ids), logits.logsumexp(dim=-1)
+        case FullLogits(dtype):
+            return (logits.to(_TORCH_DTYPE[dtype]),)
+
+
+def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of float32 [R, V] by falling logit, then rising id: values [R, k] and ids int64 [R, k].
+
+    ``torch.topk`` breaks ties as it likes. Here every row gets the exact answer from one integer key per entry: the
+    float's order-preserving bits above, the complement of the id below.
+    """
+    values, ids = logits.topk(min(k + 1, logits.shape[-1]), dim=-1)
+    if bool((values[:, :-1] == values[:, 1:]).any()):  # a tie at or above the boundary: order it exactly
+        bits = logits.view(torch.int32).to(torch.int64)
+        ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # -0.0 and 0.0 tie, as they should
+        low = 0xFFFFFFFF - torch.arange(logits.shape[-1], device=logits.device)
+        ids = 0xFFFFFFFF - ((ordered << 32) | low).topk(k, dim=-1).values.bitwise_and(0xFFFFFFFF)
+        return logits.gather(-1, ids), ids
+    return values[:, :k], ids[:, :k]
+
+
+def _to_host(kind: OutputKind, columns: list[Tensor]) -> RowBlock:
+    host = [column.cpu().contiguous() for column in columns]
+    match kind:
+        case Greedy():
+            return TokenRows(host[0].numpy().view(np.uint32), host[1].numpy() if kind.logprob else None)
+        case TopTokens():
+            return TopTokenRows(host[0].numpy().view(np.uint32), host[1].numpy(), host[2].numpy())
+        case SelectedTokens():
+            return SelectedRows(host[0].numpy(), host[1].numpy())
+        case FullLogits(dtype):
+            raw = host[0].view(torch.int16).numpy().view(np.uint16) if dtype is RowDType.BF16 else host[0].numpy()
+            return LogitRows(dtype, raw)

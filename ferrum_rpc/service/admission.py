@@ -1,0 +1,118 @@
+"""What is refused before anything starts: checks of a work item against the model, the limits and its sequence.
+
+Pure functions. Each raises the typed refusal, so that a batch can refuse one item and run its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    Limits,
+    ModelInfo,
+    OutputKind,
+    SelectedTokens,
+    TopTokens,
+    WorkItem,
+)
+from ferrum_rpc.errors import (
+    ContextLengthExceeded,
+    ExecutorError,
+    InvalidRequest,
+    OutputTooLarge,
+    TruncateBeyondLength,
+)
+
+ANSWER_OVERHEAD = 256
+"""Bytes that an item's result takes besides its rows, generously."""
+
+
+def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, limits: Limits) -> None:
+    """Refuse a whole call: empty, above the limits, the same sequence twice, or an answer that no message holds."""
+    if not items:
+        raise InvalidRequest("the call has no items", field="items")
+    if len(items) > limits.max_batch_items:
+        raise InvalidRequest(
+            f"{len(items)} items exceed the limit of {limits.max_batch_items}",
+            field="items",
+            metadata={"max_batch_items": limits.max_batch_items},
+        )
+    valid = [item for item in items if isinstance(item, WorkItem)]
+    tokens = sum(len(item.tokens) for item in valid)
+    if tokens > limits.max_batch_tokens:
+        raise InvalidRequest(
+            f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
+            field="items.token_ids",
+            metadata={"max_batch_tokens": limits.max_batch_tokens},
+        )
+    ids = [item.handle.id for item in valid if item.handle is not None]
+    if len(set(ids)) < len(ids):
+        raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
+    size = sum(answer_bytes(item, model.vocab_size) for item in valid)
+    if size > limits.max_response_bytes:
+        raise OutputTooLarge(
+            f"the answer would take {size} bytes of at most {limits.max_response_bytes}; ask for fewer rows or less",
+            metadata={"bytes": size, "max_response_bytes": limits.max_response_bytes},
+        )
+
+
+def answer_bytes(item: WorkItem, vocab_size: int) -> int:
+    """Bytes of an item's answer, at most."""
+    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * _row_bytes(item.output.kind, vocab_size)
+
+
+def _row_bytes(kind: OutputKind, vocab_size: int) -> int:
+    match kind:
+        case Greedy(logprob):
+            return 8 if logprob else 4
+        case TopTokens(k):
+            return 8 * k + 4
+        case SelectedTokens(token_ids):
+            return 4 * len(token_ids) + 4
+        case FullLogits(dtype):
+            return dtype.itemsize * vocab_size
+
+
+def check_item(item: WorkItem, model: ModelInfo, limits: Limits) -> None:
+    """Refuse tokens beyond the vocabulary and outputs beyond the limits."""
+    if int(item.tokens.max()) >= model.vocab_size:
+        raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
+    match item.output.kind:
+        case TopTokens(k) if k > min(limits.max_top_tokens, model.vocab_size):
+            most = min(limits.max_top_tokens, model.vocab_size)
+            raise InvalidRequest(
+                f"top_tokens.k {k} exceeds {most}", field="output.top_tokens.k", metadata={"max_top_tokens": most}
+            )
+        case SelectedTokens(token_ids):
+            if len(token_ids) > limits.max_selected_tokens:
+                raise InvalidRequest(
+                    f"{len(token_ids)} selected tokens exceed {limits.max_selected_tokens}",
+                    field="output.selected_tokens.token_ids",
+                    metadata={"max_selected_tokens": limits.max_selected_tokens},
+                )
+            if max(token_ids) >= model.vocab_size:
+                raise InvalidRequest(
+                    f"a selected token is not below the vocabulary of {model.vocab_size}",
+                    field="output.selected_tokens.token_ids",
+                )
+        case _:
+            pass
+
+
+def check_rollback(wanted: int, length: int) -> None:
+    """Refuse a rollback that would be growth."""
+    if wanted > length:
+        raise TruncateBeyondLength(
+            f"the sequence has {length} tokens and cannot be rolled back to {wanted}", metadata={"seq_len": length}
+        )
+
+
+def check_context(start: int, tokens: int, model: ModelInfo) -> None:
+    """Refuse growth beyond the model's context."""
+    if start + tokens > model.max_context:
+        raise ContextLengthExceeded(
+            f"{start} tokens and {tokens} more exceed the context of {model.max_context}",
+            metadata={"max_context": model.max_context, "seq_len": start},
+        )

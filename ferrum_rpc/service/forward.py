@@ -1,0 +1,245 @@
+"""The forward path: from a call's work items to committed answers.
+
+    admit     per item: replayed? known handle, current version, not busy, within limits -> a span
+    submit    one `Submission` to the model thread; its point of no return is the thread's claim
+    commit    on the loop, when the step is done, whether or not the caller still listens: lengths, versions, replay log
+    answer    outcomes in the order of the items
+
+A refusal before the submit leaves no trace. Prefill, decode and verify are the same thing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ferrum_rpc.core import (
+    HandleRef,
+    ItemAnswer,
+    ItemOutcome,
+    ModelInfo,
+    Span,
+    SpanOutcome,
+    StepTiming,
+    WorkItem,
+)
+from ferrum_rpc.engine.thread import Submission
+from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, QueueFull
+from ferrum_rpc.service import admission
+from ferrum_rpc.service.books import RETRY_AFTER_S, Books
+from ferrum_rpc.service.handles import Record
+from ferrum_rpc.service.replay import Entry, item_fingerprint
+
+
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """An item on its way through a step. ``entry`` is its place in the replay log, if it has a request id."""
+
+    index: int
+    item: WorkItem
+    record: Record
+    span: Span
+    entry: Entry | None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A forward call in flight. ``abandoned``: its caller was cancelled after the point of no return."""
+
+    admitted: list[Admitted]
+    done: asyncio.Future[StepTiming | None]
+    outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardAnswer:
+    """``outcomes[i]`` answers ``items[i]``; ``timing`` is None where no step ran for the call."""
+
+    outcomes: list[ItemOutcome]
+    timing: StepTiming | None
+
+
+class ForwardPath:
+    """Runs forward calls over the books."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    async def forward(
+        self,
+        items: Sequence[WorkItem | ExecutorError],
+        *,
+        all_or_nothing: bool = False,
+        deadline: float | None = None,
+    ) -> ForwardAnswer:
+        """Run a call's items in one forward pass.
+
+        An item that is an error already (malformed on the wire) is refused alone. Raises what refuses the whole call:
+        its size, the queue, and with ``all_or_nothing`` the first item's refusal. ``deadline`` is on `time.monotonic`.
+        """
+        books = self._books
+        model = books.model
+        admission.check_batch(items, model, books.limits)
+        outcomes: dict[int, ItemOutcome] = {}
+        admitted: list[Admitted] = []
+        replayed: list[tuple[int, Entry]] = []
+        for index, item in enumerate(items):
+            if isinstance(item, ExecutorError):
+                outcomes[index] = item
+                continue
+            try:
+                found = self._admit(index, item, model)
+            except ExecutorError as error:
+                outcomes[index] = error
+                continue
+            if isinstance(found, Admitted):
+                admitted.append(found)
+            else:
+                replayed.append((index, found))
+        try:
+            if all_or_nothing:
+                _raise_first(outcomes)
+            self._check_queue(admitted)
+        except ExecutorError as error:
+            self._withdraw(admitted, error)
+            raise
+        timing: StepTiming | None = None
+        if admitted:
+            call = Call(admitted, asyncio.get_running_loop().create_future())
+            timing = await self._run(call, all_or_nothing, deadline)
+            outcomes |= call.outcomes
+        for index, entry in replayed:
+            answer = await books.replay.answer(entry)
+            assert not isinstance(answer, tuple)  # noqa: S101 - the fingerprint told forwards from operations
+            outcomes[index] = answer
+        if all_or_nothing:
+            _raise_first(outcomes)
+        return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
+
+    # --- admit ------------------------------------------------------------------------------------------------------
+
+    def _admit(self, index: int, item: WorkItem, model: ModelInfo) -> Admitted | Entry:
+        """Turn an item into a span, or find its recorded answer. Raises its refusal, having changed nothing."""
+        books = self._books
+        admission.check_item(item, model, books.limits)
+        scope = replay_scope(item.handle)
+        fingerprint = item_fingerprint(item) if item.request_id else None
+        if item.request_id and (entry := books.replay.find(scope, item.request_id, fingerprint)) is not None:
+            return entry
+        record = self._mint(item, model) if item.handle is None else self._claim(item, item.handle, model)
+        span = Span(
+            sequence=record.sequence,
+            tokens=item.tokens,
+            start=record.length if item.truncate_to is None else item.truncate_to,
+            output=item.output,
+            create=item.handle is None,
+            reserve_tokens=item.create.reserve_tokens,
+        )
+        entry = books.replay.begin(scope, item.request_id, fingerprint) if item.request_id else None
+        return Admitted(index, item, record, span, entry)
+
+    def _mint(self, item: WorkItem, model: ModelInfo) -> Record:
+        admission.check_context(0, len(item.tokens) + item.create.reserve_tokens, model)
+        return self._books.mint(1)[0]
+
+    def _claim(self, item: WorkItem, handle: HandleRef, model: ModelInfo) -> Record:
+        record = self._books.handles.claim(handle)
+        try:
+            start = record.length
+            if item.truncate_to is not None:
+                admission.check_rollback(item.truncate_to, start)
+                start = item.truncate_to
+            admission.check_context(start, len(item.tokens), model)
+        except ExecutorError:
+            record.busy = False
+            raise
+        return record
+
+    def _check_queue(self, admitted: Sequence[Admitted]) -> None:
+        thread, limits = self._books.thread, self._books.limits
+        tokens = sum(len(each.span.tokens) for each in admitted)
+        if (
+            thread.queued_items + len(admitted) > limits.max_queued_items
+            or thread.queued_tokens + tokens > limits.max_queued_tokens
+        ):
+            self._books.counters.queue_full += 1
+            raise QueueFull(
+                f"{thread.queued_items} items with {thread.queued_tokens} tokens are waiting; nothing was started",
+                metadata={"max_queued_items": limits.max_queued_items, "max_queued_tokens": limits.max_queued_tokens},
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _withdraw(self, admitted: Sequence[Admitted], error: ExecutorError) -> None:
+        """Undo admissions: nothing happened."""
+        for each in admitted:
+            self._settle(each, error)
+
+    # --- submit and commit ------------------------------------------------------------------------------------------
+
+    async def _run(self, call: Call, all_or_nothing: bool, deadline: float | None) -> StepTiming | None:
+        submission = Submission(
+            spans=tuple(each.span for each in call.admitted),
+            done=partial(self._commit, call),
+            all_or_nothing=all_or_nothing,
+            deadline=deadline,
+        )
+        thread = self._books.thread
+        thread.submit(submission)
+        try:
+            return await call.done
+        except asyncio.CancelledError:
+            awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
+            if not awaited and thread.cancel(submission):
+                self._withdraw(call.admitted, Cancelled("the call was cancelled before its step; nothing happened"))
+            else:
+                call.abandoned = True
+            raise
+
+    def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
+        """The step is over: make it so, whether or not the caller still listens."""
+        for each, outcome in zip(call.admitted, outcomes, strict=True):
+            record = each.record
+            if isinstance(outcome, ExecutorError):
+                self._books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
+                call.outcomes[each.index] = outcome
+                self._settle(each, outcome)
+                continue
+            self._books.counters.tokens_truncated += record.length - each.span.start
+            record.length = outcome.length
+            record.version += 1
+            if each.span.create:
+                self._books.born(record)
+                # Cancelled, and no request id to ask again with: nobody will ever learn this handle.
+                record.doomed |= call.abandoned and each.entry is None
+            result = ItemAnswer(record.handle, outcome.rows)
+            call.outcomes[each.index] = result
+            self._settle(each, result)
+        if not call.done.done():
+            call.done.set_result(timing)
+
+    def _settle(self, each: Admitted, outcome: ItemOutcome) -> None:
+        """The item is over: the sequence is free again, and the duplicates hear of it."""
+        books, record = self._books, each.record
+        record.busy = False
+        if each.span.create and isinstance(outcome, ExecutorError):
+            books.stillborn(record)
+        elif record.doomed:
+            books.release([record])
+        if each.entry is not None:
+            books.replay.finish(replay_scope(each.item.handle), each.item.request_id, outcome)
+
+
+def replay_scope(handle: HandleRef | None) -> bytes:
+    """Request ids are unique among the calls on a sequence, or among the creations."""
+    return b"" if handle is None else handle.id
+
+
+def _raise_first(outcomes: dict[int, ItemOutcome]) -> None:
+    for index in sorted(outcomes):
+        outcome = outcomes[index]
+        if isinstance(outcome, ExecutorError):
+            outcome.metadata.setdefault("item", str(index))
+            raise outcome

@@ -1,0 +1,246 @@
+"""Integer operations on sequences: truncate, fork, release, reserve, reset. They run between steps, in the same queue.
+
+Each claims its sequence, asks the model thread, and commits on the loop whether or not the caller still listens. With a
+request id an operation runs once, whatever happens to its callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Span, SpanOutcome
+from ferrum_rpc.engine.thread import Operation, Submission
+from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
+from ferrum_rpc.service import admission
+from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.handles import Record
+
+Handles = tuple[HandleRef, ...]
+
+
+class CacheOperations:
+    """Runs operations over the books."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def truncate(self, handle: HandleRef, length: int, request_id: str = "") -> tuple[HandleRef, bool]:
+        """Roll back to ``length``. Returns the new handle, and whether it is a recorded answer."""
+
+        async def run() -> Handles:
+            record = self._books.handles.claim(handle)
+            with _unclaimed_on_refusal(record):
+                admission.check_rollback(length, record.length)
+
+            def commit() -> Handles:
+                self._books.counters.tokens_truncated += record.length - length
+                record.length = length
+                record.version += 1
+                return (record.handle,)
+
+            return await self._operate(record, lambda runner: runner.truncate(record.sequence, length), commit)
+
+        handles, replayed = await self._once(handle.id, request_id, ("truncate", handle, length), run)
+        return handles[0], replayed
+
+    async def fork(
+        self, handle: HandleRef, count: int = 1, at: int | None = None, request_id: str = ""
+    ) -> tuple[Handles, bool]:
+        """``count`` children of the first ``at`` tokens. The parent does not change."""
+        if not 1 <= count <= self._books.limits.max_batch_items:
+            raise InvalidRequest(f"count must be 1 to {self._books.limits.max_batch_items}", field="count")
+
+        async def run() -> Handles:
+            record = self._books.handles.claim(handle)
+            with _unclaimed_on_refusal(record):
+                length = record.length if at is None else at
+                admission.check_rollback(length, record.length)
+                children = self._books.mint(count)
+            numbers = [child.sequence for child in children]
+
+            def commit() -> Handles:
+                for child in children:
+                    child.length, child.version = length, 1
+                    self._books.born(child)
+                return tuple(child.handle for child in children)
+
+            def refuse() -> None:
+                for child in children:
+                    self._books.stillborn(child)
+
+            return await self._operate(
+                record, lambda runner: runner.fork(record.sequence, numbers, length), commit, refuse
+            )
+
+        return await self._once(handle.id, request_id, ("fork", handle, count, at), run)
+
+    async def release(self, handle: HandleRef, *, any_version: bool = False, request_id: str = "") -> bool:
+        """Free the sequence; returns whether this is a recorded answer. With ``any_version`` a sequence whose call is
+        still in flight is released when that call ends."""
+
+        async def run() -> Handles:
+            if any_version and (record := self._books.handles.find(handle)).busy:
+                record.doomed = True
+                return ()
+            record = self._books.handles.claim(handle, any_version=any_version)
+
+            def commit() -> Handles:
+                self._books.bury(record)
+                return ()
+
+            return await self._operate(record, lambda runner: runner.release([record.sequence]), commit)
+
+        _, replayed = await self._once(handle.id, request_id, ("release", handle, any_version), run)
+        return replayed
+
+    async def reserve(self, handle: HandleRef, tokens: int) -> HandleRef:
+        """Hold blocks for ``tokens`` tokens beyond the present length."""
+        model = self._books.model
+        record = self._books.handles.claim(handle)
+        with _unclaimed_on_refusal(record):
+            admission.check_context(record.length, tokens, model)
+        handles = await self._operate(
+            record, lambda runner: runner.reserve(record.sequence, tokens), lambda: (record.handle,)
+        )
+        return handles[0]
+
+    async def reset(self, instance_id: str = "") -> int:
+        """Release every sequence; those with a call in flight when it ends. Returns how many."""
+        _ = self._books.model
+        if instance_id and instance_id != self._books.handles.instance_id:
+            raise InstanceMismatch("another process lifetime was meant; nothing was released")
+        records = self._books.handles.records()
+        for record in records:
+            record.doomed = True
+        self._books.release([record for record in records if not record.busy])
+        await self._between_steps(lambda _: None)
+        return len(records)
+
+    async def warm_up(self, batch_size: int, prefill_tokens: int) -> int:
+        """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
+        returns how many steps ran."""
+        # A task of its own, so that a cancelled caller leaves no sequences behind.
+        task = asyncio.create_task(self._warm_up(batch_size, prefill_tokens))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _warm_up(self, batch_size: int, prefill_tokens: int) -> int:
+        model, limits = self._books.model, self._books.limits
+        batch_size = min(batch_size, limits.max_batch_items)
+        prefill_tokens = min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1)
+        records = self._books.mint(batch_size)
+        one = np.zeros(1, dtype=np.int32)
+        prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
+        spec = OutputSpec(Positions.LAST)
+        spans = [
+            Span(record.sequence, tokens, 0, spec, create=True) for record, tokens in zip(records, prompts, strict=True)
+        ]
+        try:
+            outcomes = await self._steps(spans)
+            made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
+            if not made:
+                return 0
+            await self._steps([Span(span.sequence, one, span.end, spec) for span in made])
+            await self._between_steps(lambda runner: runner.release([span.sequence for span in made]))
+            return 2
+        finally:
+            for record in records:
+                self._books.stillborn(record)
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    async def _once(
+        self, scope: bytes, request_id: str, fingerprint: Hashable, run: Callable[[], Awaitable[Handles]]
+    ) -> tuple[Handles, bool]:
+        """``run`` once per request id: its result, and whether it is a recorded one."""
+        _ = self._books.model
+        if not request_id:
+            return await run(), False
+        replay = self._books.replay
+        if (entry := replay.find(scope, request_id, fingerprint)) is not None:
+            answer = await replay.answer(entry)
+            if isinstance(answer, ExecutorError):
+                raise answer
+            assert isinstance(answer, tuple)  # noqa: S101 - the fingerprint told operations from forwards
+            return answer, True
+        replay.begin(scope, request_id, fingerprint)
+
+        async def record() -> Handles:
+            outcome: Handles | ExecutorError = Cancelled("the executor stopped before the operation ran")
+            try:
+                outcome = await run()
+            except ExecutorError as error:
+                outcome = error
+                raise
+            finally:
+                replay.finish(scope, request_id, outcome)
+            return outcome
+
+        # A task of its own: a cancelled caller does not cancel the operation, which commits and can be replayed.
+        task = asyncio.create_task(record())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task), False
+
+    async def _operate(
+        self,
+        record: Record,
+        run: Callable[[Any], object],
+        commit: Callable[[], Handles],
+        refuse: Callable[[], None] = lambda: None,
+    ) -> Handles:
+        """Run an operation on a claimed sequence; commit (or refuse) on the loop even if the caller is gone."""
+        done: asyncio.Future[Handles | ExecutorError] = asyncio.get_running_loop().create_future()
+
+        def finish(result: object) -> None:
+            record.busy = False
+            outcome: Handles | ExecutorError
+            if isinstance(result, ExecutorError):
+                outcome = result
+                refuse()
+            else:
+                outcome = commit()
+            if record.doomed:
+                self._books.release([record])
+            if not done.done():
+                done.set_result(outcome)
+
+        self._books.thread.operate(Operation(run, finish))
+        outcome = await done
+        if isinstance(outcome, ExecutorError):
+            raise outcome
+        return outcome
+
+    async def _between_steps(self, run: Callable[[Any], object]) -> None:
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._books.thread.operate(Operation(run, lambda result: None if done.done() else done.set_result(result)))
+        result = await done
+        if isinstance(result, ExecutorError):
+            raise result
+
+    async def _steps(self, spans: Sequence[Span]) -> tuple[SpanOutcome, ...]:
+        done: asyncio.Future[tuple[SpanOutcome, ...]] = asyncio.get_running_loop().create_future()
+        self._books.thread.submit(
+            Submission(tuple(spans), lambda outcomes, _: None if done.done() else done.set_result(outcomes))
+        )
+        return await done
+
+
+class _unclaimed_on_refusal:  # noqa: N801 - reads as a statement
+    """A claim is given back when a check refuses."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._record.busy = False

@@ -1,0 +1,120 @@
+"""Recorded answers: a retry with the same request id gets what the first call got, and nothing happens twice.
+
+Keys are scoped: to the sequence for calls on one, to the creations otherwise. An entry is first in flight (a duplicate
+waits for it), then an answer, then possibly an answer without its rows, when the byte budget ran out. Refusals are not
+recorded: they changed nothing, and a retry deserves a fresh try. Both bounds are on the whole log, oldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ferrum_rpc.core import HandleRef, ItemAnswer, Rows, WorkItem
+from ferrum_rpc.errors import ExecutorError, RequestIdReused
+
+ENTRIES: Final = 65_536
+Recorded = ItemAnswer | tuple[HandleRef, ...]
+"""A forward's answer; or the handles that a truncate, fork or release left."""
+
+
+Key = tuple[bytes, str]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request id: a call in flight (``answer`` None, ``waiters`` duplicates wait for ``pending``), or an answer."""
+
+    fingerprint: Hashable
+    pending: asyncio.Future[Recorded | ExecutorError]
+    answer: Recorded | None = None
+    rows_bytes: int = 0
+    waiters: int = 0
+
+
+class ReplayLog:
+    """Request ids and what was answered, within ``budget`` bytes of rows and ``entries`` answers."""
+
+    def __init__(self, budget: int, entries: int = ENTRIES) -> None:
+        self._budget = budget
+        self._max_answers = entries
+        self._in_flight: dict[Key, Entry] = {}
+        self._answers: OrderedDict[Key, Entry] = OrderedDict()
+        self._with_rows: OrderedDict[Key, Entry] = OrderedDict()
+        self.bytes = 0
+        self.replays = 0
+
+    def find(self, scope: bytes, request_id: str, fingerprint: Hashable) -> Entry | None:
+        """The entry of an earlier call with this id, or None. Raises `RequestIdReused` where its content differs."""
+        key = (scope, request_id)
+        entry = self._in_flight.get(key) or self._answers.get(key)
+        if entry is not None and entry.fingerprint != fingerprint:
+            raise RequestIdReused("this request id was used with other content", field="request_id")
+        return entry
+
+    def begin(self, scope: bytes, request_id: str, fingerprint: Hashable) -> Entry:
+        """Note a call that is about to start; `finish` must follow."""
+        entry = Entry(fingerprint, asyncio.get_running_loop().create_future())
+        self._in_flight[scope, request_id] = entry
+        return entry
+
+    def finish(self, scope: bytes, request_id: str, outcome: Recorded | ExecutorError) -> None:
+        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates."""
+        key = (scope, request_id)
+        entry = self._in_flight.pop(key)
+        entry.pending.set_result(outcome)
+        if isinstance(outcome, ExecutorError):
+            return
+        entry.answer = outcome
+        if isinstance(outcome, ItemAnswer) and outcome.rows is not None:
+            entry.answer = _with_own_rows(outcome, outcome.rows)
+            entry.rows_bytes = _bytes(entry.answer.rows)
+            self.bytes += entry.rows_bytes
+            self._with_rows[key] = entry
+        self._answers[key] = entry
+        self._evict()
+
+    async def answer(self, entry: Entry) -> Recorded | ExecutorError:
+        """What the first call got, once it is there; an item's answer is marked as replayed."""
+        self.replays += 1
+        outcome: Recorded | ExecutorError
+        if entry.answer is not None:
+            outcome = entry.answer
+        else:
+            entry.waiters += 1
+            try:
+                outcome = await asyncio.shield(entry.pending)
+            finally:
+                entry.waiters -= 1
+        return replace(outcome, replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+
+    def _evict(self) -> None:
+        while len(self._answers) > self._max_answers:
+            key, entry = self._answers.popitem(last=False)
+            self._with_rows.pop(key, None)
+            self.bytes -= entry.rows_bytes
+        while self.bytes > self._budget:
+            _, entry = self._with_rows.popitem(last=False)
+            self.bytes -= entry.rows_bytes
+            entry.rows_bytes = 0
+            if isinstance(entry.answer, ItemAnswer):
+                entry.answer = replace(entry.answer, rows=None)
+
+
+def item_fingerprint(item: WorkItem) -> Hashable:
+    """What makes two work items the same call. The item id is the caller's own business and not part of it."""
+    tokens = hashlib.blake2b(item.tokens.tobytes(), digest_size=16).digest()
+    return (item.handle, tokens, item.truncate_to, item.output, item.create)
+
+
+def _with_own_rows(answer: ItemAnswer, rows: Rows) -> ItemAnswer:
+    """The answer with a copy of its rows: a view would keep the whole step's block alive."""
+    return replace(answer, rows=Rows(rows.block.cut(rows.first, rows.first + rows.count), 0, rows.count))
+
+
+def _bytes(rows: Rows | None) -> int:
+    return 0 if rows is None else rows.block.nbytes

@@ -1,0 +1,157 @@
+"""A model folder on disk: its configuration and its tensors, from one file or many shards.
+
+Only safetensors is read: other formats run code when they are opened. Nothing outside the folder is read either: shard
+names come from an index file that somebody else wrote, so they must be plain names, and links must stay inside (the
+blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by reading
+headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. Which tensors a model wants is
+not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, parse_json, read_entries, stream
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 << 20
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """``config`` and ``generation_config`` are parsed and unchecked; ``entries`` are all tensors by name."""
+
+    name: str
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    entries: dict[str, TensorEntry]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the headers of the model in folder ``path``.
+
+        Raises InvalidRequest that names the file and what is wrong with it, NotSupported for a folder with pickled
+        weights only.
+        """
+        try:
+            folder = Path(path).resolve(strict=True)
+        except (OSError, RuntimeError, ValueError):
+            raise InvalidRequest(f"model folder {Path(path).name!r} does not exist", field="model") from None
+        if not folder.is_dir():
+            raise InvalidRequest(f"{folder.name!r} is not a folder", field="model")
+        config = _read_json(folder, CONFIG)
+        if config is None:
+            raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
+        generation = _read_json(folder, GENERATION_CONFIG) or {}
+        return cls(folder.name, config, generation, _entries(folder))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type that most bytes have."""
+        sizes: dict[torch.dtype, int] = {}
+        for entry in self.entries.values():
+            if entry.dtype.is_floating_point:
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream ``names`` (None: all), file by file in the order of their bytes.
+
+        Copy a tensor before asking for the next: it reads the mapped file. Raises KeyError for a name that is absent.
+        """
+        wanted = self.entries if names is None else {name: self.entries[name] for name in names}
+        files: dict[Path, dict[str, TensorEntry]] = {}
+        for name, entry in wanted.items():
+            files.setdefault(entry.file, {})[name] = entry
+        for file in sorted(files):
+            yield from stream(file, files[file])
+
+
+def _entries(folder: Path) -> dict[str, TensorEntry]:
+    single = _inside(folder, SINGLE)
+    if single is not None:
+        return read_entries(single)
+    index = _read_json(folder, INDEX)
+    if index is not None:
+        return _sharded(folder, index)
+    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    if pickled:
+        raise NotSupported(
+            f"model folder {folder.name!r} has pickled weights only ({pickled[0]}), and opening those runs code: "
+            "convert them once, where you trust them, with from_pretrained and save_pretrained of transformers",
+            field="model",
+        )
+    raise InvalidRequest(f"model folder {folder.name!r} has neither {SINGLE} nor {INDEX}", field="model")
+
+
+def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:
+    """Every tensor of every shard that the index names; each must be where the index says, and only there."""
+    where = folder / INDEX
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise broken(where, "weight_map is missing or empty")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain(shard) or not shard.endswith(".safetensors"):
+            raise broken(where, f"tensor {name[:120]!r}: {str(shard)[:120]!r} is not the name of a safetensors file")
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())):
+        file = _inside(folder, shard)
+        if file is None:
+            raise broken(where, f"shard {shard[:120]!r} is missing")
+        found = read_entries(file)
+        twice = sorted(entries.keys() & found.keys())
+        if twice:
+            raise broken(where, f"tensor {twice[0][:120]!r} is in {entries[twice[0]].file.name} and in {file.name}")
+        entries |= found
+    for name, shard in weight_map.items():
+        if name not in entries:
+            raise broken(where, f"tensor {name[:120]!r} is not in {shard[:120]}")
+        if entries[name].file.name != shard:
+            raise broken(where, f"tensor {name[:120]!r} is in another shard than {shard[:120]}")
+    return entries
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The path of a file of the folder, or None if there is none. Raises InvalidRequest if it really is elsewhere."""
+    try:
+        real = (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if real.parent not in (folder, blobs):
+        raise broken(folder / name, "is a link that leads out of the model folder")
+    return folder / name
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    file = _inside(folder, name)
+    if file is None:
+        return None
+    try:
+        if not file.is_file():
+            raise broken(file, "not a regular file")
+        with file.open("rb") as handle:
+            content = handle.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise broken(file, f"cannot be read: {error.strerror}") from None
+    if len(content) > MAX_JSON_BYTES:
+        raise broken(file, f"larger than {MAX_JSON_BYTES} bytes")
+    return parse_json(file, content)

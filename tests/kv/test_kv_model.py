@@ -1,0 +1,264 @@
+"""Any history of forks, steps, truncations and failures: every sequence reads exactly what was written to it.
+
+Hypothesis plays runner and scheduler against `KvManager`. The oracle is a Python list of tokens per sequence; the store
+is an array of integers in which free slots are garbage (`kv_world`). Reservations stay open over other operations and
+are run, committed and rolled back in any order, which is more than the engine does.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
+from ferrum_rpc.kv.sequence import KvMisuse
+from tests.kv.kv_world import World, Write, everything
+
+
+def blocks_of(tokens: int, size: int) -> int:
+    return (tokens + size - 1) // size
+
+
+class KvMachine(RuleBasedStateMachine):
+    @initialize(data=st.data(), usable=st.integers(3, 14), size=st.integers(1, 4))
+    def start(self, data, usable, size):
+        order = data.draw(st.permutations(range(1, usable + 1)))
+        self.world = World(usable + 1, size, order)
+        self.kv = self.world.kv
+        self.open: list[Write] = []
+        self.sequences = 0
+        self.promised: dict[int, tuple[int, int]] = {}
+        """Sequence -> (from, tokens): what it was promised, as long as no fork has weakened it."""
+        self.forked: set[int] = set()
+
+    # --- choices ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> set[int]:
+        return {write.reservation.sequence for write in self.open}
+
+    def idle(self, data) -> int:
+        idle = sorted(set(self.world.tokens) - self.pinned)
+        assume(idle)
+        return data.draw(st.sampled_from(idle), label="sequence")
+
+    def new(self) -> int:
+        self.sequences += 1
+        return self.sequences
+
+    def length(self, sequence: int) -> int:
+        return len(self.world.tokens[sequence])
+
+    def shrunk_to(self, sequence: int, length: int) -> None:
+        """A promise is counted from the lowest length; going back into what a fork shares may shorten it."""
+        if sequence in self.promised:
+            start, tokens = self.promised[sequence]
+            self.promised[sequence] = (min(start, length), tokens)
+            if sequence in self.forked:
+                del self.promised[sequence]
+
+    def reserve(self, data) -> Write | None:
+        """Open one more reservation, or None where the pool is exhausted (and nothing changed)."""
+        size = self.kv.block_size
+        idle = sorted(set(self.world.tokens) - self.pinned)
+        sequence = data.draw(st.sampled_from([*idle, 0]), label="sequence (0: a new one)")
+        create = sequence == 0
+        back = ahead = 0
+        if create:
+            sequence = self.new()
+            ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
+        else:
+            back = data.draw(st.sampled_from([0, 0, 0, 1, 2, 3, size, 2 * size + 1, 100]), label="back")
+        length = 0 if create else self.length(sequence)
+        start = max(0, length - back)
+        count = data.draw(st.sampled_from([1, 1, 1, 2, 3, size, 2 * size + 1]), label="count")
+        before = everything(self.kv)
+        try:
+            return self.world.reserve(sequence, start, count, create, ahead)
+        except KvBlocksExhausted as refusal:
+            assert everything(self.kv) == before
+            needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
+            assert free == self.kv.free_blocks < needed <= blocks_of(start + count + ahead, size) - start // size
+            if sequence in self.promised and (start == length or sequence not in self.forked):
+                assert start + count > sum(self.promised[sequence]), "a promise was broken"
+            return None
+
+    def commit(self, write: Write) -> None:
+        r = write.reservation
+        created = r.created
+        before = 0 if created else self.length(r.sequence)
+        ahead = self.kv._sequences[r.sequence].promised_tokens if created else 0
+        self.world.commit(write)
+        if ahead:
+            self.promised[r.sequence] = (r.end, ahead)
+        elif r.start < before:
+            self.shrunk_to(r.sequence, r.start)
+
+    # --- reservations that stay open --------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def open_a_reservation(self, data):
+        write = self.reserve(data)
+        if write:
+            self.open.append(write)
+
+    @precondition(lambda self: any(not write.has_run for write in self.open))
+    @rule(data=st.data())
+    def run_some(self, data):
+        waiting = [write for write in self.open if not write.has_run]
+        self.world.run(*data.draw(st.lists(st.sampled_from(waiting), unique=True, min_size=1), label="step"))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def commit_one(self, data):
+        write = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if not write.has_run:
+            self.world.run(write)
+        self.world.check_forward(write)
+        self.commit(write)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def roll_back_one(self, data):
+        self.world.rollback(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(), action=st.sampled_from(["reserve", "truncate", "fork", "ensure_capacity", "release", "reset"])
+    )
+    def a_pinned_sequence_is_left_alone(self, data, action):
+        sequence = data.draw(st.sampled_from(self.open)).reservation.sequence
+        arguments = {"reserve": (sequence, 0, 1), "fork": (sequence, self.new()), "release": (sequence,), "reset": ()}
+        before = everything(self.kv)
+        with pytest.raises(KvMisuse):
+            getattr(self.kv, action)(*arguments.get(action, (sequence, 0)))
+        assert everything(self.kv) == before
+
+    # --- a whole step, as the engine runs it ------------------------------------------------------------------------
+
+    @rule(data=st.data(), spans=st.integers(1, 5))
+    def a_step_of_which_any_part_fails(self, data, spans):
+        others, before = self.open, everything(self.kv)
+        self.open = list(others)
+        step = []
+        for _ in range(spans):
+            write = self.reserve(data)
+            if write:
+                step.append(write)
+                self.open.append(write)
+        self.world.run(*step)
+        failed = data.draw(st.sets(st.sampled_from(step)) if step else st.just(set()), label="failed")
+        order = list(reversed(step)) if failed == set(step) else data.draw(st.permutations(step), label="closed")
+        self.open = others
+        for write in order:
+            if write in failed:
+                self.world.rollback(write)
+            else:
+                self.commit(write)
+        if failed == set(step):
+            assert everything(self.kv) == before
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = self.idle(data)
+        at = data.draw(st.one_of(st.none(), st.integers(0, self.length(parent))), label="at")
+        child, before, free = self.new(), everything(self.kv), self.kv.free_blocks
+        promised = self.kv._sequences[parent].promised_tokens > 0
+        try:
+            self.world.fork(parent, child, at)
+        except KvBlocksExhausted as refusal:
+            assert refusal.number("needed_blocks") == 1 and free == 0 and promised
+            assert everything(self.kv) == before
+            return
+        assert free - self.kv.free_blocks <= promised
+        self.forked |= {parent, child}
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.idle(data)
+        length = data.draw(st.integers(0, self.length(sequence)), label="length")
+        self.world.truncate(sequence, length)
+        self.shrunk_to(sequence, length)
+
+    @rule(data=st.data(), excess=st.integers(1, 20))
+    def growing_by_truncation_or_fork_is_refused(self, data, excess):
+        sequence = self.idle(data)
+        before = everything(self.kv)
+        for grow in (self.kv.truncate, lambda parent, at: self.kv.fork(parent, self.new(), at)):
+            with pytest.raises(TruncateBeyondLength) as refusal:
+                grow(sequence, self.length(sequence) + excess)
+            assert refusal.value.number("seq_len") == self.length(sequence)
+        assert everything(self.kv) == before
+
+    @rule(data=st.data(), tokens=st.sampled_from([0, 1, 2, 4, 7, 12]))
+    def ensure_capacity(self, data, tokens):
+        sequence = self.idle(data)
+        before = everything(self.kv)
+        try:
+            self.kv.ensure_capacity(sequence, tokens)
+        except KvBlocksExhausted as refusal:
+            assert refusal.number("needed_blocks") > refusal.number("free_blocks") == self.kv.free_blocks
+            assert everything(self.kv) == before
+            return
+        self.promised[sequence] = (self.length(sequence), tokens)
+        after = everything(self.kv)
+        self.kv.ensure_capacity(sequence, tokens)
+        assert everything(self.kv) == after
+
+    @precondition(lambda self: self.kv.free_blocks)
+    @rule()
+    def somebody_takes_all_that_is_free(self):
+        hog = self.new()
+        self.world.write(hog, self.kv.free_blocks * self.kv.block_size)
+        assert self.kv.free_blocks == 0
+
+    @rule(data=st.data())
+    def release(self, data):
+        sequence = self.idle(data)
+        self.world.release(sequence)
+        self.promised.pop(sequence, None)
+
+    # --- what always holds ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_sequence_reads_what_was_written_to_it(self):
+        self.world.check(self.pinned)
+        for write in self.open:
+            if write.has_run:
+                self.world.check_forward(write)
+
+    @invariant()
+    def no_more_blocks_are_used_than_tokens_and_promises_need(self):
+        if self.open:
+            return
+        size, used = self.kv.block_size, self.kv.total_blocks - self.kv.free_blocks
+        states = self.kv._sequences.values()
+        needed = sum(blocks_of(len(tokens), size) for tokens in self.world.tokens.values())
+        promised = sum(blocks_of(state.promised_tokens, size) + 2 for state in states if state.promised_tokens)
+        assert used <= needed + promised
+
+    @invariant()
+    def the_count_of_sequences_is_right(self):
+        created = sum(write.reservation.created for write in self.open)
+        assert self.kv.state().sequences == len(self.world.tokens) + created
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for write in self.open:
+            self.world.rollback(write)
+        self.world.check()
+        for sequence in list(self.world.tokens):
+            self.world.release(sequence)
+        self.kv.check()
+        assert self.kv.free_blocks == self.kv.total_blocks
+
+
+KvMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEveryHistory = KvMachine.TestCase

@@ -1,0 +1,122 @@
+"""Runs a model floor by hand: a store, a backend and block tables, without pool, runner or service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ferrum_rpc.attention.backend import select_backend
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.models.spec import ModelSpec
+from tests.checkpoints import make_model
+
+CPU = torch.device("cpu")
+
+
+def native(reference: Any, dtype: torch.dtype = torch.float32, linear: str = "auto") -> Decoder:
+    """The native decoder with the weights and the configuration of a transformers model."""
+    spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
+    decoder = Decoder(spec, dtype, CPU, select_linear(CPU, dtype, linear)[2])
+    state = reference.state_dict()
+    for name in decoder.expected_tensors():
+        decoder.load(name, state[name])
+    return decoder
+
+
+def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """float64 [T, vocab] of the transformers model computed in ``dtype``, its rotary frequencies kept in float32."""
+    frequencies = reference.model.rotary_emb.inv_freq.clone()
+    original = next(reference.parameters()).dtype
+    with torch.inference_mode():
+        reference.to(dtype)
+        reference.model.rotary_emb.inv_freq = frequencies
+        ids = torch.as_tensor(np.asarray(tokens), dtype=torch.int64)[None]
+        logits = reference(input_ids=ids, use_cache=False).logits[0].double()
+        reference.to(original)
+        reference.model.rotary_emb.inv_freq = frequencies
+    return logits
+
+
+def rounded_model(family: str, dtype: torch.dtype, **overrides: Any) -> Any:
+    """A random transformers model whose weights are exact in ``dtype``, held in float64."""
+    return make_model(family, **overrides).to(dtype).double()
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over the standard deviation of the expected logits."""
+    return float((actual.double() - expected).square().mean().sqrt() / expected.std())
+
+
+def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the standard deviation of the expected logits."""
+    return float((actual.double() - expected).abs().max() / expected.std())
+
+
+class Executor:
+    """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN."""
+
+    def __init__(self, model: Model, *, blocks: int = 128, block_size: int = 4, seed: int = 0, poison: bool = True):
+        self.model = model
+        spec = model.attention_specs[0]
+        self.store = KvStore(
+            len(model.attention_specs),
+            blocks,
+            block_size,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
+        factory = select_backend(model.device, model.attention_specs)[2]
+        self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
+        self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
+        self.tables: dict[int, np.ndarray] = {}
+        self.lengths: dict[int, int] = {}
+
+    def step(self, spans: dict[int, Sequence[int]], *, logits: bool = True) -> dict[int, torch.Tensor]:
+        """One forward pass that appends tokens to several sequences: their logits [n, vocab]."""
+        size = self.store.block_size
+        for sequence, tokens in spans.items():
+            table = list(self.tables.get(sequence, ()))
+            end = self.lengths.setdefault(sequence, 0) + len(tokens)
+            while len(table) * size < end:
+                table.append(self._free.pop())
+            self.tables[sequence] = np.asarray(table, dtype=np.int32)
+        geometry = BatchGeometry.build(
+            size,
+            [self.lengths[sequence] for sequence in spans],
+            [len(tokens) for tokens in spans.values()],
+            [self.tables[sequence] for sequence in spans],
+        )
+        geometry.check()
+        plan, slots = self.backend.plan(geometry), torch.from_numpy(geometry.slots)
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            self.store.write(layer, slots, key, value)
+            return self.backend.attend(layer, query, plan)
+
+        with torch.inference_mode():
+            ids = torch.from_numpy(np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in spans.values()]))
+            hidden = self.model.forward(ids, torch.from_numpy(geometry.positions), attend)
+            rows = self.model.logits(hidden) if logits else hidden
+        for sequence, tokens in spans.items():
+            self.lengths[sequence] += len(tokens)
+        bounds = geometry.query_start
+        return {sequence: rows[bounds[i] : bounds[i + 1]] for i, sequence in enumerate(spans)}
+
+    def run(self, tokens: Sequence[int], chunks: Sequence[int], sequence: int = 0) -> torch.Tensor:
+        """Feed one sequence in chunks of the given sizes: all its logits [T, vocab]."""
+        out, first = [], 0
+        for size in chunks:
+            out.append(self.step({sequence: tokens[first : first + size]})[sequence])
+            first += size
+        assert first == len(tokens)
+        return torch.cat(out)

@@ -1,0 +1,56 @@
+"""The identity model against its formula in plain numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from tests.identity_oracle import identity_logits
+from tests.numerics.harness import CPU, Executor
+
+CONFIGS = {
+    "default": IdentityConfig(),
+    "grouped, positional": IdentityConfig(heads=8, kv_heads=2, positional=True),
+    "vocabulary smaller than the channels": IdentityConfig(vocab_size=10),
+    "one head": IdentityConfig(heads=1, kv_heads=1, layers=1, vocab_size=7),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_the_formula_whole_chunked_and_decoded(name):
+    config = CONFIGS[name]
+    tokens = np.random.default_rng(5).integers(0, config.vocab_size, size=50)
+    expected = identity_logits(tokens, config=config)
+    model = IdentityModel(config, CPU)
+    for split in ([50], [1] * 50, [20, 1, 29]):
+        ours = Executor(model, block_size=16).run(tokens, split).numpy()
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_a_double_append_shows():
+    once = identity_logits([5, 9, 9, 17])[-1]
+    twice = identity_logits([5, 9, 9, 9, 17])[-1]
+    assert abs(once - twice).max() > 1e-3
+
+
+def test_order_shows_only_with_the_positional_term():
+    plain, positional = IdentityConfig(), IdentityConfig(positional=True)
+    a, b = [3, 4, 5, 6], [4, 3, 5, 6]
+    assert abs(identity_logits(a, [3], plain) - identity_logits(b, [3], plain)).max() < 1e-12
+    assert abs(identity_logits(a, [3], positional) - identity_logits(b, [3], positional)).max() > 1e-4
+
+
+def test_facts():
+    model = IdentityModel(IdentityConfig(), CPU)
+    info = model.info("test")
+    assert (info.vocab_size, info.layers, info.heads, info.kv_heads, info.head_dim) == (256, 2, 4, 4, 8)
+    assert info.kv_bytes_per_token == 2 * 2 * 4 * 8 * 4
+    assert model.expected_tensors() == {}
+    assert model.logits(torch.zeros(0, 32)).shape == (0, 256)
+    with pytest.raises(KeyError):
+        model.load("anything", torch.zeros(1))
+    with pytest.raises(InvalidRequest, match="kv_heads"):
+        IdentityConfig(heads=4, kv_heads=3)

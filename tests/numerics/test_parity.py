@@ -1,0 +1,108 @@
+"""The native decoder against transformers in float64: fp32 within 2e-5 of the logits' spread, 16 bits twice theirs.
+
+The oracle's norms and softmax are float32 even in a float64 model (its source says so), so errors below about 5e-7 are
+not ours to measure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst
+
+TOKENS = np.random.default_rng(7).integers(0, 300, size=40)
+SPLITS = ([40], [1] * 40, [13, 9, 1, 17])
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+CASES = {
+    "llama": ("llama", {}),
+    "llama gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama every bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama mha": ("llama", {"num_key_value_heads": 4}),
+    "llama mqa, wide heads": ("llama", {"num_key_value_heads": 1, "head_dim": 32}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {}),
+    "mistral window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16, "beta_slow": 2}}),
+    "qwen2 windows from layer 1": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True}),
+    "qwen3 as many head channels as heads": ("qwen3", {"head_dim": 4}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "qwen3 listed windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_the_oracle_to_2e_5_whole_chunked_and_decoded(case):
+    family, overrides = CASES[case]
+    reference = rounded_model(family, torch.float32, **overrides)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    decoder = native(reference)
+    for split in SPLITS:
+        ours = Executor(decoder).run(TOKENS, split)
+        assert worst(ours, truth) <= 2e-5
+        assert (ours.argmax(-1) == truth.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["llama every bias", "llama yarn", "mistral window", "qwen2", "qwen3", "qwen3 tied"])
+def test_sixteen_bits_err_at_most_twice_as_much_as_transformers(case, dtype):
+    family, overrides = CASES[case]
+    reference = rounded_model(family, dtype, **overrides)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    theirs = error(reference_logits(reference, TOKENS, dtype), truth)
+    decoder = native(reference, dtype)
+    for split in SPLITS:
+        assert error(Executor(decoder).run(TOKENS, split), truth) <= 2 * theirs
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_float64_works_for_self_tests(case):
+    family, overrides = CASES[case]
+    reference = rounded_model(family, torch.float32, **overrides)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    assert worst(Executor(native(reference, torch.float64)).run(TOKENS, [40]), truth) <= 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_and_plain_weights_agree(dtype):
+    reference = rounded_model("qwen2", dtype)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    plain = error(Executor(native(reference, dtype, "plain")).run(TOKENS, [40]), truth)
+    assert error(Executor(native(reference, dtype)).run(TOKENS, [40]), truth) <= 2 * plain
+
+
+def test_logits_are_computed_for_the_rows_asked_for():
+    decoder = native(rounded_model("llama", torch.float32))
+    hidden = Executor(decoder).step({0: TOKENS}, logits=False)[0]
+    rows = decoder.logits(hidden[[3, 39]])
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, decoder.logits(hidden)[[3, 39]], rtol=1e-5, atol=1e-5)
+    assert decoder.logits(hidden[:0]).shape == (0, 300)

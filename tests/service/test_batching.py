@@ -1,0 +1,95 @@
+"""Independent callers meet in one forward pass, and the event loop never waits for the device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.serving import Gate, serve_identity
+from tests.wiring import item, pb, prefill, until
+
+CALLERS = 64
+
+
+async def test_64_independent_unary_decoders_take_far_fewer_than_64_steps_a_round() -> None:
+    # 32 layers: a step of some milliseconds, as the steps of real models are.
+    async with serve_identity(kv_blocks=CALLERS * 4, layers=32) as served:
+        handles = [await prefill(served, [1, index]) for index in range(CALLERS)]
+        rounds = 10
+        before = served.server.books.thread.counters.steps
+
+        async def scheduler(handle: Any) -> None:
+            for _ in range(rounds):
+                answer = await served.executor.Decode(pb.DecodeRequest(item=item([7], handle)))
+                handle = answer.output.handle
+            assert handle.seq_len == 2 + rounds
+
+        await asyncio.gather(*(scheduler(handle) for handle in handles))
+        steps = served.server.books.thread.counters.steps - before
+        assert steps <= rounds * CALLERS / 4, f"{steps} steps for {rounds} rounds of {CALLERS} callers"
+        await served.check()
+
+
+async def test_what_piles_up_during_a_step_is_the_next_step() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        handles = [await prefill(served, [1, index]) for index in range(8)]
+        held = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        waiting = [
+            asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([7], handle))))
+            for handle in handles
+        ]
+        await until(lambda: served.server.books.thread.queued_items == len(handles))
+        pressure = (await served.executor.GetStatus(pb.GetStatusRequest())).pressure
+        assert (pressure.queued_items, pressure.queued_tokens) == (8, 8)
+        gate.open()
+        timings = [(await each).timing for each in waiting]
+        first = (await held).timing.step
+        assert {timing.step for timing in timings} == {first + 1}
+        assert {timing.step_sequences for timing in timings} == {8}
+
+
+async def test_a_batch_is_never_split_when_it_does_not_fit_beside_others() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate, max_batch_tokens=16) as served:
+        held = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        batch = pb.UnifiedForwardRequest(items=[item([1] * 5), item([2] * 5)])
+        waiting = []
+        for count in range(1, 4):
+            waiting.append(asyncio.ensure_future(served.executor.UnifiedForward(batch)))
+            await until(lambda count=count: served.server.books.thread.queued_items == 2 * count)
+        gate.open()
+        await held
+        answers = [await each for each in waiting]
+        assert [answer.timing.step for answer in answers] == [2, 3, 4]
+        assert {answer.timing.step_sequences for answer in answers} == {2}
+
+
+async def test_a_health_check_answers_within_50_ms_during_a_prefill_of_2_seconds() -> None:
+    """The prefill computes for real (attention over tens of thousands of positions), so that the interpreter lock and
+    the cores are contended as they are in service."""
+    async with serve_identity(
+        kv_blocks=8192, block_size=16, max_batch_tokens=1 << 16, max_context=1 << 17, max_request_bytes=1 << 24
+    ) as served:
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+        tokens, took = 4096, 0.0
+        while took < 2:  # find a prompt that takes two seconds on this machine: attention grows with its square
+            began = time.monotonic()
+            prefilling = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([5] * tokens))))
+            waits = []
+            while not prefilling.done():
+                asked = time.monotonic()
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+                waits.append(time.monotonic() - asked)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            handle = (await prefilling).output.handle
+            took = time.monotonic() - began
+            await served.executor.Release(pb.ReleaseRequest(handle=handle))
+            tokens = min(int(tokens * max(1.1, (2.2 / took) ** 0.5)), 1 << 16)
+        assert len(waits) > 10
+        p99 = sorted(waits)[int(len(waits) * 0.99)]
+        assert p99 < 0.05, f"p99 of {len(waits)} checks: {p99:.3f} s"

@@ -1,0 +1,140 @@
+"""Servers for tests: a real port, a real model thread, in this process; and a raw stub to speak to them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import structlog
+
+from ferrum_rpc.core import Limits
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
+from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.service.server import ExecutorServer
+
+LIMITS = Limits(
+    max_batch_items=128,
+    max_batch_tokens=4096,
+    max_top_tokens=256,
+    max_selected_tokens=256,
+    max_request_bytes=4 << 20,
+    max_response_bytes=16 << 20,
+    max_sequences=1024,
+    max_queued_items=4096,
+    max_queued_tokens=1 << 18,
+    replay_bytes=1 << 20,
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """A running server and ways to it. Touch ``runner`` only while nothing is in flight."""
+
+    server: ExecutorServer
+    runner: TorchRunner
+    channel: grpc.aio.Channel
+    executor: Any
+    control: Any
+    transfer: Any
+
+    @property
+    def target(self) -> str:
+        return self.server.target
+
+    async def between_steps(self, run: Any) -> None:
+        """Call ``run(runner)`` in the model thread."""
+        from ferrum_rpc.service.operations import CacheOperations
+
+        await CacheOperations(self.server.books)._between_steps(run)
+
+    async def check(self) -> None:
+        """The cache's books agree, and both floors know the same sequences at the same lengths."""
+        records = {record.sequence: record.length for record in self.server.books.handles.records()}
+
+        def compare(runner: TorchRunner) -> None:
+            runner.kv.check()
+            state = runner.kv.state()
+            assert state.sequences == len(records)
+            for sequence, length in records.items():
+                assert runner.kv.length(sequence) == length
+
+        await self.between_steps(compare)
+
+
+class Gate:
+    """A stage hook that holds the model thread at a stage until opened."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.closed = False
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, stage: str) -> None:
+        if self.closed and stage == self.at:
+            self.reached.set()
+            assert self.opened.wait(30)
+
+    async def hold(self, call: Any) -> asyncio.Task[Any]:
+        """Start a call and return when its step stands at the gate."""
+        self.closed = True
+        task = asyncio.ensure_future(call)
+        await asyncio.to_thread(self.reached.wait, 30)
+        return task
+
+    def open(self) -> None:
+        self.closed = False
+        self.opened.set()
+
+
+@asynccontextmanager
+async def serve_model(config: BuildConfig, *, stage: Stage = no_stage, **limits: int) -> AsyncIterator[Served]:
+    """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    server = ExecutorServer(lambda: build_runner(config, stage=stage), replace(LIMITS, **limits))
+    await server.start()
+    try:
+        runner = await server.ready()
+        assert isinstance(runner, TorchRunner)
+        options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+        async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+            yield Served(
+                server,
+                runner,
+                channel,
+                model_executor_pb2_grpc.ModelExecutorStub(channel),
+                executor_control_pb2_grpc.ExecutorControlStub(channel),
+                kv_transfer_pb2_grpc.KvTransferStub(channel),
+            )
+    finally:
+        await server.stop(grace_s=5)
+
+
+@asynccontextmanager
+async def serve_identity(
+    *,
+    kv_blocks: int = 256,
+    block_size: int = 4,
+    stage: Stage = no_stage,
+    max_context: int | None = None,
+    **options: Any,
+) -> AsyncIterator[Served]:
+    """Serve the identity model. ``options`` that are limits change `LIMITS`, the others go to `IdentityConfig`."""
+    limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
+    config = BuildConfig(
+        model="identity",
+        device="cpu",
+        kv_blocks=kv_blocks,
+        block_size=block_size,
+        max_context=max_context,
+        identity=IdentityConfig(**options),
+    )
+    async with serve_model(config, stage=stage, **limits) as served:
+        yield served
