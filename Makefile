@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench compose-test clean
+.PHONY: help setup demo serve test lint format stubs bench compose-test transcript clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -21,6 +21,9 @@ help:  ## Show the targets
 	@touch $@
 
 setup: .venv/.dev  ## Make .venv with everything in it
+
+demo: .venv/.server  ## Serve the demo model and let the reference scheduler complete 8 prompts at once
+	@$(BIN)/python tools/demo.py
 
 serve: .venv/.server  ## Serve the demo model on port 50051
 	@$(BIN)/ferrum-rpc serve demo
@@ -41,6 +44,9 @@ format: .venv/.dev  ## Format the code
 
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
+
+transcript: .venv/.dev  ## Write docs/transcript.md from real calls
+	@$(BIN)/python tools/transcript.py
 
 clean:  ## Remove .venv and what the tools left
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -148,3 +148,4 @@ def _banner(server: ExecutorServer, runner: Runner) -> None:
     )
     for choice, reason in device.choices:
         log.info("chosen", choice=choice, reason=reason)
+    log.info("ready", target=server.target)

@@ -82,27 +82,28 @@ class TorchRunner:
         )
 
     def _reserve(self, step: Step, outcomes: list[SpanOutcome | None]) -> dict[int, Reservation]:
-        """Reserve span by span; an atomic group whose member fails is taken back whole."""
+        """Reserve span by span. A refused member takes its atomic group back at once, so that the group's blocks are
+        there for the spans that follow."""
         reservations: dict[int, Reservation] = {}
+        group_of = {index: group for group in step.atomic for index in group}
         for index, span in enumerate(step.spans):
+            if outcomes[index] is not None:
+                continue
             try:
                 self._stage("reserve")
                 reservations[index] = self.kv.reserve(
                     span.sequence, span.start, len(span.tokens), create=span.create, ahead=span.reserve_tokens
                 )
             except ExecutorError as error:
-                outcomes[index] = error
-            except Exception as error:
-                for reservation in reservations.values():
-                    self.kv.rollback(reservation)
-                raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
-        for group in step.atomic:
-            refused = next((outcomes[index] for index in group if outcomes[index] is not None), None)
-            if refused is not None:
-                for index in group:
-                    outcomes[index] = refused
-                    if index in reservations:
-                        self.kv.rollback(reservations.pop(index))
+                for member in group_of.get(index, (index,)):
+                    outcomes[member] = error
+                    if member in reservations:
+                        self.kv.rollback(reservations.pop(member))
+            except BaseException as error:
+                self._undo(None, list(reservations.values()), error)
+                if isinstance(error, Exception):
+                    raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
+                raise
         return reservations
 
     def _run(self, spans: Sequence[Span], reservations: Sequence[Reservation]) -> list[Rows | None]:

@@ -149,20 +149,26 @@ def test_rejected_drafts_do_not_use_a_promise_up(how):
     assert w.kv.length(A) == 17
 
 
-@pytest.mark.parametrize("how", ["truncate", "rewrite"])
-def test_going_back_keeps_spares_and_frees_what_was_never_promised(how):
+def test_truncating_keeps_spares_and_frees_what_was_never_promised():
     w = world()
     w.write(A, 32)
     w.kv.ensure_capacity(A, 8)
     assert (len(w.spares(A)), w.kv.free_blocks) == (2, 2)
-    if how == "truncate":
-        w.truncate(A, 4)
-    else:
-        w.write(A, 1, start=3)
-        w.truncate(A, 4)
-    assert len(w.spares(A)) == 2 and w.kv.free_blocks == 9
+    w.truncate(A, 4)
+    assert (len(w.spares(A)), w.kv.free_blocks) == (2, 9)
     hog(w)
-    w.write(A, 7)
+    w.write(A, 8)
+    w.check()
+
+
+def test_a_promise_is_counted_from_the_lowest_length_since():
+    w = world()
+    w.write(A, 32)
+    w.kv.ensure_capacity(A, 8)
+    w.write(A, 5, start=3)
+    assert (len(w.spares(A)), w.kv.free_blocks) == (1, 9), "up to 11"
+    hog(w)
+    w.write(A, 3)
     w.check()
 
 
@@ -205,6 +211,8 @@ def test_a_sequence_can_be_made_with_room_ahead(ends):
     if ends == "rollback":
         assert w.kv.free_blocks == 12 and w.kv.state().sequences == 0
         return
+    w.write(A, 7)
+    w.truncate(A, 6)
     hog(w)
     w.write(A, 9)
     w.check()

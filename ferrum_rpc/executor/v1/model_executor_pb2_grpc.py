@@ -178,7 +178,8 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkKv(self, request, context):
-        """New sequences that share the cache of an old one until they diverge.
+        """New sequences that share the cache of an old one until they diverge. Needs no block, but where the parent was
+        promised some (ReserveKv): then the copy of its last block, which both may write, is promised now or refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +193,8 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReserveKv(self, request, context):
-        """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them.
+        """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length that
+        the sequence has from now on, so that rejected drafts do not use the promise up. A later call replaces it; 0 ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

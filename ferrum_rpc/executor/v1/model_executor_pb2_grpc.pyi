@@ -68,11 +68,15 @@ class ModelExecutorStub:
     TruncateKv: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.TruncateKvRequest, _model_executor_pb2.TruncateKvResponse]
     """Rolls a sequence back to a length. Never a silent no-op; growing is an error."""
     ForkKv: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.ForkKvRequest, _model_executor_pb2.ForkKvResponse]
-    """New sequences that share the cache of an old one until they diverge."""
+    """New sequences that share the cache of an old one until they diverge. Needs no block, but where the parent was
+    promised some (ReserveKv): then the copy of its last block, which both may write, is promised now or refused.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.ReleaseRequest, _model_executor_pb2.ReleaseResponse]
     """Frees a sequence."""
     ReserveKv: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.ReserveKvRequest, _model_executor_pb2.ReserveKvResponse]
-    """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them."""
+    """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length that
+    the sequence has from now on, so that rejected drafts do not use the promise up. A later call replaces it; 0 ends it.
+    """
     Session: _grpc.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]
     """The hot path: frames both ways, several steps in flight."""
     AcquireLease: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.AcquireLeaseRequest, _model_executor_pb2.AcquireLeaseResponse]
@@ -110,11 +114,15 @@ class ModelExecutorAsyncStub(ModelExecutorStub):
     TruncateKv: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.TruncateKvRequest, _model_executor_pb2.TruncateKvResponse]  # type: ignore[assignment]
     """Rolls a sequence back to a length. Never a silent no-op; growing is an error."""
     ForkKv: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.ForkKvRequest, _model_executor_pb2.ForkKvResponse]  # type: ignore[assignment]
-    """New sequences that share the cache of an old one until they diverge."""
+    """New sequences that share the cache of an old one until they diverge. Needs no block, but where the parent was
+    promised some (ReserveKv): then the copy of its last block, which both may write, is promised now or refused.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.ReleaseRequest, _model_executor_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Frees a sequence."""
     ReserveKv: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.ReserveKvRequest, _model_executor_pb2.ReserveKvResponse]  # type: ignore[assignment]
-    """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them."""
+    """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length that
+    the sequence has from now on, so that rejected drafts do not use the promise up. A later call replaces it; 0 ends it.
+    """
     Session: _aio.StreamStreamMultiCallable[_session_pb2.SessionRequest, _session_pb2.SessionResponse]  # type: ignore[assignment]
     """The hot path: frames both ways, several steps in flight."""
     AcquireLease: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.AcquireLeaseRequest, _model_executor_pb2.AcquireLeaseResponse]  # type: ignore[assignment]
@@ -197,7 +205,9 @@ class ModelExecutorServicer(metaclass=_abc_1.ABCMeta):
         request: _model_executor_pb2.ForkKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_executor_pb2.ForkKvResponse, _abc.Awaitable[_model_executor_pb2.ForkKvResponse]]:
-        """New sequences that share the cache of an old one until they diverge."""
+        """New sequences that share the cache of an old one until they diverge. Needs no block, but where the parent was
+        promised some (ReserveKv): then the copy of its last block, which both may write, is promised now or refused.
+        """
 
     @_abc_1.abstractmethod
     def Release(
@@ -213,7 +223,9 @@ class ModelExecutorServicer(metaclass=_abc_1.ABCMeta):
         request: _model_executor_pb2.ReserveKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_executor_pb2.ReserveKvResponse, _abc.Awaitable[_model_executor_pb2.ReserveKvResponse]]:
-        """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them."""
+        """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length that
+        the sequence has from now on, so that rejected drafts do not use the promise up. A later call replaces it; 0 ends it.
+        """
 
     @_abc_1.abstractmethod
     def Session(

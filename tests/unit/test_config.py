@@ -1,0 +1,93 @@
+"""Flags, environment and file are one model; a wrong name is an error with the nearest right one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ferrum_rpc.cli import main
+from ferrum_rpc.config import ConfigError, ServeSettings, load_settings, parse_bytes
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("FERRUM_"):
+            monkeypatch.delenv(name)
+
+
+def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ferrum.toml"
+    file.write_text('port = 1\nblock-size = 8\nhost = "::1"\n')
+    monkeypatch.setenv("FERRUM_PORT", "2")
+    monkeypatch.setenv("FERRUM_BLOCK_SIZE", "32")
+    settings = load_settings({"port": "3"}, file)
+    assert (settings.port, settings.block_size, settings.host, settings.max_batch_items) == (3, 32, "::1", 256)
+
+
+def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ferrum.toml"
+    file.write_text('kv_memory = "64MiB"\n')
+    monkeypatch.setenv("FERRUM_CONFIG", str(file))
+    assert load_settings({}).kv_memory == 64 << 20
+
+
+def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ferrum.toml"
+    file.write_text("blok_size = 8\n")
+    with pytest.raises(ConfigError, match=r"ferrum\.toml.*'blok_size' \(did you mean 'block_size'\?\)"):
+        load_settings({}, file)
+    with monkeypatch.context() as patch:
+        patch.setenv("FERRUM_DEVISE", "cpu")
+        with pytest.raises(ConfigError, match=r"FERRUM_DEVISE.*did you mean 'FERRUM_DEVICE'"):
+            load_settings({})
+    for arguments, nearest in (
+        (["serve", "identity", "--blok-size", "8"], "--block-size"),
+        (["serv", "identity"], "serve"),
+        (["info", "--tagret", "x"], "--target"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert f"did you mean '{nearest}'" in capsys.readouterr().err
+
+
+def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535"):
+        load_settings({"port": "70000"})
+    with pytest.raises(ConfigError, match="device"):
+        load_settings({"device": "tpu"})
+    with pytest.raises(ConfigError, match="no number of bytes"):
+        load_settings({"kv_memory": "5 bananas"})
+    with pytest.raises(ConfigError, match="missing"):
+        load_settings({}, tmp_path / "missing.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("port = = 1")
+    with pytest.raises(ConfigError, match="broken"):
+        load_settings({}, broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("512MiB", 512 << 20), ("2GiB", 2 << 30), ("2GB", 2 * 10**9), ("1.5gi", 3 << 29), ("10k", 10_000), ("7", 7)],
+)
+def test_bytes_are_written_with_units(text: str, number: int) -> None:
+    assert parse_bytes(text) == number
+
+
+def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for name, field in ServeSettings.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.description
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings({}).port = 1  # type: ignore[misc]
