@@ -7,36 +7,40 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from importlib import resources
+from typing import Final
 
 import structlog
 
 from ferrum_rpc import __version__
 from ferrum_rpc.config import ServeSettings
-from ferrum_rpc.engine.build import IDENTITY, BuildConfig, build_runner
 from ferrum_rpc.engine.thread import Runner
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.server import ExecutorServer, PortInUse
 from ferrum_rpc.service.servicers import WARMUP_BATCH, WARMUP_PREFILL
 
-DEMO = "demo"
+DEMO: Final = "demo"
+BUILT_IN: Final = (DEMO, "identity")
 
 log = structlog.get_logger("ferrum_rpc.serve")
 
 
-def model_path(model: str) -> str:
-    """`demo` is the model that comes with the package; everything else is as written."""
-    return str(resources.files("ferrum_rpc") / "assets" / "demo") if model == DEMO else model
+def build(model: str, settings: ServeSettings) -> Runner:
+    """Load the model and make its runner. Runs in the model thread and is what imports torch, so that the port is bound
+    and health is answered before."""
+    import torch
 
+    from ferrum_rpc.engine.build import BuildConfig, build_runner
+    from ferrum_rpc.models.identity import IdentityConfig
 
-def build_config(model: str, settings: ServeSettings) -> BuildConfig:
-    """What the engine builds for these settings."""
-    return BuildConfig(
-        model=model_path(model),
-        name=model if model in (DEMO, IDENTITY) else "",
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)  # this process is ours
+    config = BuildConfig(
+        model=str(resources.files("ferrum_rpc") / "assets" / "demo") if model == DEMO else model,
+        name=model if model in BUILT_IN else "",
         device=settings.device,
         dtype=settings.dtype,
         attention=settings.attention,
@@ -55,6 +59,7 @@ def build_config(model: str, settings: ServeSettings) -> BuildConfig:
             positional=settings.identity_positional,
         ),
     )
+    return build_runner(config, _Progress())
 
 
 def serve(model: str, settings: ServeSettings) -> int:
@@ -87,16 +92,7 @@ class _Progress:
 
 
 async def _serve(model: str, settings: ServeSettings) -> int:
-    config = build_config(model, settings)
-
-    def build() -> Runner:
-        if settings.threads is not None:
-            import torch
-
-            torch.set_num_threads(settings.threads)  # this process is ours
-        return build_runner(config, _Progress())
-
-    server = ExecutorServer(build, settings.limits(), host=settings.host, port=settings.port)
+    server = ExecutorServer(partial(build, model, settings), settings.limits(), host=settings.host, port=settings.port)
     stop = asyncio.Event()
     _stop_on_signals(stop)
     await server.start()

@@ -1,8 +1,8 @@
 """Write docs/transcript.md: real calls to a real server, by a program that knows nothing of Python.
 
 `buf curl` finds the schema through server reflection and speaks JSON on its side and protobuf on the wire: what it
-shows is what any client in any language meets. Handles differ from run to run; everything else is deterministic, because
-the identity model is.
+shows is what any client in any language meets. Handles and timings differ from run to run; the rest is deterministic,
+because the identity model is.
 """
 
 from __future__ import annotations

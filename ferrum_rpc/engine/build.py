@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-import psutil
 import torch
 
 from ferrum_rpc.attention.backend import AUTO, select_backend
 from ferrum_rpc.core import DeviceInfo
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model
+from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.manager import KvManager
@@ -71,15 +71,21 @@ def _assemble(
         info = replace(info, max_context=min(info.max_context, config.max_context))
     blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
     spec = model.attention_specs[0]
-    store = KvStore(
-        layers=len(model.attention_specs),
-        num_blocks=blocks + 1,
-        block_size=config.block_size,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )
+    try:
+        store = KvStore(
+            layers=len(model.attention_specs),
+            num_blocks=blocks + 1,
+            block_size=config.block_size,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=model.dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
+        raise InvalidRequest(
+            f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
+            field="kv_memory",
+        ) from error
     name, reason, factory = select_backend(device, model.attention_specs, config.attention)
     choices.append((f"attention={name}", reason))
     cuda = device.type == "cuda"
@@ -92,7 +98,7 @@ def _assemble(
         device=DeviceInfo(
             kind=device.type,
             name=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
-            memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else psutil.virtual_memory().total,
+            memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else total_memory(),
             threads=torch.get_num_threads(),
             attention_backend=name,
             choices=tuple(choices),
@@ -144,7 +150,7 @@ def _size_cache(
         budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
         reason = f"{CUDA_SHARE:.0%} of the device memory that the weights left"
     else:
-        budget = min(int(psutil.virtual_memory().available * CPU_SHARE), CPU_MOST)
+        budget = min(int(available_memory() * CPU_SHARE), CPU_MOST)
         reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
     useful = config.max_sequences * -(-max_context // config.block_size)
     blocks = min(budget // bytes_per_block, useful)

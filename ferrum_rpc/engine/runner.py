@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.sampling.rows import select_rows
+
+log = structlog.get_logger("ferrum_rpc.engine")
 
 Stage = Callable[[str], None]
 """Called with a stage's name before it runs; tests raise from it to show that every stage rolls back."""
@@ -132,6 +135,12 @@ class TorchRunner:
             if isinstance(error, torch.AcceleratorError):
                 raise DeviceLost("the device failed during a step") from error
             if isinstance(error, Exception):
+                log.exception(
+                    "step_failed",
+                    sequences=len(spans),
+                    tokens=sum(len(span.tokens) for span in spans),
+                    action="the step was rolled back and its callers told; if it was memory, lower --max-batch-tokens",
+                )
                 raise StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed") from error
             raise
 

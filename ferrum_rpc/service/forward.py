@@ -11,6 +11,7 @@ A refusal before the submit leaves no trace. Prefill, decode and verify are the 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,5 +242,6 @@ def _raise_first(outcomes: dict[int, ItemOutcome]) -> None:
     for index in sorted(outcomes):
         outcome = outcomes[index]
         if isinstance(outcome, ExecutorError):
-            outcome.metadata.setdefault("item", str(index))
-            raise outcome
+            refusal = copy.copy(outcome)  # several callers may share the outcome of a step
+            refusal.metadata = {"item": str(index), **outcome.metadata}
+            raise refusal

@@ -133,7 +133,7 @@ class CacheOperations:
     async def _warm_up(self, batch_size: int, prefill_tokens: int) -> int:
         model, limits = self._books.model, self._books.limits
         batch_size = min(batch_size, limits.max_batch_items)
-        prefill_tokens = min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1)
+        prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
         records = self._books.mint(batch_size)
         one = np.zeros(1, dtype=np.int32)
         prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]

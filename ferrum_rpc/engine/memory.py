@@ -1,0 +1,50 @@
+"""How much memory this process may still take: the machine's, or its container's where that is less.
+
+The kernel's figure for the machine ignores control groups; a cache that was sized by it inside a container with a
+limit would be killed at its first full load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+MEMINFO: Final = Path("/proc/meminfo")
+CGROUP: Final = Path("/sys/fs/cgroup")
+
+_LIMIT_AND_USE: Final = (
+    ("memory.max", "memory.current"),  # version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+)
+
+
+def total_memory(meminfo: Path = MEMINFO) -> int:
+    """Bytes of memory that the machine has, or 0 where that cannot be told."""
+    return _meminfo(meminfo).get("MemTotal", 0)
+
+
+def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Bytes that can be taken without swapping or breaking the container's limit, or 0 where that cannot be told."""
+    available = _meminfo(meminfo).get("MemAvailable", 0)
+    for limit_name, use_name in _LIMIT_AND_USE:
+        limit, use = _number(cgroup / limit_name), _number(cgroup / use_name)
+        if limit is not None and use is not None:
+            available = min(available, max(0, limit - use))
+    return available
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines)
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if len(words) >= 2 and words[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # version 2 says "max" for no limit
