@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench compose-test transcript clean
+.PHONY: help setup demo serve test lint format stubs bench compose-test transcript gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -47,6 +47,9 @@ stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 
 transcript: .venv/.dev  ## Write docs/transcript.md from real calls
 	@$(BIN)/python tools/transcript.py
+
+gpu-check: .venv/.dev  ## On a CUDA machine: run what waits for one, write benchmarks/results/gpu-check.json
+	@$(BIN)/python tools/gpu_check.py
 
 clean:  ## Remove .venv and what the tools left
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

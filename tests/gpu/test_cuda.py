@@ -1,0 +1,109 @@
+"""The same promises on a CUDA device: the runner against float64, and failed steps without trace.
+
+Needs torch with a CUDA device; skipped visibly elsewhere. Nothing here needs more than torch, transformers and the
+server's own packages, so that it runs where only wheels can be carried: `python tools/gpu_check.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import StepFailed
+from ferrum_rpc.models.identity import IdentityConfig
+from tests.checkpoints import FAMILIES, make_checkpoint, make_model
+from tests.identity_oracle import identity_logits
+from tests.numerics.harness import reference_logits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ALL = OutputSpec(Positions.ALL, FullLogits())
+TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 256, 90)]
+
+
+def span(sequence: int, tokens: list[int], start: int) -> Span:
+    return Span(sequence, np.array(tokens, dtype=np.int32), start, ALL, create=start == 0)
+
+
+def rows(runner: TorchRunner, *spans: Span) -> list[np.ndarray]:
+    with runner.context():
+        outcomes = runner.forward(Step(tuple(spans))).outcomes
+    answers = []
+    for outcome in outcomes:
+        assert isinstance(outcome, SpanResult) and outcome.rows is not None
+        first = outcome.rows.first
+        answers.append(outcome.rows.block.logits[first : first + outcome.rows.count])
+    return answers
+
+
+def test_identity_on_the_device_is_the_formula() -> None:
+    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4))
+    assert runner.device.kind == "cuda"
+    [first] = rows(runner, span(1, TOKENS[:40], 0))
+    [second] = rows(runner, span(1, TOKENS[40:], 40))
+    expected = identity_logits(TOKENS, list(range(len(TOKENS))), IdentityConfig())
+    assert np.abs(np.concatenate([first, second]) - expected).max() <= 2e-5 * expected.std()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_on_the_device_against_float64(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    window = {"sliding_window": 24} if family == "mistral" else {}
+    path = make_checkpoint(tmp_path / family, family, dtype=dtype, **window)
+    reference = make_model(family, **window).to(dtype)
+    expected = reference_logits(reference, TOKENS, torch.float64).numpy()
+    own = np.sqrt(np.mean((reference_logits(reference, TOKENS, dtype).numpy() - expected) ** 2))
+    name = str(dtype).removeprefix("torch.")
+    runner = build_runner(BuildConfig(model=str(path), device="cuda", dtype=name, kv_blocks=64, block_size=4))
+    chunks = [rows(runner, span(1, TOKENS[a:b], a))[0] for a, b in ((0, 33), (33, 34), (34, 90))]
+    error = np.concatenate(chunks).astype(np.float64) - expected
+    if dtype is torch.float32:
+        assert np.abs(error).max() <= 2e-4 * expected.std()
+        assert np.sqrt(np.mean(error**2)) <= 2e-5 * expected.std()
+    else:
+        assert np.sqrt(np.mean(error**2)) <= 2 * own
+    mixed = rows(runner, span(2, TOKENS[:50], 0), span(1, TOKENS[:1], 90), span(3, TOKENS[:20], 0))
+    assert [len(each) for each in mixed] == [50, 1, 20]
+
+
+def test_a_failed_step_on_the_device_restores_what_it_overwrote() -> None:
+    failing = False
+
+    def stage(name: str) -> None:
+        if failing and name == "commit":
+            raise ValueError(name)
+
+    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
+    rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:30], 0))
+    failing = True
+    with pytest.raises(StepFailed):
+        rows(runner, span(1, TOKENS[60:70], 20))
+    failing = False
+    runner.check()
+    kept, twin = rows(runner, span(1, [7], 30), span(2, [7], 30))
+    assert (kept == twin).all()
+
+
+def test_the_cache_is_sized_from_what_the_device_has_left() -> None:
+    runner = build_runner(BuildConfig(model="identity", device="cuda", max_sequences=1 << 20))
+    free, total = torch.cuda.mem_get_info()
+    used = runner.kv.total_blocks * 16 * runner.info.kv_bytes_per_token
+    assert 0.5 * total < used < total and free > 0
+
+
+def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
+    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64))
+    with runner.context():
+        greedy = Span(1, np.array([5], dtype=np.int32), 0, OutputSpec(Positions.LAST, Greedy()), create=True)
+        [outcome] = runner.forward(Step((greedy,))).outcomes
+    assert isinstance(outcome, SpanResult) and outcome.rows is not None
+    assert outcome.rows.block.token_ids[0] == identity_logits([5], [0], IdentityConfig())[0].argmax()
