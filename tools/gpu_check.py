@@ -35,7 +35,7 @@ class Results:
 
 def environment() -> dict[str, Any]:
     """Hardware and versions."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy"):
         try:
             versions[package] = version(package)

@@ -1,0 +1,1 @@
+"""Programs on top of `ferrum_rpc.client`: what a scheduler's author would write, and nothing of the server."""
