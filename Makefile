@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench compose-test transcript gpu-check clean
+.PHONY: help setup demo serve test lint format stubs bench compose-test transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -44,6 +44,9 @@ format: .venv/.dev  ## Format the code
 
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
+
+compat: .venv/.dev  ## Load the stubs with the oldest and newest grpcio and protobuf that we promise
+	@$(BIN)/python tools/compat_check.py
 
 transcript: .venv/.dev  ## Write docs/transcript.md from real calls
 	@$(BIN)/python tools/transcript.py
