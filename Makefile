@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench compose-test transcript gpu-check compat clean
+.PHONY: help setup demo serve test lint format stubs bench compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -37,6 +37,8 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers
 	@$(BIN)/mypy
 	@$(BIN)/buf lint
 	@$(BIN)/python tools/generate_stubs.py --check
+	@$(BIN)/hadolint Dockerfile
+	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
 
 format: .venv/.dev  ## Format the code
 	@$(BIN)/ruff check --fix-only .
@@ -44,6 +46,12 @@ format: .venv/.dev  ## Format the code
 
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
+
+compose-test:  ## Build the images and run the stack (needs a Docker engine; skips visibly without)
+	@$(PYTHON) tools/compose_test.py
+
+wheels:  ## Collect the images' packages in build/wheels, for an engine without a network
+	@$(PYTHON) tools/compose_test.py --wheels
 
 compat: .venv/.dev  ## Load the stubs with the oldest and newest grpcio and protobuf that we promise
 	@$(BIN)/python tools/compat_check.py

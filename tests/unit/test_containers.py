@@ -1,0 +1,221 @@
+"""What the container files promise, read from the files. What containers really do: `make compose-test`."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from ferrum_rpc.cli import build_parser
+from ferrum_rpc.config import ENV_PREFIX, ServeSettings
+
+ROOT = Path(__file__).parents[2]
+FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+SERVICES = pytest.mark.parametrize("name", ["executor", "scheduler"])
+
+
+def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
+    """The file with every variable at its default."""
+    text = DEFAULT.sub(r"\1", (ROOT / name).read_text("utf-8"))
+    loaded: dict[str, Any] = copy.deepcopy(YAML(typ="safe", pure=True).load(text))
+    return loaded
+
+
+def service(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = compose()["services"][name]
+    return found
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, rest) of the Dockerfile, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def stage(name: str) -> list[tuple[str, str]]:
+    """The instructions of one stage."""
+    every = instructions()
+    starts = [index for index, (what, _) in enumerate(every) if what == "FROM"]
+    for start, end in zip(starts, [*starts[1:], len(every)], strict=True):
+        if every[start][1].endswith(f" AS {name}"):
+            return every[start:end]
+    raise AssertionError(f"no stage {name}")
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+@SERVICES
+def test_root_filesystem_is_read_only_and_tmp_runs_no_programs(name: str) -> None:
+    assert service(name)["read_only"] is True
+    assert all("noexec" in mount and "size=" in mount for mount in service(name)["tmpfs"])
+    assert all(mount["read_only"] is True for mount in service(name).get("volumes", []))
+
+
+@SERVICES
+def test_no_capability_and_none_to_be_gained(name: str) -> None:
+    assert service(name)["cap_drop"] == ["ALL"]
+    assert service(name)["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "pid", "ipc", "devices", "network_mode"} & set(service(name))
+
+
+@SERVICES
+def test_user_is_not_root_by_file_and_by_image(name: str) -> None:
+    assert service(name)["user"] == "10001:10001"
+    assert ("USER", "10001:10001") in stage(name)
+
+
+@SERVICES
+def test_network_is_internal_and_the_host_has_no_port(name: str) -> None:
+    assert service(name)["networks"] == ["rpc"]
+    assert "ports" not in service(name)
+    assert compose()["networks"]["rpc"] == {"internal": True}
+
+
+@SERVICES
+def test_memory_processors_and_processes_are_limited_by_variables(name: str) -> None:
+    limits = service(name)["deploy"]["resources"]["limits"]
+    assert set(limits) == {"cpus", "memory", "pids"}
+    text = (ROOT / "docker-compose.yml").read_text("utf-8")
+    for kind in limits:
+        assert f"${{{name.upper()}_{kind.upper()}:-" in text
+
+
+def test_health_is_asked_in_python_with_a_command_that_the_cli_knows() -> None:
+    test = service("executor")["healthcheck"]["test"]
+    assert test[:2] == ["CMD", "ferrum-rpc"]
+    asked = build_parser()[0].parse_args(test[2:])
+    command = dict(stage("executor"))["CMD"]
+    assert asked.command == "health"
+    assert asked.timeout < seconds(service("executor")["healthcheck"]["timeout"])
+    assert asked.target.rpartition(":")[2] == json.loads(command)[-1]
+
+
+def test_image_and_compose_file_ask_the_same_health() -> None:
+    asked = dict(stage("executor"))["HEALTHCHECK"]
+    assert json.loads(asked[asked.index("[") :]) == service("executor")["healthcheck"]["test"][1:]
+    assert f"--start-period={service('executor')['healthcheck']['start_period']}" in asked
+
+
+def test_image_and_compose_file_start_the_same_server() -> None:
+    command = service("executor")["command"]
+    assert command == json.loads(dict(stage("executor"))["CMD"])
+    parsed = build_parser()[0].parse_args(command)
+    assert (parsed.command, parsed.model, parsed.host) == ("serve", "demo", "0.0.0.0")  # noqa: S104
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_every_variable_of_the_executor_is_one_of_its_settings(name: str) -> None:
+    known = {f"{ENV_PREFIX}{field.upper()}" for field in ServeSettings.model_fields}
+    given = compose(name)["services"]["executor"]["environment"]
+    assert {variable for variable in given if variable.startswith(ENV_PREFIX)} <= known
+
+
+def test_engine_waits_longer_than_the_calls_in_flight_may_take() -> None:
+    grace = ServeSettings.model_fields["grace_s"].default
+    assert seconds(service("executor")["stop_grace_period"]) >= grace + 10
+
+
+def test_scheduler_is_a_job_that_waits_for_a_healthy_executor() -> None:
+    job = service("scheduler")
+    assert job["depends_on"] == {"executor": {"condition": "service_healthy"}}
+    assert job["restart"] == "no"
+    assert job["profiles"] == ["job"]
+    assert job["command"][:2] == ["--target", "executor:50051"]
+
+
+def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:
+    assert service("executor")["environment"] == {"FERRUM_DEVICE": "cpu"}
+    assert "reservations" not in service("executor")["deploy"]["resources"]
+    gpu = compose("docker-compose.gpu.yml")["services"]["executor"]
+    assert gpu["environment"]["FERRUM_DEVICE"] == "cuda"
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def test_gpu_file_takes_no_protection_away() -> None:
+    gpu = compose("docker-compose.gpu.yml")["services"]
+    assert set(gpu) == {"executor"}
+    assert set(gpu["executor"]) == {"image", "environment", "deploy"}
+
+
+def test_base_image_is_an_argument_with_the_same_pinned_default_everywhere() -> None:
+    (argument,) = [rest for what, rest in instructions() if what == "ARG" and rest.startswith("BASE_IMAGE=")]
+    base = argument.partition("=")[2]
+    assert base == "python:3.11-slim-bookworm"
+    assert {service(name)["build"]["args"]["BASE_IMAGE"] for name in ("executor", "scheduler")} == {base}
+    roots = {rest.split()[0] for what, rest in instructions() if what == "FROM"}
+    stages = {rest.split()[-1] for what, rest in instructions() if what == "FROM"}
+    assert roots - stages == {"${BASE_IMAGE}"}
+
+
+def test_every_package_is_installed_by_the_constraints() -> None:
+    installs = [rest for what, rest in instructions() if what == "RUN" and "pip install" in rest]
+    assert installs
+    assert all("-c constraints.txt" in rest or "--no-deps" in rest for rest in installs)
+    assert any(
+        what == "ENV" and "PIP_CONSTRAINT=" in rest and "PIP_BUILD_CONSTRAINT=" in rest for what, rest in stage("build")
+    )
+
+
+def test_dockerfile_needs_no_buildkit() -> None:
+    assert "syntax=" not in (ROOT / "Dockerfile").read_text("utf-8").splitlines()[0]
+    for what, rest in instructions():
+        assert "<<" not in rest, f"a here-document: {what} {rest}"
+        assert not re.match(r"--(mount|chmod|link|network|security|exclude|parents)\b", rest), f"{what} {rest}"
+
+
+def test_build_context_is_what_the_dockerfile_copies_and_nothing_else() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    copied = {
+        source.rstrip("/")
+        for what, rest in instructions()
+        if what == "COPY" and "--from=" not in rest
+        for source in rest.split()[:-1]
+    }
+    assert all(any(fnmatch.fnmatch(name, source) for source in copied) for name in sent)
+    assert all(any(fnmatch.fnmatch(name, source) for name in sent) for source in copied)
+    assert all((ROOT / name).exists() for name in sent - {"build/wheels"})
+    assert "**/__pycache__" in lines
+
+
+@pytest.mark.parametrize("name", [*FILES, "tools/compose_test.py"])
+def test_no_file_names_a_registry_host_or_a_folder_of_some_machine(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    assert not re.search(r"https?://|\b[\w-]+\.(io|com|org|dev|net)/|/home/|/work/|/opt/(?!venv)", text)
+
+
+def test_compose_test_skips_visibly_without_an_engine(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "tools/compose_test.py")]
+    done = subprocess.run(
+        script, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("compose-test: SKIPPED: no `docker` command")
+
+
+def test_compose_test_fails_where_something_does_not_hold(tmp_path: Path) -> None:
+    """An engine that answers, and cannot build: never a skip, never a pass."""
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\ncase "$*" in info|"compose version"|*" down "*) exit 0;; esac\necho no >&2; exit 7\n')
+    docker.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script = "import sys, tools.compose_test as test; test.collect_wheels = lambda: 'none'; sys.exit(test.main())"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done
+    assert "compose-test: FAILED at build" in done.stdout
