@@ -1,0 +1,14 @@
+"""The reference scheduler: continuous batching on `ferrum_rpc.client` alone.
+
+It shows what a scheduler on this contract looks like, and it is the one that the demo runs. The executor owns weights
+and cache; everything else is decided here, on the far side of a wire:
+
+    policy.py    pure: what runs in the next step, who is admitted, who is preempted
+    board.py     who waits, who runs, and which sequence is whose
+    driver.py    turns each plan into one UnifiedForward, and each answer into tokens
+    sampling.py  from candidates to a token, reproducible per request
+    text.py      tokens to text, safely while it streams
+    display.py   what a person sees          report.py  what the run was like
+
+    python -m clients.scheduler --target localhost:50051 --demo
+"""

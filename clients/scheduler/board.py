@@ -1,0 +1,118 @@
+"""Who waits, who runs, and which sequence is whose. Moves requests between the two and lets go of sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from clients.scheduler.policy import Feed
+from clients.scheduler.report import Run
+from clients.scheduler.request import Ending, Request, Stage
+from ferrum_rpc.client import ExecutorClient, Item, OutputSpec, Sequence
+
+
+class Observer(Protocol):
+    """Who watches a run."""
+
+    def token(self, request: Request, token: int) -> None:
+        """A request got its next token."""
+
+    def changed(self, request: Request) -> None:
+        """A request was admitted, preempted, finished or failed."""
+
+
+class Board:
+    """The requests of one run. A request in ``running`` has a sequence, and its blocks; one in ``waiting`` has none."""
+
+    def __init__(self, client: ExecutorClient, run: Run, observer: Observer) -> None:
+        self.waiting: deque[Request] = deque(run.requests)
+        self.running: list[Request] = []
+        self.run = run
+        self._client = client
+        self._observer = observer
+        self._sequences: dict[int, Sequence] = {}
+        self._leaving: list[Sequence] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether sequences wait to be released."""
+        return bool(self._leaving)
+
+    def item(self, feed: Feed, output: OutputSpec) -> Item:
+        """The work item of a feed, on the request's sequence; a new one where it has none."""
+        request = feed.request
+        sequence = self._sequences.get(request.index)
+        if sequence is None:
+            sequence = self._sequences[request.index] = self._client.sequence()
+        return sequence.item(request.next_tokens(feed.count), output)
+
+    def admit(self, requests: Iterable[Request]) -> None:
+        """From the queue into the next step."""
+        for request in requests:
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.stage = Stage.RUNNING
+            self._observer.changed(request)
+
+    def token(self, request: Request, token: int) -> None:
+        """A request got its next token."""
+        request.generated.append(token)
+        request.first_token = request.first_token or time.monotonic()
+        self._observer.token(request, token)
+
+    async def preempt(self, request: Request) -> None:
+        """Take a request's blocks; it comes back as a longer prompt."""
+        request.preemptions += 1
+        self.run.preemptions += 1
+        self.requeue(request)
+        await self.let_go()
+
+    def requeue(self, request: Request) -> None:
+        """Back to the front of the queue, in the order of arrival among those that came back. Its sequence leaves."""
+        self.running.remove(request)
+        self._leave(request)
+        request.cached = 0
+        request.stage = Stage.WAITING
+        at = next((at for at, each in enumerate(self.waiting) if each.index > request.index), len(self.waiting))
+        self.waiting.insert(at, request)
+        self._observer.changed(request)
+
+    def finish(self, request: Request, ending: Ending) -> None:
+        """The text is complete."""
+        self._end(request, Stage.FINISHED, ending)
+
+    def fail(self, request: Request, error: str) -> None:
+        """The request cannot be served."""
+        request.error = error
+        self._end(request, Stage.FAILED, Ending.ERROR)
+
+    async def let_go(self) -> None:
+        """Release what is leaving. What cannot be released now is found by the executor's idle time-out."""
+        leaving, self._leaving = self._leaving, []
+        await asyncio.gather(*(sequence.release() for sequence in leaving), return_exceptions=True)
+
+    async def clear(self) -> None:
+        """Release everything."""
+        self._leaving.extend(self._sequences.values())
+        self._sequences.clear()
+        await self.let_go()
+
+    def _end(self, request: Request, stage: Stage, ending: Ending) -> None:
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self._leave(request)
+        request.stage, request.ending, request.finished = stage, ending, time.monotonic()
+        self._observer.changed(request)
+
+    def _leave(self, request: Request) -> None:
+        if (sequence := self._sequences.pop(request.index, None)) is not None:
+            self._leaving.append(sequence)

@@ -1,0 +1,233 @@
+"""What a person sees while it runs: a panel per prompt on a terminal, finished texts elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from clients.scheduler.report import Summary
+from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.text import TextStream, Tokenizer, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+METHOD_HEADINGS = ("RPC", "calls", "items", "failed calls", "refused items")
+
+
+class Display(Protocol):
+    """Watches a run and shows its summary. A context manager around the run."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def token(self, request: Request, token: int) -> None:
+        """A request got its next token."""
+
+    def changed(self, request: Request) -> None:
+        """A request moved to another stage."""
+
+    def summary(self, summary: Summary) -> None:
+        """The run is over."""
+
+
+class Texts:
+    """The text of every request so far, decoded as it streams."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._streams: dict[int, TextStream] = {}
+        self._done: set[int] = set()
+        self.texts: dict[int, str] = {}
+
+    def token(self, request: Request, token: int) -> str:
+        """The new piece of text, made safe for a terminal."""
+        stream = self._streams.setdefault(request.index, TextStream(self._tokenizer))
+        return self._add(request, stream.push(token))
+
+    def finish(self, request: Request) -> str:
+        """What was held back, once."""
+        if request.index in self._done or request.index not in self._streams:
+            return ""
+        self._done.add(request.index)
+        return self._add(request, self._streams[request.index].finish())
+
+    def _add(self, request: Request, piece: str) -> str:
+        piece = printable(piece)
+        self.texts[request.index] = self.texts.get(request.index, "") + piece
+        return piece
+
+
+class PlainDisplay:
+    """Lines for logs and pipes: each text when it is finished. A single prompt streams."""
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, out: TextIO | None = None) -> None:
+        self._texts = Texts(tokenizer)
+        self._out = out if out is not None else sys.stdout
+        self._streams = len(requests) == 1
+        self._begun = False
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._out.flush()
+
+    def token(self, request: Request, token: int) -> None:
+        """Stream a single prompt, collect several."""
+        piece = self._texts.token(request, token)
+        if self._streams:
+            self._stream(request, piece)
+
+    def changed(self, request: Request) -> None:
+        """Print what has ended."""
+        if request.stage is Stage.FAILED:
+            self._print(f"[{request.index + 1}] failed: {request.error}")
+        elif request.stage is Stage.FINISHED:
+            piece = self._texts.finish(request)
+            if self._streams:
+                self._stream(request, piece)
+                self._print("")
+            text = "" if self._streams else f" {printable(request.text)}{self._texts.texts.get(request.index, '')}"
+            self._print(f"[{request.index + 1}] {_ending(request)}:{text}" if text else f"({_ending(request)})")
+
+    def summary(self, summary: Summary) -> None:
+        """Two aligned lists."""
+        self._print("")
+        width = max(len(name) for name, _ in summary.figures)
+        for name, figure in summary.figures:
+            self._print(f"{name:<{width}}  {figure}")
+        if summary.methods:
+            self._print("")
+            rows = [METHOD_HEADINGS, *(tuple(map(str, row)) for row in summary.methods)]
+            widths = [max(len(row[at]) for row in rows) for at in range(len(METHOD_HEADINGS))]
+            for row in rows:
+                numbers = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+                self._print("  ".join((f"{row[0]:<{widths[0]}}", *numbers)))
+
+    def _stream(self, request: Request, piece: str) -> None:
+        if not self._begun:
+            self._begun = True
+            piece = printable(request.text) + piece
+        self._out.write(piece)
+        self._out.flush()
+
+    def _print(self, line: str) -> None:
+        self._out.write(line + "\n")
+
+
+class LiveDisplay:
+    """A panel per prompt that streams, in two columns."""
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._requests = requests
+        self._texts = Texts(tokenizer)
+        self._console = console or Console()
+        # A renderable that is asked at each refresh: tokens come faster than a terminal can show them.
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=12, transient=True)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        if kind is None:
+            self._console.print(self._grid(lines=None))
+
+    def token(self, request: Request, token: int) -> None:
+        """Shown at the next refresh."""
+        self._texts.token(request, token)
+
+    def changed(self, request: Request) -> None:
+        """Shown at the next refresh."""
+        if request.stage in (Stage.FINISHED, Stage.FAILED):
+            self._texts.finish(request)
+
+    def summary(self, summary: Summary) -> None:
+        """Two tables."""
+        from rich.table import Table
+
+        figures = Table(box=None, show_header=False)
+        for name, figure in summary.figures:
+            figures.add_row(name, f"[bold]{figure}[/]")
+        self._console.print(figures)
+        if summary.methods:
+            methods = Table(*METHOD_HEADINGS, box=None)
+            for column in methods.columns[1:]:
+                column.justify = "right"
+            for row in summary.methods:
+                methods.add_row(*map(str, row))
+            self._console.print(methods)
+
+    def _render(self) -> Any:
+        rows = -(-len(self._requests) // self._columns)
+        return self._grid(lines=max(1, (self._console.height - 1) // rows - 2))
+
+    @property
+    def _columns(self) -> int:
+        return 2 if len(self._requests) > 1 and self._console.width >= 80 else 1
+
+    def _grid(self, lines: int | None) -> Any:
+        from rich.table import Table
+
+        grid = Table.grid(expand=True)
+        for _ in range(self._columns):
+            grid.add_column(ratio=1)
+        panels = [self._panel(request, lines) for request in self._requests]
+        panels += [""] * (-len(panels) % self._columns)
+        for at in range(0, len(panels), self._columns):
+            grid.add_row(*panels[at : at + self._columns])
+        return grid
+
+    def _panel(self, request: Request, lines: int | None) -> Any:
+        from rich.panel import Panel
+        from rich.text import Text
+
+        text = Text()
+        text.append(printable(request.text), style="dim")
+        text.append(self._texts.texts.get(request.index, ""))
+        if request.error:
+            text.append(f"\n{request.error}", style="red")
+        if lines is not None:
+            width = max(10, self._console.width // self._columns - 4)
+            wrapped = text.wrap(self._console, width)
+            text = Text("\n").join(list(wrapped)[-lines:])
+        colour = {Stage.WAITING: "dim", Stage.RUNNING: "cyan", Stage.FINISHED: "green", Stage.FAILED: "red"}
+        title = f"{request.index + 1} · {_ending(request)}"
+        return Panel(
+            text, title=title, title_align="left", border_style=colour[request.stage], height=lines and lines + 2
+        )
+
+
+def _ending(request: Request) -> str:
+    """Where it stands, in a few words."""
+    tokens = f"{len(request.generated)} tokens"
+    if request.ending is Ending.ERROR:
+        return f"{tokens}, failed"
+    if request.ending is not None:
+        return f"{tokens}, {request.ending.value}"
+    again = f", preempted {request.preemptions}×" if request.preemptions else ""
+    return f"{tokens}, {request.stage.value}{again}"
+
+
+def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:
+    """Panels on a terminal, lines elsewhere, when asked, or where rich is not installed."""
+    if plain or not sys.stdout.isatty():
+        return PlainDisplay(requests, tokenizer)
+    try:
+        return LiveDisplay(requests, tokenizer)
+    except ImportError:
+        return PlainDisplay(requests, tokenizer)

@@ -1,0 +1,243 @@
+"""The loop: plan, forward, sample, again. All IO of the scheduler is here.
+
+Each plan is one UnifiedForward. Refusals are handled by what they say: the call was refused at the door (wait and send
+the same items again), an item found no blocks (somebody is preempted), a sequence is gone (computed anew), the request
+itself cannot go on (it ends). Nothing here decides who runs: see `policy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence as ListOf
+
+from clients.scheduler.board import Board, Observer
+from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
+from clients.scheduler.report import Run
+from clients.scheduler.request import Ending, Request
+from clients.scheduler.sampling import Sampler
+from ferrum_rpc.client import (
+    SEQUENCE_GONE,
+    Answer,
+    ExecutorClient,
+    ExecutorInfo,
+    Greedy,
+    Item,
+    OutputSpec,
+    Positions,
+)
+from ferrum_rpc.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DeviceLost,
+    Draining,
+    ExecutorError,
+    KvBlocksExhausted,
+    QueueFull,
+    RequestIdReused,
+    SequenceBusy,
+    SequenceVersionMismatch,
+    Starting,
+    StepFailed,
+    TransportError,
+)
+
+OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
+NOT_NOW = (QueueFull, Starting, Draining)
+NO_ANSWER = (TransportError, DeadlineExceeded)
+
+NO_ROWS = OutputSpec(Positions.NONE, Greedy())
+FAILURES_OF_A_REQUEST = 3
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+
+
+class ExecutorGone(Exception):
+    """The executor could not be reached, or would not work, for longer than the scheduler's patience."""
+
+
+class Patience:
+    """How long the same trouble may last; progress renews it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """There was progress."""
+        self._until = time.monotonic() + self._seconds
+        self._pause = FIRST_PAUSE_S
+
+    async def wait(self, trouble: ExecutorError | str, retry_after_s: float | None = None) -> None:
+        """Pause, longer each time. Raises `ExecutorGone` at the end of it."""
+        if time.monotonic() >= self._until:
+            raise ExecutorGone(f"no progress for {self._seconds:g} s: {trouble}")
+        await asyncio.sleep(retry_after_s or self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+
+
+class Driver:
+    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it."""
+
+    def __init__(
+        self,
+        client: ExecutorClient,
+        info: ExecutorInfo,
+        *,
+        budget: Budget,
+        sampler: Sampler,
+        stop_tokens: frozenset[int],
+        observer: Observer,
+        patience_s: float = 30.0,
+    ) -> None:
+        self._client = client
+        self._max_context = info.model.max_context
+        self._budget = budget
+        self._sampler = sampler
+        self._stop = stop_tokens
+        self._observer = observer
+        self._patience = Patience(patience_s)
+        self._admitting = True
+        self._run = Run(())
+        self._board = Board(client, self._run, observer)
+
+    async def run(self, requests: ListOf[Request]) -> Run:
+        """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
+        run = self._run = Run(requests)
+        board = self._board = Board(self._client, run, self._observer)
+        began = time.monotonic()
+        for request in requests:
+            request.arrived = began
+            if not 1 <= request.known <= self._max_context:
+                board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
+        try:
+            await self._client.status()
+            while board.busy:
+                await self._step()
+        finally:
+            run.wall_seconds = time.monotonic() - began
+            await board.clear()
+        return run
+
+    async def _step(self) -> None:
+        board = self._board
+        pressure = self._client.pressure
+        assert pressure is not None  # noqa: S101 - `run` asked for it
+        pool = Pool(pressure.free_blocks, pressure.total_blocks, pressure.block_size)
+        step = plan(board.running, list(board.waiting) if self._admitting else (), pool, self._budget)
+        for request in step.hopeless:
+            self._give_up(request, pool)
+        await asyncio.gather(*(board.preempt(request) for request in step.preempt))
+        if step.feeds:
+            await self._forward(step)
+        elif not step.hopeless and not step.preempt:
+            await self._idle()
+
+    async def _idle(self) -> None:
+        """Nothing can run: the blocks are with sequences that are leaving, or with other schedulers."""
+        if self._board.leaving:
+            await self._board.let_go()
+        else:
+            await self._patience.wait("the cache is full of other schedulers' sequences")
+        await self._client.status()
+        self._admitting = True
+
+    async def _forward(self, step: Plan) -> None:
+        self._board.admit(step.admitted)
+        items = [self._board.item(feed, self._sampler.output if feed.completes else NO_ROWS) for feed in step.feeds]
+        began = time.monotonic()
+        results, _ = await asyncio.gather(self._send(items), self._board.let_go())
+        self._count(step.feeds, results, time.monotonic() - began)
+        scarce: ExecutorError | None = None
+        for feed, result in zip(step.feeds, results, strict=True):
+            if isinstance(result, Answer):
+                self._fed(feed, result)
+            elif isinstance(result, (KvBlocksExhausted, *NOT_NOW)):
+                scarce = result
+                if isinstance(result, NOT_NOW):
+                    self._board.requeue(feed.request)
+            else:
+                self._refused(feed.request, result)
+        if scarce is not None:
+            await self._make_way(scarce)
+
+    async def _send(self, items: list[Item]) -> list[Answer | ExecutorError]:
+        """One call. Refused at the door, or unanswered, it is made again with the same items: their request ids make
+        that safe."""
+        while True:
+            try:
+                return await self._client.forward(items)
+            except NOT_NOW + NO_ANSWER as error:
+                self._run.waits += 1
+                await self._patience.wait(error, error.retry_after_s)
+
+    # --- what an answer means ---------------------------------------------------------------------------------------
+
+    def _fed(self, feed: Feed, answer: Answer) -> None:
+        request, completes = feed.request, feed.completes
+        request.cached = answer.length
+        request.failures = 0
+        if not completes:
+            return
+        token = self._sampler.pick(answer, request=request.index, position=request.known)
+        if token in self._stop:
+            self._finish(request, Ending.STOP)
+            return
+        self._board.token(request, token)
+        if len(request.generated) >= request.max_new_tokens:
+            self._finish(request, Ending.LENGTH)
+        elif request.known > self._max_context:
+            self._finish(request, Ending.CONTEXT)
+
+    def _refused(self, request: Request, error: ExecutorError) -> None:
+        """Gone or out of step: computed anew. A failed step: tried again. Else it ends."""
+        board = self._board
+        if isinstance(error, SEQUENCE_GONE + OUT_OF_STEP):
+            self._run.rebuilds += 1
+            board.requeue(request)
+        elif isinstance(error, ContextLengthExceeded):
+            self._finish(request, Ending.CONTEXT)
+        elif isinstance(error, DeviceLost):
+            raise ExecutorGone(error.message)
+        elif isinstance(error, StepFailed | DeadlineExceeded) and request.failures < FAILURES_OF_A_REQUEST:
+            request.failures += 1
+        else:
+            board.fail(request, error.message)
+
+    async def _make_way(self, error: ExecutorError) -> None:
+        """The executor takes fewer than its last answer told: others use it too, or it is draining. Nobody is admitted
+        until something ends; where blocks are missing, the youngest makes way."""
+        self._admitting = False
+        if isinstance(error, KvBlocksExhausted) and self._board.running:
+            await self._board.preempt(max(self._board.running, key=lambda each: each.index))
+        if not self._board.running:
+            await self._patience.wait(error, error.retry_after_s)
+
+    def _finish(self, request: Request, ending: Ending) -> None:
+        self._admitting = True
+        self._board.finish(request, ending)
+
+    def _give_up(self, request: Request, pool: Pool) -> None:
+        if request.generated:
+            self._finish(request, Ending.POOL)
+        else:
+            need = pool.blocks(request.known)
+            self._board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
+
+    def _count(self, feeds: ListOf[Feed], results: ListOf[Answer | ExecutorError], seconds: float) -> None:
+        """Note a step, before its answers change the requests."""
+        answers = [each for each in results if isinstance(each, Answer)]
+        if not answers:
+            return
+        self._patience.renew()
+        done = [feed for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
+        decodes = sum(bool(feed.request.generated) and feed.request.owed == 1 for feed in done)
+        timing = answers[0].timing
+        self._run.step(
+            prompt=sum(feed.count for feed in done) - decodes,
+            decode=decodes,
+            sequences=len(done),
+            seconds=seconds,
+            executor_seconds=0.0 if timing is None else timing.forward_s,
+        )
+        self._run.saw(answers[0].pressure)

@@ -1,0 +1,95 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.scheduler.prompts import DEMO_PROMPTS
+from clients.scheduler.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    target: str
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    token_budget: int
+    max_running: int
+    sampling: Sampling
+    tokenizer: Path | None
+    token: str | None
+    plain: bool
+    patience_s: float
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Options from the command line; exits with status 2 and a message where they make no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m clients.scheduler",
+        description="Serve prompts on a remote executor: continuous batching, chunked prefill, preemption, sampling.",
+    )
+    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT", help="the executor (%(default)s)")
+    parser.add_argument("--token", help="a bearer token, where the executor asks for one")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    source.add_argument("--prompts-file", type=Path, metavar="FILE", help="a prompt per line")
+    source.add_argument("--demo", action="store_true", help="eight built-in prompts (the default)")
+    parser.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="per prompt (%(default)s)")
+    parser.add_argument("--token-budget", type=_positive, default=256, metavar="N", help="tokens a step (%(default)s)")
+    parser.add_argument("--max-running", type=_positive, default=16, metavar="N", help="prompts at once (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 keeps all (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1 keeps all (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--greedy", action="store_true", help="the executor picks the best token")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its folder; without: a token is a byte"
+    )
+    parser.add_argument("--plain", action="store_true", help="no panels, only lines")
+    parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
+    given = parser.parse_args(arguments)
+    try:
+        sampling = Sampling(0.0 if given.greedy else given.temperature, given.top_k, given.top_p, given.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    return Options(
+        target=given.target,
+        prompts=_prompts(parser, given),
+        max_new_tokens=given.max_new_tokens,
+        token_budget=given.token_budget,
+        max_running=given.max_running,
+        sampling=sampling,
+        tokenizer=given.tokenizer,
+        token=given.token,
+        plain=given.plain,
+        patience_s=given.patience,
+    )
+
+
+def _prompts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
+    if given.prompt:
+        prompts = tuple(given.prompt)
+    elif given.prompts_file is not None:
+        try:
+            prompts = tuple(line for line in given.prompts_file.read_text("utf-8").splitlines() if line.strip())
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"cannot read {given.prompts_file}: {error}")
+        if not prompts:
+            parser.error(f"{given.prompts_file} holds no prompts")
+    else:
+        return DEMO_PROMPTS
+    if not all(prompts):
+        parser.error("a prompt is empty")
+    return prompts
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number

@@ -1,0 +1,194 @@
+"""What runs next: a pure function of the requests and of how full the executor is. No IO, no clock, no randomness.
+
+A step is made in three passes over a ledger of free blocks:
+
+1. *decodes first*: every running request that owes one token gets it, oldest first. A request that needs a block when
+   none is left takes it from the youngest running one, which is preempted; the youngest itself steps aside.
+2. *chunks*: running prompts go on, oldest first, with what is left of the token budget.
+3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens plus some headroom
+   for everybody, and nobody was preempted in this step.
+
+Preemption is by recompute: the victim's sequence is released and it comes back as a longer prompt. The oldest running
+request is never a victim while another is there, so something always finishes. Block arithmetic is the executor's own
+(`ceil(length / block_size)`), without shared prefixes: those only make the true number smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from clients.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of a step: ``tokens`` and ``items`` in it, requests ``running`` at a time, and the ``headroom`` tokens
+    that every running request should be able to grow by before another is admitted."""
+
+    tokens: int
+    items: int
+    running: int
+    headroom: int = 32
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.items, self.running) < 1 or self.headroom < 0:
+            raise ValueError(f"a step needs room for something: {self}")
+
+    @property
+    def at_once(self) -> int:
+        """Requests that may run: each must fit in a step with its one token, or it would starve."""
+        return min(self.running, self.tokens, self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The executor's blocks, as its last answer told."""
+
+    free: int
+    total: int
+    block_size: int
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def growth(self, length: int, more: int) -> int:
+        """Blocks to go from ``length`` to ``length + more`` tokens."""
+        return self.blocks(length + more) - self.blocks(length)
+
+    def room(self, length: int, free: int) -> int:
+        """Tokens that a sequence of ``length`` can grow by with ``free`` more blocks."""
+        return (self.blocks(length) + free) * self.block_size - length
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The next ``count`` owed tokens of a request."""
+
+    request: Request
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether nothing is owed afterwards: then the answer holds the row to sample from."""
+        return self.count == self.request.owed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``preempt`` first (release, to be waited for again), then ``feeds`` in one forward pass. ``admitted`` are those
+    of the feeds that were waiting. ``hopeless`` can never run: their tokens exceed the whole pool."""
+
+    preempt: tuple[Request, ...] = ()
+    feeds: tuple[Feed, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    hopeless: tuple[Request, ...] = ()
+
+
+def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> Plan:
+    """The next step. ``running`` in any order, ``waiting`` in the order of admission."""
+    step = _Step(pool, budget, sorted(running, key=lambda each: each.index))
+    step.decodes()
+    step.chunks()
+    step.unblock()
+    if not step.victims:
+        step.admit(waiting)
+    return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.hopeless))
+
+
+@dataclass(slots=True)
+class _Step:
+    """The ledger of one step in the making. ``kept`` are the running requests, oldest first."""
+
+    pool: Pool
+    budget: Budget
+    kept: list[Request]
+    free: int = field(init=False)
+    tokens: int = field(init=False)
+    feeds: list[Feed] = field(default_factory=list)
+    victims: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    hopeless: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = self.pool.free
+        self.tokens = self.budget.tokens
+
+    def decodes(self) -> None:
+        for request in [each for each in self.kept if each.owed == 1]:
+            if request not in self.kept or not self._has_room():
+                continue
+            need = self.pool.growth(request.cached, 1)
+            while need > self.free and self.kept[-1] is not request:
+                self._preempt(self.kept[-1])
+            if need > self.free:
+                self._step_aside(request)
+            else:
+                self._feed(request, 1)
+
+    def chunks(self) -> None:
+        for request in self.kept:
+            if request.owed > 1 and self._has_room():
+                self._feed_some(request)
+
+    def unblock(self) -> None:
+        """Prompts can hold all blocks between them and none go on: the youngest make way for the oldest."""
+        while self.kept and not self.feeds:
+            oldest = self.kept[0]
+            if self.pool.room(oldest.cached, self.free) > 0:
+                self._feed_some(oldest)
+            elif self.kept[-1] is oldest:
+                self._step_aside(oldest)
+            else:
+                self._preempt(self.kept[-1])
+
+    def admit(self, waiting: Sequence[Request]) -> None:
+        for request in waiting:
+            if self.pool.blocks(request.known) > self.pool.total:
+                self.hopeless.append(request)
+                continue
+            if len(self.kept) >= self.budget.at_once or not self._has_room():
+                return
+            headroom = self.budget.headroom if self.kept else 0  # alone, it may as well try
+            if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
+                return
+            self.kept.append(request)
+            self.admitted.append(request)
+            self._feed_some(request)
+
+    def _promised(self) -> int:
+        """Blocks that running requests still need for what they owe, and to grow a little."""
+        fed = {feed.request.index: feed.count for feed in self.feeds}
+        promised = 0
+        for each in self.kept:
+            done = fed.get(each.index, 0)
+            promised += self.pool.growth(each.cached + done, each.owed - done + self.budget.headroom)
+        return promised
+
+    def _has_room(self) -> bool:
+        return self.tokens > 0 and len(self.feeds) < self.budget.items
+
+    def _feed_some(self, request: Request) -> None:
+        count = min(request.owed, self.tokens, self.pool.room(request.cached, self.free))
+        if count > 0:
+            self._feed(request, count)
+
+    def _feed(self, request: Request, count: int) -> None:
+        self.free -= self.pool.growth(request.cached, count)
+        self.tokens -= count
+        self.feeds.append(Feed(request, count))
+
+    def _preempt(self, request: Request) -> None:
+        self.kept.remove(request)
+        self.victims.append(request)
+        self.free += self.pool.blocks(request.cached)
+
+    def _step_aside(self, request: Request) -> None:
+        """The youngest cannot grow. If the whole pool could not hold it, waiting is no use."""
+        if self.pool.blocks(request.cached + 1) > self.pool.total:
+            self.kept.remove(request)
+            self.free += self.pool.blocks(request.cached)
+            self.hopeless.append(request)
+        else:
+            self._preempt(request)

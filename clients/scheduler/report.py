@@ -1,0 +1,106 @@
+"""What a run was like: counts while it runs, a summary at its end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from clients.scheduler.request import Request, Stage
+from ferrum_rpc.client import ExecutorStatus, MethodCount, Pressure
+
+
+@dataclass(slots=True)
+class Run:
+    """Counts of one run. Times are seconds, as the scheduler saw them: the wire is part of them."""
+
+    requests: Sequence[Request]
+    steps: int = 0
+    sequences: int = 0
+    prompt_tokens: int = 0
+    decode_tokens: int = 0
+    decode_only_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    executor_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    preemptions: int = 0
+    rebuilds: int = 0
+    waits: int = 0
+    peak_use: float = 0.0
+
+    def step(self, *, prompt: int, decode: int, sequences: int, seconds: float, executor_seconds: float) -> None:
+        """One forward pass: prompt tokens and decode tokens that it fed. Passes with prompt tokens are prefill time."""
+        self.steps += 1
+        self.sequences += sequences
+        self.prompt_tokens += prompt
+        self.decode_tokens += decode
+        self.executor_seconds += executor_seconds
+        if prompt:
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
+            self.decode_only_tokens += decode
+
+    def saw(self, pressure: Pressure) -> None:
+        """Note how full the cache is."""
+        if pressure.total_blocks:
+            self.peak_use = max(self.peak_use, 1 - pressure.free_blocks / pressure.total_blocks)
+
+    @property
+    def failed(self) -> list[Request]:
+        """Requests that ended with an error."""
+        return [each for each in self.requests if each.stage is Stage.FAILED]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The table at the end: rows of (what, figure), and one row per RPC."""
+
+    figures: list[tuple[str, str]]
+    methods: list[tuple[str, int, int, int, int]] = field(default_factory=list)
+
+
+def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | None) -> Summary:
+    """``before`` and ``after`` are the executor's own counts around the run."""
+    first = [each.first_token - each.arrived for each in run.requests if each.first_token]
+    generated = sum(len(each.generated) for each in run.requests)
+    figures = [
+        ("requests", f"{sum(each.stage is Stage.FINISHED for each in run.requests)} of {len(run.requests)}"),
+        ("generated", f"{generated} tokens, {_rate(generated, run.wall_seconds)}"),
+        ("prefill", f"{run.prompt_tokens} tokens, {_rate(run.prompt_tokens, run.prefill_seconds)}"),
+        ("decode", f"{run.decode_tokens} tokens, {_rate(run.decode_only_tokens, run.decode_seconds)} in pure steps"),
+        ("time to first token", f"p50 {1000 * statistics.median(first):.1f} ms" if first else "-"),
+        ("steps", f"{run.steps}, mean batch {run.sequences / run.steps:.1f}" if run.steps else "0"),
+        (
+            "time in the executor",
+            f"{_share(run.executor_seconds, run.prefill_seconds + run.decode_seconds)} of the steps",
+        ),
+        ("preemptions", str(run.preemptions)),
+        ("rebuilt sequences", str(run.rebuilds)),
+        ("cache use, peak", f"{run.peak_use:.1%}"),
+    ]
+    if before is None or after is None:
+        return Summary(figures)
+    return Summary(figures, method_rows(before.methods, after.methods))
+
+
+def method_rows(before: Iterable[MethodCount], after: Iterable[MethodCount]) -> list[tuple[str, int, int, int, int]]:
+    """What was added between two counts: (method, calls, items, failed calls, refused items), busiest first."""
+    old = {each.method: each for each in before}
+    rows = []
+    for each in after:
+        was = old.get(each.method, MethodCount(each.method, 0, 0, 0, 0))
+        added = (each.calls - was.calls, each.items - was.items, each.errors - was.errors)
+        refused = each.item_errors - was.item_errors
+        if added[0] > 0:
+            rows.append((each.method.rpartition("/")[2], *added, refused))
+    return sorted(rows, key=lambda row: (-row[1], row[0]))
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds else "-"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"

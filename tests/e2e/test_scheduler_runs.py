@@ -1,0 +1,450 @@
+"""The scheduler against a real executor: whatever the budget, the pool and the company, the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.scheduler.__main__ import main, serve
+from clients.scheduler.driver import Driver, ExecutorGone
+from clients.scheduler.options import parse
+from clients.scheduler.policy import Budget
+from clients.scheduler.report import Run
+from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.sampling import Sampler, Sampling
+from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy
+from ferrum_rpc.engine.build import BuildConfig
+from tests.e2e.test_client_faults import proxied
+from tests.serving import Served, serve_identity, serve_model
+
+GREEDY = Sampling(temperature=0)
+BUDGET = Budget(tokens=64, items=32, running=8, headroom=8)
+DEMO = Path(__file__).parents[2] / "ferrum_rpc" / "assets" / "demo"
+NEW_TOKENS = 16
+
+
+class Watcher:
+    """Remembers what an observer is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, int]] = []
+        self.stages: list[tuple[int, Stage]] = []
+        self.on_token: Callable[[], None] = lambda: None
+
+    def token(self, request: Request, token: int) -> None:
+        self.tokens.append((request.index, token))
+        self.on_token()
+
+    def changed(self, request: Request) -> None:
+        self.stages.append((request.index, request.stage))
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(256) for _ in range(dice.randint(1, longest))] for _ in range(count)]
+
+
+def requests(texts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[Request]:
+    return [Request(at, tuple(text), new_tokens) for at, text in enumerate(texts)]
+
+
+async def schedule(
+    target: str,
+    work: list[Request],
+    *,
+    budget: Budget = BUDGET,
+    sampling: Sampling = GREEDY,
+    resend: ResendPolicy = ResendPolicy(backoff_s=0),  # noqa: B008
+    stop: frozenset[int] = frozenset(),
+    watcher: Watcher | None = None,
+    patience_s: float = 30.0,
+) -> Run:
+    async with ExecutorClient(target, resend=resend) as client:
+        info = await client.info()
+        driver = Driver(
+            client,
+            info,
+            budget=budget,
+            sampler=Sampler(sampling, info),
+            stop_tokens=stop,
+            observer=watcher or Watcher(),
+            patience_s=patience_s,
+        )
+        return await driver.run(work)
+
+
+async def one_at_a_time(target: str, texts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Greedy generation by hand: the reference."""
+    out = []
+    async with ExecutorClient(target) as client:
+        for text in texts:
+            async with client.sequence() as sequence:
+                tokens = [(await sequence.prefill(text)).token]
+                while len(tokens) < new_tokens:
+                    tokens.append((await sequence.decode(tokens[-1])).token)
+                out.append(tokens)
+    return out
+
+
+async def assert_nothing_is_left(served: Served) -> None:
+    assert len(served.server.books.handles) == 0
+    await served.check()
+    state = served.server.books.thread.cache
+    assert state.free_blocks == state.total_blocks
+
+
+def identity(**options: Any) -> Any:
+    return serve_identity(**{"positional": True, "head_dim": 64, "block_size": 4, **options})
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Twelve prompts, each generated alone in a large pool."""
+
+    async def generate() -> list[list[int]]:
+        async with identity(kv_blocks=512) as served:
+            return await one_at_a_time(served.target, prompts(12))
+
+    return asyncio.run(generate())
+
+
+SHAPES: dict[str, tuple[int, Budget]] = {
+    "a roomy pool": (512, BUDGET),
+    "one at a time": (512, Budget(tokens=64, items=32, running=1)),
+    "a token a step": (512, Budget(tokens=1, items=32, running=8)),
+    "chunks of five": (512, Budget(tokens=5, items=32, running=8)),
+    "two items a step": (512, Budget(tokens=64, items=2, running=8)),
+    "a pool for three": (40, BUDGET),
+    "a pool for one": (15, BUDGET),
+    "a pool for one, in chunks": (15, Budget(tokens=7, items=32, running=8, headroom=0)),
+    "no headroom at all": (30, Budget(tokens=64, items=32, running=12, headroom=0)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(shape: str, expected: list[list[int]]) -> None:
+    blocks, budget = SHAPES[shape]
+    async with identity(kv_blocks=blocks) as served:
+        work = requests(prompts(12))
+        run = await schedule(served.target, work, budget=budget)
+        assert [each.generated for each in work] == expected
+        assert all((each.stage, each.ending) == (Stage.FINISHED, Ending.LENGTH) for each in work)
+        assert run.preemptions == sum(each.preemptions for each in work)
+        assert blocks < 512 or run.preemptions == 0
+        assert run.decode_tokens + run.prompt_tokens >= sum(len(each.prompt) + NEW_TOKENS - 1 for each in work)
+        await assert_nothing_is_left(served)
+
+
+async def test_a_tight_pool_preempts_the_young_and_everybody_still_gets_their_tokens(
+    expected: list[list[int]],
+) -> None:
+    async with identity(kv_blocks=30) as served:
+        work = requests(prompts(12))
+        run = await schedule(served.target, work, budget=Budget(tokens=64, items=32, running=12, headroom=0))
+        assert run.preemptions > 0
+        assert work[0].preemptions == 0, "the oldest is never a victim"
+        assert run.peak_use > 0.9
+        assert [each.generated for each in work] == expected
+
+
+async def test_the_executor_is_told_of_every_step_in_one_call(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=512) as served, ExecutorClient(served.target) as client:
+        run = await schedule(served.target, requests(prompts(12)))
+        counts = {each.method.rpartition("/")[2]: each for each in (await client.status()).methods}
+        assert counts["UnifiedForward"].calls == run.steps
+        assert counts["UnifiedForward"].items == run.sequences
+        assert counts["Release"].calls == 12
+        assert run.sequences / run.steps > 3
+
+
+async def test_two_schedulers_on_one_small_pool_both_finish_with_the_right_tokens(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=32) as served:
+        both = [requests(prompts(12)) for _ in range(2)]
+        budget = Budget(tokens=64, items=32, running=12, headroom=0)
+        await asyncio.gather(*(schedule(served.target, work, budget=budget) for work in both))
+        for work in both:
+            assert [each.generated for each in work] == expected
+        await assert_nothing_is_left(served)
+
+
+async def test_an_executor_with_fewer_sequences_than_wanted_is_still_used_to_the_end(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=512, max_sequences=2) as served:
+        work = requests(prompts(12))
+        await schedule(served.target, work)
+        assert [each.generated for each in work] == expected
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [ResendPolicy(backoff_s=0), NEVER_RESEND])
+async def test_lost_answers_change_no_token(expected: list[list[int]], policy: ResendPolicy) -> None:
+    async with identity(kv_blocks=40) as served, proxied(served.target) as (proxy, target):
+        dice = random.Random(1)
+        proxy.only = "UnifiedForward"
+        proxy.faults.extend(dice.choices(("", "lose", "refuse"), (6, 2, 2), k=10_000))
+        work = requests(prompts(12))
+        run = await schedule(target, work, resend=policy)
+        assert proxy.lost > 5
+        assert [each.generated for each in work] == expected
+        assert run.rebuilds == 0, "resending is enough"
+        await assert_nothing_is_left(served)
+
+
+async def test_a_restart_in_the_middle_changes_no_token(expected: list[list[int]]) -> None:
+    async with (
+        identity(kv_blocks=40) as first,
+        identity(kv_blocks=40) as second,
+        proxied(first.target) as (proxy, target),
+    ):
+        watcher, work = Watcher(), requests(prompts(12))
+        switched: list[asyncio.Task[None]] = []
+
+        def restart() -> None:
+            if len(watcher.tokens) == 40:
+                switched.append(asyncio.ensure_future(proxy.switch(second.target)))
+
+        watcher.on_token = restart
+        run = await schedule(target, work, watcher=watcher)
+        await asyncio.gather(*switched)
+        assert run.rebuilds > 0
+        assert [each.generated for each in work] == expected
+        assert len(second.server.books.handles) == 0
+
+
+async def test_a_reset_in_the_middle_changes_no_token(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=40) as served, ExecutorClient(served.target) as operator:
+        watcher, work = Watcher(), requests(prompts(12))
+        resets: list[asyncio.Task[int]] = []
+        watcher.on_token = lambda: (
+            resets.append(asyncio.ensure_future(operator.reset())) if len(watcher.tokens) in (30, 90) else None
+        )
+        run = await schedule(served.target, work, watcher=watcher)
+        await asyncio.gather(*resets)
+        assert run.rebuilds > 0
+        assert [each.generated for each in work] == expected
+        await assert_nothing_is_left(served)
+
+
+async def test_a_full_queue_is_waited_for(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=512, max_queued_items=8) as served:
+        both = [requests(prompts(12)) for _ in range(4)]
+        runs = await asyncio.gather(
+            *(schedule(served.target, work, budget=Budget(tokens=64, items=8, running=8)) for work in both)
+        )
+        assert all([each.generated for each in work] == expected for work in both)
+        assert sum(run.waits for run in runs) == served.server.books.counters.queue_full
+
+
+async def test_a_dead_executor_ends_the_run_and_says_so() -> None:
+    async with identity() as served:
+        watcher = Watcher()
+        stops: list[asyncio.Task[None]] = []
+        watcher.on_token = lambda: (
+            stops.append(asyncio.ensure_future(served.server.stop(grace_s=0))) if len(watcher.tokens) == 20 else None
+        )
+        with pytest.raises(ExecutorGone, match="no progress"):
+            await schedule(served.target, requests(prompts(12)), watcher=watcher, patience_s=0.3)
+        await asyncio.gather(*stops)
+
+
+async def test_a_draining_executor_finishes_what_runs_and_the_rest_is_given_up() -> None:
+    async with identity() as served:
+        watcher, work = Watcher(), requests(prompts(12))
+        watcher.on_token = lambda: served.server.books.drain() if len(watcher.tokens) == 20 else None
+        budget = Budget(tokens=64, items=32, running=4)
+        with pytest.raises(ExecutorGone, match="no new sequences"):
+            await schedule(served.target, work, budget=budget, watcher=watcher, patience_s=0.1)
+        assert [each.ending for each in work[:4]] == [Ending.LENGTH] * 4
+        assert {each.stage for each in work[4:]} == {Stage.WAITING}
+
+
+@pytest.mark.parametrize("failures", [1, 3, 4])
+async def test_a_failed_step_is_tried_again_and_not_for_ever(expected: list[list[int]], failures: int) -> None:
+    left = [failures]
+
+    def stage(name: str) -> None:
+        if name == "forward" and served.server.books.thread.counters.steps == 5 and left[0]:
+            left[0] -= 1
+            raise RuntimeError("a device that hiccups")
+
+    async with identity(stage=stage) as served:
+        work = requests(prompts(4))
+        run = await schedule(served.target, work)
+        if failures <= 3:
+            assert [each.generated for each in work] == expected[:4]
+        else:
+            assert len(run.failed) == 4
+            assert all("forward pass failed" in each.error for each in run.failed)
+        await assert_nothing_is_left(served)
+
+
+async def test_a_lost_device_ends_the_run_and_says_so() -> None:
+    class Unplugged(BaseException):
+        pass
+
+    def stage(name: str) -> None:
+        if name == "forward" and served.server.books.thread.counters.steps == 5:
+            raise Unplugged
+
+    async with identity(stage=stage) as served:
+        with pytest.raises(ExecutorGone, match="restarted"):
+            await schedule(served.target, requests(prompts(4)), patience_s=0.1)
+
+
+async def test_a_cancelled_run_leaves_nothing_behind() -> None:
+    async with identity() as served:
+        watcher, reached = Watcher(), asyncio.Event()
+        watcher.on_token = lambda: reached.set() if len(watcher.tokens) == 20 else None
+        task = asyncio.create_task(schedule(served.target, requests(prompts(12), 1000), watcher=watcher))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await assert_nothing_is_left(served)
+
+
+# --- endings --------------------------------------------------------------------------------------------------------
+
+
+async def test_each_text_ends_for_the_right_reason() -> None:
+    async with identity(kv_blocks=16, max_context=60) as served:
+        [[*tokens]] = await one_at_a_time(served.target, [[1, 2, 3]], 12)
+        stop = tokens[6]
+        work = [
+            Request(0, (1, 2, 3), 100),
+            Request(1, tuple(range(100, 155)), 100),
+            Request(2, tuple(range(61)), 5),
+            Request(3, (), 5),
+            Request(4, (999,), 5),
+        ]
+        await schedule(served.target, work, stop=frozenset({stop}))
+        assert (work[0].ending, work[0].generated) == (Ending.STOP, tokens[: tokens.index(stop)])
+        assert work[1].ending in (Ending.CONTEXT, Ending.STOP)
+        assert work[1].ending is Ending.STOP or work[1].known == 61
+        assert [each.stage for each in work[2:]] == [Stage.FAILED] * 3
+        assert "61 tokens; 1 to 60" in work[2].error
+        assert "vocabulary" in work[4].error
+        await assert_nothing_is_left(served)
+
+
+async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_does_is_refused() -> None:
+    async with identity(kv_blocks=8) as served:
+        work = [Request(0, tuple(range(20)), 100), Request(1, tuple(range(40)), 5), Request(2, (1, 2), 5)]
+        await schedule(served.target, work)
+        assert work[0].ending is Ending.POOL
+        assert work[0].known == 33, "32 tokens in the cache, and the last one that they gave"
+        assert work[1].stage is Stage.FAILED
+        assert "needs 10 blocks of 4 tokens; 8 exist" in work[1].error
+        assert work[2].ending is Ending.LENGTH
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(top_k=0, top_p=0.9, seed=3)])
+async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling: Sampling) -> None:
+    texts = prompts(6)
+    outcomes = []
+    for blocks, budget in ((512, BUDGET), (40, Budget(tokens=9, items=32, running=3))):
+        async with identity(kv_blocks=blocks) as served:
+            work = requests(texts)
+            await schedule(served.target, work, budget=budget, sampling=sampling)
+            outcomes.append([each.generated for each in work])
+    assert outcomes[0] == outcomes[1]
+    async with identity(kv_blocks=512) as served:
+        work = requests(texts)
+        await schedule(served.target, work, sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 4))
+        assert [each.generated for each in work] != outcomes[0]
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def demo(**options: Any) -> AsyncIterator[Served]:
+    if not (DEMO / "model.safetensors").is_file():
+        pytest.skip("the demo model has not been built")
+    async with serve_model(BuildConfig(model=str(DEMO), device="cpu", dtype="float32", **options)) as served:
+        yield served
+
+
+async def test_the_demo_model_writes_the_same_in_a_tight_pool_as_alone() -> None:
+    texts = [list(text.encode()) for text in parse(["--demo"]).prompts]
+    async with demo(kv_blocks=256) as served:
+        expected = await one_at_a_time(served.target, texts, 24)
+    async with demo(kv_blocks=14) as served:
+        work = requests(texts, 24)
+        run = await schedule(served.target, work, budget=Budget(tokens=48, items=32, running=8, headroom=0))
+        assert [each.generated for each in work] == expected
+        assert run.preemptions > 0
+
+
+async def test_the_program_serves_prompts_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+    async with identity() as served:
+        run = await serve(parse(["--target", served.target, "--demo", "--greedy", "--max-new-tokens", "8"]))
+        assert not run.failed
+        await assert_nothing_is_left(served)
+    shown = capsys.readouterr().out
+    assert shown.count("8 tokens, length") == 8
+    for heading in ("tokens/s", "time to first token", "mean batch", "preemptions", "cache use", "UnifiedForward"):
+        assert heading in shown
+
+
+async def test_the_program_runs_as_a_module_and_exits_with_0() -> None:
+    async with identity() as served:
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "clients.scheduler", "--target", served.target, "--prompt", "hello"),
+            *("--greedy", "--max-new-tokens", "4"),
+            cwd=DEMO.parents[2],
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await program.communicate()
+        assert program.returncode == 0
+        assert out.decode().startswith("hello")
+        assert "(4 tokens, length)" in out.decode()
+
+
+def test_without_an_executor_the_program_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error == "error: cannot reach an executor at 127.0.0.1:1: Connection refused\n"
+
+
+async def test_without_a_tokenizer_for_the_model_the_program_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with identity(vocab_size=1000) as served:
+        arguments = ["--target", served.target, "--prompt", "x"]
+        assert await asyncio.to_thread(main, arguments) == 1
+        assert "1000 tokens, which are not bytes: say --tokenizer PATH" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, [*arguments, "--tokenizer", "/nowhere"]) == 1
+        assert "no tokenizer at /nowhere" in capsys.readouterr().err
+
+
+async def test_a_prompt_that_fails_makes_the_program_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    async with identity(max_context=8) as served:
+        arguments = ["--target", served.target, "--prompt", "far too long", "--prompt", "ok", "--max-new-tokens", "2"]
+        assert await asyncio.to_thread(main, arguments) == 1
+    shown = capsys.readouterr().out
+    assert "[1] failed: the prompt has 12 tokens; 1 to 8 can be served" in shown
+    assert "[2] 2 tokens" in shown
+
+
+def test_the_scheduler_stands_on_the_client_alone() -> None:
+    program = "import sys, clients.scheduler.__main__; print(chr(10).join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=DEMO.parents[2]
+    )
+    modules = set(done.stdout.split())
+    assert not {"torch", "pydantic", "structlog"} & {name.partition(".")[0] for name in modules}
+    floors = {name.split(".")[1] for name in modules if name.startswith("ferrum_rpc.")}
+    assert floors <= {"client", "core", "errors", "executor", "wire"}

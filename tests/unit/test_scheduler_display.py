@@ -1,0 +1,208 @@
+"""What a person sees: finished texts on a pipe, a stream for one prompt, panels on a terminal, a summary."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from clients.scheduler import prompts
+from clients.scheduler.display import LiveDisplay, PlainDisplay, display_for
+from clients.scheduler.options import parse
+from clients.scheduler.report import Run, Summary, method_rows, summarise
+from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.text import ByteTokenizer
+from ferrum_rpc.client import MethodCount, Pressure
+
+BYTES = ByteTokenizer()
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(at, (1, 2), 9, text=f"prompt {at + 1},") for at in range(count)]
+
+
+def write(display: PlainDisplay | LiveDisplay, request: Request, text: str) -> None:
+    for token in text.encode():
+        request.generated.append(token)
+        display.token(request, token)
+
+
+def finish(display: PlainDisplay | LiveDisplay, request: Request, ending: Ending = Ending.LENGTH) -> None:
+    request.stage, request.ending = Stage.FINISHED, ending
+    display.changed(request)
+
+
+def test_several_prompts_print_their_texts_as_they_end() -> None:
+    out = io.StringIO()
+    one, two = requests(2)
+    with PlainDisplay([one, two], BYTES, out) as display:
+        write(display, one, " first")
+        write(display, two, " sécond")
+        assert out.getvalue() == ""
+        finish(display, two)
+        finish(display, one, Ending.STOP)
+    assert out.getvalue() == "[2] 8 tokens, length: prompt 2, sécond\n[1] 6 tokens, end of text: prompt 1, first\n"
+
+
+def test_a_single_prompt_streams() -> None:
+    out = io.StringIO()
+    [one] = requests(1)
+    display = PlainDisplay([one], BYTES, out)
+    seen = []
+    for character in "hé!":
+        write(display, one, character)
+        seen.append(out.getvalue())
+    assert seen == ["prompt 1,h", "prompt 1,hé", "prompt 1,hé!"]
+    finish(display, one)
+    assert out.getvalue() == "prompt 1,hé!\n(4 tokens, length)\n"
+
+
+def test_a_failure_is_told_with_its_reason() -> None:
+    out = io.StringIO()
+    [one, _] = both = requests(2)
+    one.stage, one.error = Stage.FAILED, "the prompt is too long"
+    PlainDisplay(both, BYTES, out).changed(one)
+    assert out.getvalue() == "[1] failed: the prompt is too long\n"
+
+
+def terminal(out: io.StringIO) -> Console:
+    return Console(file=out, width=100, height=12, force_terminal=True, color_system=None)
+
+
+def test_panels_end_as_whole_texts_with_a_summary() -> None:
+    out = io.StringIO()
+    one, two = both = requests(2)
+    display = LiveDisplay(both, BYTES, terminal(out))
+    with display:
+        write(display, one, " and so on" * 50)
+        finish(display, one)
+        two.stage, two.error = Stage.FAILED, "the prompt is too long"
+        display.changed(two)
+    assert out.getvalue().count("and so") >= 49
+    assert "the prompt is too long" in out.getvalue()
+    display.summary(Summary([("steps", "7")], [("Decode", 1, 20, 0, 0)]))
+    assert "Decode" in out.getvalue()
+
+
+def test_a_panel_shows_where_its_prompt_stands_and_the_end_of_its_text() -> None:
+    both = requests(3)
+    out = io.StringIO()
+    display = LiveDisplay(both, BYTES, terminal(out))
+    both[0].stage = Stage.RUNNING
+    both[1].preemptions = 2
+    write(display, both[0], " and then" * 40 + " the end")
+    write(display, both[1], "\x1b[2Jquiet")
+    display._console.print(display._render())
+    shown = out.getvalue()
+    assert "1 · 368 tokens, running" in shown
+    assert "2 · 9 tokens, waiting, preempted 2×" in shown
+    assert "the end" in shown
+    assert "prompt 1," not in shown, "it has scrolled away"
+    assert "␛[2Jquiet" in shown
+    assert len(shown.splitlines()) <= 12
+    finish(display, both[0])
+    display._console.print(display._grid(lines=None))
+    assert "prompt 1, and then" in out.getvalue()
+
+
+def test_without_a_terminal_the_display_is_plain() -> None:
+    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
+    assert isinstance(display_for(requests(1), BYTES, plain=True), PlainDisplay)
+
+
+def test_on_a_terminal_it_is_live_unless_rich_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert isinstance(display_for(requests(1), BYTES, plain=False), LiveDisplay)
+    assert isinstance(display_for(requests(1), BYTES, plain=True), PlainDisplay)
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
+
+
+def test_the_summary_tells_rates_latency_batches_and_every_rpc() -> None:
+    done = requests(3)
+    for at, request in enumerate(done):
+        request.arrived, request.first_token = 1.0, 1.1 + at / 10
+        request.stage = Stage.FINISHED
+        request.generated = [0] * 10
+    run = Run(done, wall_seconds=2.0, preemptions=4, rebuilds=1)
+    run.step(prompt=100, decode=2, sequences=4, seconds=0.5, executor_seconds=0.25)
+    run.step(prompt=0, decode=30, sequences=2, seconds=0.25, executor_seconds=0.125)
+    run.saw(Pressure(3, 4, 16, 0, 0, 0))
+    run.saw(Pressure(1, 4, 16, 0, 0, 0))
+    figures = dict(summarise(run, None, None).figures)
+    assert figures["requests"] == "3 of 3"
+    assert figures["generated"] == "30 tokens, 15 tokens/s"
+    assert figures["prefill"] == "100 tokens, 200 tokens/s"
+    assert figures["decode"] == "32 tokens, 120 tokens/s in pure steps"
+    assert figures["time to first token"] == "p50 200.0 ms"
+    assert figures["steps"] == "2, mean batch 3.0"
+    assert figures["time in the executor"] == "50% of the steps"
+    assert (figures["preemptions"], figures["rebuilt sequences"], figures["cache use, peak"]) == ("4", "1", "75.0%")
+
+
+def test_a_run_of_nothing_has_a_summary_too() -> None:
+    figures = dict(summarise(Run(()), None, None).figures)
+    assert figures["generated"] == "0 tokens, -"
+    assert figures["time to first token"] == "-"
+
+
+def test_rpcs_are_counted_between_two_moments_busiest_first() -> None:
+    before = [MethodCount("s/Decode", 10, 1, 10, 0), MethodCount("s/Idle", 3, 0, 0, 0)]
+    after = [
+        MethodCount("s/Idle", 3, 0, 0, 0),
+        MethodCount("s/Release", 2, 0, 0, 0),
+        MethodCount("s/Decode", 15, 2, 25, 3),
+    ]
+    assert method_rows(before, after) == [("Decode", 5, 15, 1, 3), ("Release", 2, 0, 0, 0)]
+
+
+def test_the_plain_summary_is_aligned() -> None:
+    out = io.StringIO()
+    PlainDisplay([], BYTES, out).summary(Summary([("a", "1"), ("long name", "2")], [("Decode", 1, 20, 0, 0)]))
+    lines = out.getvalue().splitlines()
+    assert lines[1:3] == ["a          1", "long name  2"]
+    assert len(lines[4]) == len(lines[5])
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_without_prompts_the_demo_runs() -> None:
+    assert parse([]).prompts == parse(["--demo"]).prompts == prompts.DEMO_PROMPTS
+    assert len(prompts.DEMO_PROMPTS) == 8
+    assert all(text.isascii() for text in prompts.DEMO_PROMPTS)
+
+
+def test_prompts_come_from_flags_or_from_a_file(tmp_path: Path) -> None:
+    assert parse(["--prompt", "a", "--prompt", "b"]).prompts == ("a", "b")
+    file = tmp_path / "prompts"
+    file.write_text("one\n\n two \n")
+    assert parse(["--prompts-file", str(file)]).prompts == ("one", " two ")
+
+
+def test_greedy_is_a_temperature_of_nothing() -> None:
+    assert parse(["--greedy"]).sampling.greedy
+    assert not parse([]).sampling.greedy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "not at least 1"),
+        (["--temperature", "-1"], "are needed"),
+        (["--prompts-file", "/nowhere"], "cannot read /nowhere"),
+        (["--prompt", ""], "a prompt is empty"),
+        (["--prompt", "a", "--demo"], "not allowed with"),
+        (["--prompts-file", "/dev/null"], "holds no prompts"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""The policy as a pure function: budgets, order, admission, preemption; and that everything comes to an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
+from clients.scheduler.request import Request
+
+ROOMY = Pool(free=1000, total=1000, block_size=4)
+BUDGET = Budget(tokens=64, items=16, running=8, headroom=8)
+
+
+def request(index: int, known: int, cached: int = 0, generated: int = 0) -> Request:
+    return Request(index, tuple(range(known - generated)), 1000, generated=list(range(generated)), cached=cached)
+
+
+def decoding(index: int, cached: int) -> Request:
+    return request(index, cached + 1, cached, 1)
+
+
+def fed(step: Plan) -> list[tuple[int, int]]:
+    return [(feed.request.index, feed.count) for feed in step.feeds]
+
+
+def victims(step: Plan) -> list[int]:
+    return [each.index for each in step.preempt]
+
+
+# --- examples -------------------------------------------------------------------------------------------------------
+
+
+def test_decodes_come_first_then_chunks_then_the_waiting() -> None:
+    running = [request(2, 50, 10), decoding(1, 20), decoding(0, 30)]
+    step = plan(running, [request(3, 5)], ROOMY, BUDGET)
+    assert fed(step) == [(0, 1), (1, 1), (2, 40), (3, 5)]
+    assert [each.index for each in step.admitted] == [3]
+
+
+def test_a_long_prompt_goes_in_chunks_of_what_the_budget_leaves() -> None:
+    step = plan([decoding(0, 4)], [request(1, 500)], ROOMY, replace(BUDGET, tokens=32))
+    assert fed(step) == [(0, 1), (1, 31)]
+    assert not step.feeds[1].completes
+
+
+def test_admission_waits_until_prompt_and_headroom_of_everybody_fit() -> None:
+    pool = Pool(free=6, total=20, block_size=4)
+    running, newcomer = [decoding(0, 7)], request(1, 8)
+    # The decode takes a place in its last block; 2 blocks are promised to its headroom; 2 + 2 are the newcomer's.
+    assert fed(plan(running, [newcomer], pool, BUDGET)) == [(0, 1), (1, 8)]
+    assert fed(plan(running, [newcomer], replace(pool, free=5), BUDGET)) == [(0, 1)]
+
+
+def test_nobody_overtakes_in_the_queue() -> None:
+    pool = Pool(free=6, total=40, block_size=4)
+    step = plan([decoding(0, 7)], [request(1, 100), request(2, 1)], pool, BUDGET)
+    assert fed(step) == [(0, 1)]
+
+
+def test_an_idle_executor_takes_what_fits_even_without_headroom() -> None:
+    pool = Pool(free=5, total=5, block_size=4)
+    assert fed(plan([], [request(0, 20)], pool, BUDGET)) == [(0, 20)]
+
+
+def test_a_decode_without_a_block_takes_the_youngests() -> None:
+    pool = Pool(free=0, total=12, block_size=4)
+    running = [decoding(0, 16), decoding(1, 16), decoding(2, 16)]
+    step = plan(running, [request(3, 1)], pool, replace(BUDGET, headroom=0))
+    assert victims(step) == [2]
+    assert fed(step) == [(0, 1), (1, 1)]
+    assert step.admitted == (), "nobody joins while somebody had to leave"
+
+
+def test_the_youngest_steps_aside_itself() -> None:
+    pool = Pool(free=1, total=9, block_size=4)
+    step = plan([decoding(0, 16), decoding(1, 16)], [], pool, BUDGET)
+    assert fed(step) == [(0, 1)]
+    assert victims(step) == [1]
+
+
+def test_prompts_that_hold_all_blocks_between_them_are_unblocked_for_the_oldest() -> None:
+    pool = Pool(free=0, total=8, block_size=4)
+    step = plan([request(0, 30, 16), request(1, 30, 16)], [], pool, BUDGET)
+    assert victims(step) == [1]
+    assert fed(step) == [(0, 14)]
+
+
+def test_a_request_that_the_whole_pool_cannot_hold_is_hopeless_and_stops_nobody() -> None:
+    pool = Pool(free=10, total=10, block_size=4)
+    step = plan([], [request(0, 41), request(1, 8)], pool, BUDGET)
+    assert [each.index for each in step.hopeless] == [0]
+    assert fed(step) == [(1, 8)]
+    full = plan([decoding(0, 40)], [], Pool(free=0, total=10, block_size=4), BUDGET)
+    assert [each.index for each in full.hopeless] == [0]
+
+
+def test_a_request_alone_waits_when_others_hold_the_pool() -> None:
+    step = plan([decoding(0, 16)], [], Pool(free=0, total=100, block_size=4), BUDGET)
+    assert victims(step) == [0]
+    assert step.hopeless == ()
+
+
+def test_no_more_run_than_a_step_has_room_for() -> None:
+    waiting = [request(at, 1) for at in range(30)]
+    for budget in (replace(BUDGET, running=3), replace(BUDGET, tokens=3), replace(BUDGET, items=3)):
+        assert len(plan([], waiting, ROOMY, budget).feeds) == 3
+
+
+@pytest.mark.parametrize("field", ["tokens", "items", "running"])
+def test_a_budget_without_room_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="room for something"):
+        replace(BUDGET, **{field: 0})
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[Request], list[Request], Pool, Budget]:
+    """Any state that a scheduler can be in: running requests hold their blocks, others may hold some too."""
+    size = draw(st.integers(1, 8))
+    budget = Budget(
+        tokens=draw(st.integers(1, 40)),
+        items=draw(st.integers(1, 10)),
+        running=draw(st.integers(1, 10)),
+        headroom=draw(st.integers(0, 20)),
+    )
+    lengths = st.integers(1, 40)
+    running = []
+    for index in range(draw(st.integers(0, budget.at_once))):
+        cached = draw(st.integers(0, 40))
+        owed = draw(st.one_of(st.just(1), lengths))
+        running.append(request(index, cached + owed, cached))
+    waiting = [request(len(running) + at, draw(lengths)) for at in range(draw(st.integers(0, 6)))]
+    held = sum(-(-each.cached // size) for each in running)
+    free, others = draw(st.integers(0, 30)), draw(st.integers(0, 10))
+    return draw(st.permutations(running)), waiting, Pool(free, held + free + others, size), budget
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_a_plan_keeps_to_its_budgets(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
+    running, waiting, pool, budget = world
+    step = plan(running, waiting, pool, budget)
+    assert sum(feed.count for feed in step.feeds) <= budget.tokens
+    assert len(step.feeds) <= budget.items
+    assert all(1 <= feed.count <= feed.request.owed for feed in step.feeds)
+    assert len({feed.request.index for feed in step.feeds}) == len(step.feeds)
+    assert len(running) - len(step.preempt) + len(step.admitted) <= max(budget.at_once, len(running))
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_a_plan_never_needs_more_blocks_than_are_free(
+    world: tuple[list[Request], list[Request], Pool, Budget],
+) -> None:
+    running, waiting, pool, budget = world
+    step = plan(running, waiting, pool, budget)
+    gone = [each for each in (*step.preempt, *step.hopeless) if each in running]
+    free = pool.free + sum(pool.blocks(each.cached) for each in gone)
+    assert sum(pool.growth(feed.request.cached, feed.count) for feed in step.feeds) <= free
+    assert all(pool.blocks(feed.request.cached + feed.count) <= pool.total for feed in step.feeds)
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_every_decode_runs_or_its_request_leaves(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
+    running, waiting, pool, budget = world
+    step = plan(running, waiting, pool, budget)
+    decodes = {each.index for each in running if each.owed == 1}
+    placed = {feed.request.index for feed in step.feeds} | {each.index for each in (*step.preempt, *step.hopeless)}
+    assert decodes <= placed
+    order = [feed.request.owed > 1 for feed in step.feeds if feed.request in running]
+    assert order == sorted(order), "decodes first"
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_victims_are_the_youngest_and_nobody_joins_when_somebody_leaves(
+    world: tuple[list[Request], list[Request], Pool, Budget],
+) -> None:
+    running, waiting, pool, budget = world
+    step = plan(running, waiting, pool, budget)
+    left = {each.index for each in (*step.preempt, *step.hopeless)}
+    kept = [each.index for each in running if each.index not in left]
+    assert not step.preempt or max(kept, default=-1) < min(each.index for each in step.preempt)
+    assert not (step.preempt and step.admitted)
+    joined = [each.index for each in step.admitted]
+    skipped = {each.index for each in step.hopeless}
+    queue = [each.index for each in waiting if each.index not in skipped]
+    assert joined == queue[: len(joined)], "in the order of arrival"
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_there_is_always_progress(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
+    running, waiting, pool, budget = world
+    step = plan(running, waiting, pool, budget)
+    if running:
+        assert step.feeds or step.preempt or step.hopeless
+    elif waiting and pool.free == pool.total:
+        assert step.feeds or step.hopeless
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_planning_changes_nothing_and_always_says_the_same(
+    world: tuple[list[Request], list[Request], Pool, Budget],
+) -> None:
+    running, waiting, pool, budget = world
+    before = [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
+    assert plan(running, waiting, pool, budget) == plan(list(reversed(running)), waiting, pool, budget)
+    assert before == [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) -> None:
+    """A simulated executor: blocks are counted exactly, every fed request that owes nothing gets a token."""
+    size = data.draw(st.integers(1, 5))
+    total = data.draw(st.integers(4, 25))
+    budget = Budget(
+        tokens=data.draw(st.integers(1, 30)), items=8, running=data.draw(st.integers(1, 8)),
+        headroom=data.draw(st.integers(0, 12)),
+    )  # fmt: skip
+    wanted = [
+        Request(at, tuple(range(data.draw(st.integers(1, 40)))), data.draw(st.integers(1, 20)))
+        for at in range(data.draw(st.integers(1, 8)))
+    ]
+    waiting, running, cut = list(wanted), [], []
+    work = sum(len(each.prompt) + each.max_new_tokens for each in wanted)
+    for _ in range(40 * work):
+        if not (waiting or running):
+            break
+        free = total - sum(-(-each.cached // size) for each in running)
+        step = plan(running, waiting, Pool(free, total, size), budget)
+        for each in step.hopeless:
+            (running if each in running else waiting).remove(each)
+            each.cached = 0
+            cut.append(each)
+        for each in step.preempt:
+            running.remove(each)
+            each.cached = 0
+            waiting = sorted([*waiting, each], key=lambda request: request.index)
+        for each in step.admitted:
+            waiting.remove(each)
+            running.append(each)
+        for feed in step.feeds:
+            _run(feed, running)
+        assert sum(-(-each.cached // size) for each in running) <= total
+    assert not waiting
+    assert not running
+    for each in wanted:
+        assert len(each.generated) == each.max_new_tokens or each in cut
+        assert each not in cut or -(-(each.known + 1) // size) > total
+
+
+def _run(feed: Feed, running: list[Request]) -> None:
+    request = feed.request
+    completes = feed.completes
+    request.cached += feed.count
+    if completes:
+        request.generated.append(0)
+        if len(request.generated) == request.max_new_tokens:
+            running.remove(request)
+            request.cached = 0
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9)), st.data())
+def test_what_is_owed_is_fed_in_order_across_prompt_and_generated(
+    prompt: list[int], generated: list[int], data: st.DataObject
+) -> None:
+    known = prompt + generated
+    request = Request(0, tuple(prompt), 5, generated=generated)
+    out: list[int] = []
+    while request.owed:
+        count = data.draw(st.integers(1, request.owed))
+        out += request.next_tokens(count)
+        request.cached += count
+    assert out == known

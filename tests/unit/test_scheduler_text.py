@@ -1,0 +1,120 @@
+"""Text that streams: no character is broken, none is lost, and none speaks to the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clients.scheduler.text import (
+    ByteTokenizer,
+    FileTokenizer,
+    TextStream,
+    TokenizerError,
+    printable,
+    tokenizer_for,
+)
+from tools.demo_model import tokens as demo_tokens
+
+BYTES = ByteTokenizer()
+
+
+class Words:
+    """A tokenizer whose tokens read differently at the beginning of a text, as those of SentencePiece do."""
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f" {token}" for token in tokens).removeprefix(" ")
+
+
+def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_streamed_text_is_the_text(text: str) -> None:
+    out = pieces(TextStream(BYTES), BYTES.encode(text))
+    assert "".join(out) == text
+    assert "\ufffd" not in "".join(out) or "\ufffd" in text, "no character was shown in halves"
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=TextStream.LONGEST_WINDOW - 1))
+def test_bytes_that_are_no_text_stream_as_they_decode(data: bytes) -> None:
+    assert "".join(pieces(TextStream(BYTES), list(data))) == data.decode(errors="replace")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=600))
+def test_bytes_that_never_become_text_do_not_hold_back_the_stream(data: bytes) -> None:
+    stream = TextStream(BYTES)
+    shown = 0
+    for at, byte in enumerate(data):
+        shown += len(stream.push(byte).encode())
+        assert at < TextStream.LONGEST_WINDOW or shown > 0
+    assert len(stream._tokens) - stream._window <= 2 * TextStream.LONGEST_WINDOW
+
+
+def test_each_character_comes_as_soon_as_it_is_complete() -> None:
+    assert pieces(TextStream(BYTES), list("aé€😀b".encode())) == [
+        *("a", "", "é", "", "", "€", "", "", "", "😀", "b"),
+        "",
+    ]
+
+
+def test_what_is_incomplete_at_the_end_is_shown_at_the_end() -> None:
+    assert pieces(TextStream(BYTES), list("a😀".encode())[:-1]) == ["a", "", "", "", "\ufffd"]
+
+
+def test_tokens_that_read_differently_at_the_beginning_are_joined_as_in_the_whole() -> None:
+    assert "".join(pieces(TextStream(Words()), [1, 2, 3, 4])) == "1 2 3 4"
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert pieces(TextStream(BYTES), [256, 97, 257, 98, 263]) == ["", "a", "", "b", "", ""]
+
+
+@pytest.fixture
+def demo_folder(tmp_path: Path) -> Path:
+    demo_tokens.write(tmp_path, 128)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["And it came to pass", "naïve — “quoted” 😀\n"])
+def test_the_demo_tokenizer_and_the_byte_tokenizer_are_one(demo_folder: Path, text: str) -> None:
+    for path in (demo_folder, demo_folder / "tokenizer.json"):
+        library = FileTokenizer(path)
+        assert library.encode(text) == BYTES.encode(text)
+        assert "".join(pieces(TextStream(library), [256, *library.encode(text), 256])) == text
+
+
+def test_a_tokenizer_is_found_or_its_absence_explained(demo_folder: Path) -> None:
+    assert isinstance(tokenizer_for(256, None), ByteTokenizer)
+    assert isinstance(tokenizer_for(264, None), ByteTokenizer)
+    assert isinstance(tokenizer_for(264, demo_folder), FileTokenizer)
+    with pytest.raises(TokenizerError, match=r"151936 tokens.*--tokenizer"):
+        tokenizer_for(151_936, None)
+    with pytest.raises(TokenizerError, match="no tokenizer at"):
+        tokenizer_for(264, demo_folder / "nowhere")
+    (demo_folder / "broken.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="is not a tokenizer"):
+        tokenizer_for(264, demo_folder / "broken.json")
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_nothing_that_a_model_writes_can_speak_to_the_terminal(text: str) -> None:
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert all(each == "\n" or (ord(each) >= 32 and not 127 <= ord(each) < 160) for each in shown)
+
+
+def test_plain_text_is_shown_as_it_is() -> None:
+    assert printable("In the\nbeginning: naïve 😀") == "In the\nbeginning: naïve 😀"
+    assert printable("\x1b[2J\t\x7f") == "␛[2J ␡"
