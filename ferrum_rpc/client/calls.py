@@ -40,14 +40,14 @@ class Calls:
             return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        except grpc.aio.UsageError:
+            raise _closed() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Nobody cancelled this task: its channel was closed under it, and grpc.aio says so by cancelling.
-            raise TransportError(
-                "the client was closed while a call was in flight", metadata={"grpc_code": "CANCELLED"}
-            ) from None
+            raise _closed() from None
 
     async def mutate(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request, deadline: Deadline
@@ -62,6 +62,8 @@ class Calls:
             try:
                 return await self.ask(method, request, deadline, attempt_timeout_s=policy.attempt_timeout_s)
             except ExecutorError as error:
+                if error.metadata.get("grpc_code") == "CANCELLED":
+                    raise
                 if fate_unknown(error):
                     unknown = error
                 elif unknown is None or not isinstance(error, REFUSED_AT_THE_DOOR):
@@ -69,6 +71,10 @@ class Calls:
             if deadline.passed:
                 break
             if resend < policy.times:
-                await asyncio.sleep(deadline.remaining(policy.backoff_s * 2**resend) or 0.0)
+                await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
         assert unknown is not None  # noqa: S101 - the loop ran, and whatever did not raise was noted
         raise unknown
+
+
+def _closed() -> TransportError:
+    return TransportError("the client was closed while a call was in flight", metadata={"grpc_code": "CANCELLED"})

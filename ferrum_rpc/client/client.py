@@ -187,7 +187,6 @@ class ExecutorClient:
             reserve_tokens=reserve_tokens,
         )
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
-        self._link.releases.live.add(state)
         return Sequence(self._link, state, rebuild=rebuild)
 
     # --- batches ----------------------------------------------------------------------------------------------------

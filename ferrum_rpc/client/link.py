@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -39,6 +39,8 @@ from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
+
+Result = TypeVar("Result")
 
 _BUSY_PATIENCE_S = 5.0
 
@@ -102,7 +104,7 @@ class Link:
         """What the executor is, asked once per process lifetime of it."""
         if self._info is None:
             request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
-            info = info_from_proto(await self.calls.ask(self.executor.GetInfo, request, deadline))
+            info = info_from_proto(await self.calls.mutate(self.executor.GetInfo, request, deadline))
             if info.minimum_client_revision > SCHEMA_REVISION:
                 raise NotSupported(
                     f"the executor ({info.server_version}) needs clients of schema revision "
@@ -115,7 +117,7 @@ class Link:
 
     async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Answer:
         """One item through Prefill, Decode or ForwardVerify. The caller has claimed the sequence."""
-        response: _FeedResponse = await self._patiently(item, lambda: self._feed(feed, item, deadline), deadline)
+        response = await self.patiently(item.state, lambda: self._feed(feed, item, deadline), deadline)
         blocks = rows_from_proto(response.row_blocks)
         answer = self._answer(item, response.output, blocks, self.saw(response.pressure), _timing(response))
         if _rows_are_gone(item, answer):
@@ -189,6 +191,8 @@ class Link:
     ) -> Answer:
         handle = handle_from_proto(output.handle)
         item.state.committed(item, handle)
+        if item.handle is None:
+            self.releases.live.add(item.state)
         where = output.rows
         rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
         return Answer(handle, rows, pressure, timing, output.cached_tokens, output.replayed)
@@ -216,6 +220,8 @@ class Link:
 
     def _failed(self, item: Item, error: BaseException, repeat: Callable[[Deadline], Any]) -> None:
         item.state.failed(item, error, repeat)
+        if item.state.in_doubt:
+            self.releases.live.add(item.state)
         self.noticed(error)
 
     def noticed(self, error: BaseException) -> None:
@@ -234,10 +240,12 @@ class Link:
         response = await self.calls.mutate(feed.method, feed.request(item=item.proto), deadline)
         return [handle_from_proto(response.output.handle)]
 
-    async def _patiently(self, item: Item, send: Callable[[], Any], deadline: Deadline) -> Any:
+    async def patiently(
+        self, state: SequenceState, send: Callable[[], Awaitable[Result]], deadline: Deadline
+    ) -> Result:
         """After a call was given up, the executor may still be at it: its SEQUENCE_BUSY is then no mistake of the
         program, and passes."""
-        doubtful = item.state.doubt is not None and item.state.doubt.unknown
+        doubtful = state.doubt is not None and state.doubt.unknown
         patience = Deadline.after(deadline.remaining(_BUSY_PATIENCE_S))
         pause = 0.005
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.state import Doubt, SequenceState
+from ferrum_rpc.client.state import SequenceState, settled
 from ferrum_rpc.core import HandleRef, Pressure
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
@@ -19,7 +19,7 @@ async def truncate(link: Link, state: SequenceState, handle: HandleRef, length: 
     try:
         response = await link.calls.mutate(link.executor.TruncateKv, request, deadline)
     except BaseException as error:
-        state.doubt = Doubt.after(error, content, request.request_id) or state.doubt
+        state.doubt = settled(state.doubt, error, content, request.request_id)
         raise
     state.moved(handle_from_proto(response.handle))
     return link.saw(response.pressure)
@@ -47,7 +47,7 @@ async def fork(
     try:
         response = await send(deadline)
     except BaseException as error:
-        state.fork = Doubt.after(error, content, request.request_id, repeat) or state.fork
+        state.fork = settled(state.fork, error, content, request.request_id, repeat)
         raise
     state.fork = None
     link.saw(response.pressure)

@@ -31,6 +31,8 @@ from ferrum_rpc.errors import (
 _ANSWERED_BY_GRPC = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS", "DEADLINE_EXCEEDED", "CANCELLED"})
 """Codes that, without the executor's own ErrorInfo, leave open whether the step ran."""
 
+LONGEST_PAUSE_S = 1.0
+
 REFUSED_AT_THE_DOOR = (SequenceBusy, QueueFull, Starting, Draining, DeadlineExceeded, Cancelled)
 """Refusals that only speak of this attempt: an earlier one of the same call may still have run."""
 
@@ -42,9 +44,9 @@ SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
 class ResendPolicy:
     """How often a mutating call whose fate is unknown is sent again: same bytes, same request id, same handle.
 
-    ``times``: resends after the first attempt. ``backoff_s``: pause before the first one, doubled each time.
-    ``attempt_timeout_s``: an attempt is given up after so long, so that there is time left for the next one; None gives
-    each attempt all of the call's time. The call's own deadline bounds the whole.
+    ``times``: resends after the first attempt. ``backoff_s``: pause before the first one, doubled each time up to
+    `LONGEST_PAUSE_S`. ``attempt_timeout_s``: an attempt is given up after so long, so that there is time left for the
+    next one; None gives each attempt all of the call's time. The call's own deadline bounds the whole.
     """
 
     times: int = 1
@@ -54,6 +56,10 @@ class ResendPolicy:
     def __post_init__(self) -> None:
         if self.times < 0 or self.backoff_s < 0 or (self.attempt_timeout_s is not None and self.attempt_timeout_s <= 0):
             raise ValueError(f"no such policy: {self}")
+
+    def pause(self, resend: int) -> float:
+        """Seconds before a resend, the first being 0."""
+        return min(self.backoff_s * 2.0 ** min(resend, 30), LONGEST_PAUSE_S)
 
 
 NEVER_RESEND = ResendPolicy(times=0)

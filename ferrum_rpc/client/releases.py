@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.state import SequenceState
+from ferrum_rpc.client.state import SequenceState, new_request_id
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 from ferrum_rpc.executor.v1 import model_executor_pb2
@@ -25,7 +24,7 @@ log = logging.getLogger("ferrum_rpc.client")
 
 
 class Releases:
-    """The live sequences of one client, and the releases that are under way."""
+    """The sequences of one client that the executor holds, or may hold, and the releases that are under way."""
 
     def __init__(self, link: Link, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -64,7 +63,7 @@ class Releases:
         """Release at whatever version. What is gone already counts as released."""
         link = self._link
         request = model_executor_pb2.ReleaseRequest(
-            handle=handle_to_proto(handle), any_version=True, request_id=uuid.uuid4().hex
+            handle=handle_to_proto(handle), any_version=True, request_id=new_request_id()
         )
         pause = 0.005
         while True:

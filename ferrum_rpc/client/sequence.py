@@ -96,7 +96,7 @@ class Sequence:
     @property
     def in_doubt(self) -> bool:
         """Whether a call failed without anybody knowing if it ran. The same call made again settles it."""
-        return any(each is not None and each.unknown for each in (self._state.doubt, self._state.creation))
+        return self._state.in_doubt
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,8 @@ class Sequence:
         sent. A kind alone stands for the last position."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
+        if self._owed is not None:
+            raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
         self._prompt = None
         return self._link.item(self._state, as_tokens(tokens), as_output(output, Positions.LAST), truncate_to)
 
@@ -309,9 +311,10 @@ class Sequence:
 
     async def _surviving(self, send: Callable[[HandleRef], Awaitable[Result]], deadline: Deadline) -> Result:
         async def on_handle() -> Result:
-            if self._state.handle is None:
+            handle = self._state.handle
+            if handle is None:
                 raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
-            return await send(self._state.handle)
+            return await self._link.patiently(self._state, lambda: send(handle), deadline)
 
         return await self._again_if_gone(on_handle, None, deadline)
 

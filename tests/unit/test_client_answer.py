@@ -1,0 +1,85 @@
+"""Rows on an answer: typed, sliced to the item, and a clear error for what was not asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.client import Answer, HandleRef, NoSuchRowsError, Pressure, RowDType
+from ferrum_rpc.client.answer import joined_rows
+from ferrum_rpc.core import LogitRows, RowBlock, Rows, SelectedRows, TokenRows, TopTokenRows
+
+PRESSURE = Pressure(1, 2, 3, 0, 0, 0)
+
+
+def f32(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+TOKENS = TokenRows(np.array([5, 6, 7], np.uint32), f32(-1, -2, -3))
+TOP = TopTokenRows(np.arange(6, dtype=np.uint32).reshape(3, 2), np.ones((3, 2), np.float32), f32(1, 2, 3))
+SELECTED = SelectedRows(np.ones((3, 4), np.float32), f32(1, 2, 3))
+LOGITS = LogitRows(RowDType.F32, np.arange(12, dtype=np.float32).reshape(3, 4))
+
+
+def answer(block: RowBlock | None, first: int = 1, count: int = 1, *, replayed: bool = False) -> Answer:
+    rows = None if block is None else Rows(block, first, count)
+    return Answer(HandleRef(b"", 9, 1), rows, PRESSURE, replayed=replayed)
+
+
+def test_each_kind_is_read_under_its_name_and_cut_to_the_items_rows() -> None:
+    assert answer(TOKENS).token == 6
+    assert answer(TOKENS, 1, 2).tokens.tolist() == [6, 7]
+    assert answer(TOKENS, 1, 2).logprobs.tolist() == [-2, -3]
+    assert answer(TOP).top_tokens.token_ids.tolist() == [[2, 3]]
+    assert answer(TOP).top_tokens.logsumexp.tolist() == [2]
+    assert answer(SELECTED, 0, 2).selected.logits.shape == (2, 4)
+    assert answer(LOGITS).logits.tolist() == [[4, 5, 6, 7]]
+    assert answer(None).length == 9
+
+
+def test_logits_are_float32_whatever_they_travelled_as() -> None:
+    values = f32(1.5, -2.0, 0.25)
+    raw = (values.view(np.uint32) >> 16).astype(np.uint16).reshape(1, 3)
+    bf16 = answer(LogitRows(RowDType.BF16, raw), 0).logits
+    f16 = answer(LogitRows(RowDType.F16, values.astype(np.float16).reshape(1, 3)), 0).logits
+    for each in (bf16, f16):
+        assert each.dtype == np.float32
+        assert each.tolist() == [values.tolist()]
+
+
+@pytest.mark.parametrize("name", ["token", "tokens", "logprobs", "top_tokens", "selected", "logits"])
+def test_rows_that_were_not_asked_for_say_so(name: str) -> None:
+    fitting = {"token": TOKENS, "tokens": TOKENS, "logprobs": TOKENS, "top_tokens": TOP, "selected": SELECTED}
+    for block in (TOKENS, TOP, SELECTED, LOGITS):
+        if fitting.get(name, LOGITS) is not block:
+            with pytest.raises(NoSuchRowsError, match="ask with"):
+                getattr(answer(block), name)
+    with pytest.raises(NoSuchRowsError, match="without rows"):
+        getattr(answer(None), name)
+    with pytest.raises(NoSuchRowsError, match="rows are gone"):
+        getattr(answer(None, replayed=True), name)
+
+
+def test_one_token_is_read_of_one_row_only() -> None:
+    with pytest.raises(NoSuchRowsError, match="2 rows"):
+        _ = answer(TOKENS, 0, 2).token
+
+
+def test_log_probabilities_must_be_asked_for() -> None:
+    with pytest.raises(NoSuchRowsError, match="logprob=True"):
+        _ = answer(TokenRows(TOKENS.token_ids)).logprobs
+
+
+@pytest.mark.parametrize("block", [TOKENS, TokenRows(TOKENS.token_ids), TOP, SELECTED, LOGITS])
+def test_chunks_joined_are_the_whole(block: RowBlock) -> None:
+    joined = joined_rows([Rows(block, 0, 1), Rows(block, 1, 2)])
+    assert (joined.first, joined.count) == (0, 3)
+    assert type(joined.block) is type(block)
+    for name in type(block).__dataclass_fields__:
+        whole, parts = getattr(block, name), getattr(joined.block, name)
+        if isinstance(whole, np.ndarray):
+            assert parts.dtype == whole.dtype
+            assert (parts == whole).all()
+        else:
+            assert parts == whole

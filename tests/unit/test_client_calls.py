@@ -1,0 +1,222 @@
+"""What the client repeats by itself, and what it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from ferrum_rpc.client import NEVER_RESEND, ResendPolicy
+from ferrum_rpc.client.calls import Calls
+from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, service_config
+from ferrum_rpc.client.policy import Deadline, fate_unknown
+from ferrum_rpc.errors import (
+    ERROR_BY_REASON,
+    DeadlineExceeded,
+    ExecutorError,
+    InternalError,
+    KvBlocksExhausted,
+    QueueFull,
+    Reason,
+    TransportError,
+)
+from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_executor_pb2
+from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
+
+FOREVER = Deadline(None)
+AT_ONCE = ResendPolicy(backoff_s=0)
+
+
+def refusal(reason: Reason) -> grpc.aio.AioRpcError:
+    """What the executor's own refusal looks like on the client's side."""
+    details = status_from_error(ERROR_BY_REASON[reason]("no")).SerializeToString()
+    trailing = grpc.aio.Metadata((STATUS_METADATA_KEY, details))
+    return grpc.aio.AioRpcError(CODE_BY_REASON[reason], grpc.aio.Metadata(), trailing, details="no")
+
+
+def bare(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    """What gRPC says when nobody answered."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="lost")
+
+
+class Script:
+    """A method that answers by a script and remembers what it was asked."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.requests: list[Any] = []
+        self.timeouts: list[float | None] = []
+        self.metadata: Any = None
+
+    async def __call__(self, request: Any, *, timeout: float | None, metadata: Any) -> Any:  # noqa: ASYNC109
+        self.requests.append(request)
+        self.timeouts.append(timeout)
+        self.metadata = metadata
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+def calls(policy: ResendPolicy = AT_ONCE) -> Calls:
+    return Calls(metadata=(("authorization", "Bearer t"),), resend=policy)
+
+
+async def mutate(script: Script, policy: ResendPolicy = AT_ONCE, deadline: Deadline = FOREVER) -> Any:
+    method: Any = script
+    return await calls(policy).mutate(method, "the request", deadline)
+
+
+UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+
+@pytest.mark.parametrize("code", UNANSWERED)
+async def test_a_call_of_unknown_fate_is_sent_again_with_the_same_request(code: grpc.StatusCode) -> None:
+    script = Script(bare(code), "answer")
+    assert await mutate(script) == "answer"
+    assert script.requests == ["the request"] * 2
+
+
+async def test_it_is_sent_again_as_often_as_the_policy_says_and_then_raised() -> None:
+    for times in range(4):
+        script = Script(*[bare(grpc.StatusCode.UNAVAILABLE)] * 5)
+        with pytest.raises(TransportError):
+            await mutate(script, ResendPolicy(times=times, backoff_s=0))
+        assert len(script.requests) == times + 1
+
+
+@pytest.mark.parametrize("reason", [each for each in Reason if each not in (Reason.TRANSPORT, Reason.INTERNAL_ERROR)])
+async def test_the_executors_own_refusal_is_never_sent_again(reason: Reason) -> None:
+    script = Script(refusal(reason), "answer")
+    with pytest.raises(ERROR_BY_REASON[reason]):
+        await mutate(script)
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
+async def test_a_caller_without_the_right_is_not_sent_again(code: grpc.StatusCode) -> None:
+    script = Script(bare(code), "answer")
+    with pytest.raises(ExecutorError):
+        await mutate(script)
+    assert len(script.requests) == 1
+
+
+async def test_a_refusal_at_the_door_does_not_hide_that_an_earlier_attempt_may_have_run() -> None:
+    with pytest.raises(TransportError):
+        await mutate(Script(bare(grpc.StatusCode.UNAVAILABLE), refusal(Reason.QUEUE_FULL)))
+    with pytest.raises(QueueFull):
+        await mutate(Script(refusal(Reason.QUEUE_FULL)))
+
+
+async def test_a_refusal_of_the_item_settles_that_no_attempt_ran() -> None:
+    with pytest.raises(KvBlocksExhausted):
+        await mutate(Script(bare(grpc.StatusCode.UNAVAILABLE), refusal(Reason.KV_BLOCKS_EXHAUSTED)))
+
+
+async def test_nothing_is_sent_after_the_callers_deadline() -> None:
+    script = Script(bare(grpc.StatusCode.DEADLINE_EXCEEDED), "answer")
+    with pytest.raises(DeadlineExceeded):
+        await mutate(script, deadline=Deadline.after(0))
+    assert len(script.requests) == 1
+    assert script.timeouts == [0.0]
+
+
+async def test_an_attempt_gets_its_share_and_never_more_than_what_is_left() -> None:
+    script = Script(bare(grpc.StatusCode.DEADLINE_EXCEEDED), "answer")
+    policy = ResendPolicy(backoff_s=0, attempt_timeout_s=5)
+    assert await mutate(script, policy, Deadline.after(1000)) == "answer"
+    assert script.timeouts == [5, 5]
+    assert Deadline.after(1).remaining(5) <= 1  # type: ignore[operator]
+
+
+async def test_credentials_go_with_every_call() -> None:
+    script = Script("answer")
+    await mutate(script)
+    assert script.metadata == (("authorization", "Bearer t"),)
+
+
+async def test_a_closed_channel_is_an_error_and_not_a_cancellation_of_the_caller() -> None:
+    with pytest.raises(TransportError):
+        await mutate(Script(asyncio.CancelledError()), NEVER_RESEND)
+
+
+async def test_the_callers_own_cancellation_stays_one() -> None:
+    class Hang(Script):
+        async def __call__(self, request: Any, **_: Any) -> Any:
+            entered.set()
+            await asyncio.Event().wait()
+
+    entered = asyncio.Event()
+    task = asyncio.create_task(mutate(Hang()))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_only_an_answer_of_the_executor_settles_a_fate() -> None:
+    for reason, cls in ERROR_BY_REASON.items():
+        assert fate_unknown(cls("no")) == (reason is Reason.INTERNAL_ERROR)
+    for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "CANCELLED"):
+        assert fate_unknown(TransportError("lost", metadata={"grpc_code": code}))
+    assert fate_unknown(DeadlineExceeded("late", metadata={"grpc_code": "DEADLINE_EXCEEDED"}))
+    assert fate_unknown(InternalError("?"))
+    assert fate_unknown(asyncio.CancelledError())
+
+
+@pytest.mark.parametrize("wrong", [{"times": -1}, {"backoff_s": -1.0}, {"attempt_timeout_s": 0.0}])
+def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no such policy"):
+        ResendPolicy(**wrong)
+
+
+# --- what gRPC does below -------------------------------------------------------------------------------------------
+
+
+def test_grpc_retries_unavailable_only_at_most_four_attempts_with_backoff_and_throttle() -> None:
+    config = json.loads(service_config())
+    retried = [each for each in config["methodConfig"] if "retryPolicy" in each]
+    assert len(retried) == 1
+    policy = retried[0]["retryPolicy"]
+    assert policy["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert policy["maxAttempts"] <= 4
+    assert policy["backoffMultiplier"] > 1
+    assert config["retryThrottling"]["maxTokens"] > 0
+
+
+def test_every_service_of_the_contract_is_retried_and_no_stream_is() -> None:
+    contract = {
+        service.full_name: service
+        for module in (model_executor_pb2, executor_control_pb2, kv_transfer_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    }
+    assert set(contract) <= set(SERVICES)
+    streaming = {
+        (name, method.name)
+        for name, service in contract.items()
+        for method in service.methods
+        if method.client_streaming or method.server_streaming
+    }
+    assert streaming <= set(STREAMS)
+    plain = [each for each in json.loads(service_config())["methodConfig"] if "retryPolicy" not in each]
+    assert {(each["service"], each["method"]) for each in plain[0]["name"]} == set(STREAMS)
+
+
+def test_a_channel_option_of_the_caller_replaces_the_default_and_leaves_the_others() -> None:
+    default, changed = dict(channel_options()), dict(channel_options([("grpc.keepalive_time_ms", 1)]))
+    assert changed.pop("grpc.keepalive_time_ms") == 1
+    assert default.pop("grpc.keepalive_time_ms") != 1
+    assert changed == default
+
+
+def test_the_default_channel_notices_a_dead_peer_and_takes_any_answer() -> None:
+    options = dict(channel_options())
+    time_ms, timeout_ms = int(options["grpc.keepalive_time_ms"]), int(options["grpc.keepalive_timeout_ms"])
+    assert 0 < 2 * (time_ms + timeout_ms) <= 30_000, "within the default lease"
+    assert time_ms > 5_000, "the executor takes more frequent pings for abuse"
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert int(options["grpc.http2.ping_timeout_ms"]) > 0
+    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == -1

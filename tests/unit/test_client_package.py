@@ -1,0 +1,55 @@
+"""`pip install ferrum-rpc` is the contract and the client: importing it loads no server and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ferrum_rpc.client.facts import Capability, ExecutorState, executor_state
+from ferrum_rpc.client.health import Health, health
+from ferrum_rpc.executor.v1 import info_pb2
+
+LOADED = """
+import sys
+import ferrum_rpc.client
+print("\\n".join(sorted(sys.modules)))
+"""
+
+SERVER_ONLY = {"torch", "pydantic", "pydantic_settings", "structlog", "safetensors", "psutil", "transformers"}
+CLIENT_FLOORS = {"client", "core", "errors", "executor", "wire"}
+
+
+def loaded_by(program: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_client_loads_no_torch_and_no_server_module() -> None:
+    modules = loaded_by(LOADED)
+    top = {name.partition(".")[0] for name in modules}
+    assert not top & (SERVER_ONLY | {"tokenizers", "rich", "clients"})
+    assert "grpc_health.v1.health_pb2" not in modules, "grpc itself imports the bare package where it is there"
+    floors = {name.split(".")[1] for name in modules if name.startswith("ferrum_rpc.")}
+    assert floors <= CLIENT_FLOORS
+
+
+def test_the_official_health_package_may_be_loaded_beside_the_client() -> None:
+    both = "import ferrum_rpc.client.health, grpc_health.v1.health_pb2"
+    assert loaded_by(both) == set()
+    assert loaded_by("import grpc_health.v1.health_pb2, ferrum_rpc.client.health") == set()
+
+
+def test_the_clients_enums_are_the_wires() -> None:
+    assert {f"CAPABILITY_{each.name}": each.value for each in Capability} == {
+        name: number for name, number in info_pb2.Capability.items() if number
+    }
+    assert executor_state(99) is ExecutorState.UNKNOWN
+    known = {f"EXECUTOR_STATE_{each.name}": each.value for each in ExecutorState if each.value}
+    assert known == {name: number for name, number in info_pb2.ExecutorState.items() if number}
+
+
+def test_the_health_enum_is_the_standard_one() -> None:
+    from grpc_health.v1 import health_pb2
+
+    assert health(99) is Health.UNKNOWN
+    assert {each.name: each.value for each in Health} == dict(health_pb2.HealthCheckResponse.ServingStatus.items())

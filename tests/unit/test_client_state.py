@@ -1,0 +1,220 @@
+"""The client's view of a sequence: it advances with answers only, and repeats a doubtful call under the same id."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.client import (
+    FullLogits,
+    Greedy,
+    HandleRef,
+    OutputSpec,
+    Positions,
+    RowDType,
+    SelectedTokens,
+    SequenceMisuseError,
+    TopTokens,
+)
+from ferrum_rpc.client.link import row_bytes
+from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.state import Item, SequenceState, as_output, as_tokens
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QueueFull, SequenceBusy, TransportError
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
+
+LOST = TransportError("lost", metadata={"grpc_code": "UNAVAILABLE"})
+SPEC = OutputSpec()
+
+
+async def no_repeat(_: Any) -> list[HandleRef]:
+    return []
+
+
+def handle(version: int, length: int, name: bytes = b"id") -> HandleRef:
+    return HandleRef(name, length, version)
+
+
+def state(**fields: Any) -> SequenceState:
+    return SequenceState(forward_pb2.CreateOptions(), **fields)
+
+
+def item(of: SequenceState, tokens: list[int], truncate_to: int | None = None) -> Item:
+    return of.item(1, tokens, SPEC, truncate_to)
+
+
+def test_the_handle_advances_with_an_answer_and_with_nothing_else() -> None:
+    sequence = state()
+    first = item(sequence, [1, 2])
+    sequence.failed(first, KvBlocksExhausted("no"), no_repeat)
+    assert sequence.handle is None
+    sequence.committed(first, handle(1, 2))
+    assert (sequence.handle, sequence.length) == (handle(1, 2), 2)
+    sequence.failed(item(sequence, [3]), LOST, no_repeat)
+    assert sequence.handle == handle(1, 2)
+
+
+def test_a_late_replay_of_an_older_answer_does_not_turn_the_handle_back() -> None:
+    sequence = state(tokens=[])
+    first = item(sequence, [1])
+    sequence.committed(first, handle(1, 1))
+    second = item(sequence, [2])
+    sequence.committed(second, handle(2, 2))
+    sequence.committed(first, handle(1, 1))
+    assert sequence.handle == handle(2, 2)
+    assert sequence.tokens == [1, 2]
+
+
+def test_every_item_has_a_request_id_of_its_own() -> None:
+    sequence = state()
+    ids = {item(sequence, [1]).request_id for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(each) == 32 for each in ids)
+
+
+@pytest.mark.parametrize("error", [LOST, asyncio.CancelledError(), QueueFull("no"), SequenceBusy("no")])
+def test_the_same_call_after_an_unknown_fate_carries_the_same_request_id(error: BaseException) -> None:
+    sequence = state(handle=handle(1, 4))
+    lost = item(sequence, [7])
+    sequence.failed(lost, error, no_repeat)
+    assert item(sequence, [7]).request_id == lost.request_id
+    assert item(sequence, [8]).request_id != lost.request_id
+    assert item(sequence, [7], truncate_to=2).request_id != lost.request_id
+    sequence.committed(lost, handle(2, 5))
+    assert item(sequence, [7]).request_id != lost.request_id
+
+
+def test_a_refusal_for_good_frees_the_request_id() -> None:
+    sequence = state(handle=handle(1, 4))
+    refused = item(sequence, [7])
+    sequence.failed(refused, KvBlocksExhausted("no"), no_repeat)
+    assert item(sequence, [7]).request_id != refused.request_id
+
+
+def test_a_doubtful_creation_stays_known_until_it_is_settled() -> None:
+    sequence = state()
+    lost = item(sequence, [1])
+    sequence.failed(lost, LOST, no_repeat)
+    assert sequence.creation is not None
+    assert sequence.creation.repeat is no_repeat
+    other = item(sequence, [2])
+    sequence.failed(other, QueueFull("no"), no_repeat)
+    assert sequence.creation.request_id == lost.request_id, "it may have created a sequence; the other one did not"
+    sequence.committed(lost, handle(1, 1))
+    assert sequence.creation is None
+
+
+def test_a_creation_that_was_refused_at_the_door_is_not_worth_repeating_to_release_it() -> None:
+    sequence = state()
+    sequence.failed(item(sequence, [1]), QueueFull("no"), no_repeat)
+    assert sequence.creation is not None
+    assert sequence.creation.repeat is None
+
+
+@pytest.mark.parametrize("error", [KvBlocksExhausted("no"), SequenceBusy("no"), QueueFull("no")])
+def test_what_another_call_is_told_does_not_settle_an_unknown_fate(error: ExecutorError) -> None:
+    sequence = state(handle=handle(1, 4))
+    lost = item(sequence, [7])
+    sequence.failed(lost, LOST, no_repeat)
+    sequence.failed(item(sequence, [8]), error, no_repeat)
+    assert item(sequence, [7]).request_id == lost.request_id
+
+
+def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
+    sequence = state(tokens=[])
+    sequence.committed(item(sequence, [1, 2, 3]), handle(1, 3))
+    sequence.committed(item(sequence, [9], truncate_to=1), handle(2, 2))
+    assert sequence.tokens == [1, 9]
+    sequence.moved(handle(3, 1))
+    assert sequence.tokens == [1]
+
+
+def test_an_item_that_the_sequence_has_left_behind_is_refused_but_the_last_one_may_be_sent_again() -> None:
+    sequence = state(handle=handle(1, 4))
+    stale, last = item(sequence, [1]), item(sequence, [2])
+    sequence.committed(last, handle(2, 5))
+    sequence.check(last)
+    with pytest.raises(SequenceMisuseError, match="moved on"):
+        sequence.check(stale)
+
+
+def test_one_call_at_a_time_and_none_after_the_release() -> None:
+    sequence = state()
+    sequence.claim("decode")
+    with pytest.raises(SequenceMisuseError, match="truncate while decode is in flight"):
+        sequence.claim("truncate")
+    sequence.unclaim()
+    sequence.claim("truncate")
+    sequence.unclaim()
+    sequence.released = True
+    with pytest.raises(SequenceMisuseError, match="released"):
+        sequence.claim("decode")
+
+
+def test_creation_options_travel_only_with_the_creation() -> None:
+    sequence = SequenceState(forward_pb2.CreateOptions(reserve_tokens=9))
+    creation = item(sequence, [1])
+    assert creation.proto.create.reserve_tokens == 9
+    sequence.committed(creation, handle(1, 1))
+    assert not item(sequence, [2]).proto.HasField("create")
+    assert not item(state(), [1]).proto.HasField("create")
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1, 2], (1, 2), range(1, 3), b"\x01\x02", np.array([1, 2], np.int64), np.array([1, 2], np.uint32)]
+)
+def test_tokens_may_come_as_anything_that_holds_integers(tokens: Any) -> None:
+    assert as_tokens(tokens) == [1, 2]
+
+
+@pytest.mark.parametrize(("tokens", "error"), [([], ValueError), ([-1], ValueError), ([1.5], TypeError)])
+def test_tokens_that_are_none_are_refused_before_anything_is_sent(tokens: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        as_tokens(tokens)
+
+
+def test_a_kind_alone_stands_at_the_usual_positions_of_the_call() -> None:
+    assert as_output(TopTokens(4), Positions.ALL) == OutputSpec(Positions.ALL, TopTokens(4))
+    spec = OutputSpec(Positions.NONE, Greedy())
+    assert as_output(spec, Positions.ALL) is spec
+
+
+def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
+    kinds = [
+        Greedy(),
+        Greedy(logprob=True),
+        TopTokens(5),
+        SelectedTokens((1, 2)),
+        FullLogits(),
+        FullLogits(RowDType.F16),
+    ]
+    assert [row_bytes(OutputSpec(kind=kind), 100) for kind in kinds] == [4, 8, 44, 12, 400, 200]
+
+
+async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
+    outcomes: list[Any] = [SequenceBusy("no"), SequenceBusy("no"), model_executor_pb2.ReleaseResponse()]
+    sent: list[Any] = []
+
+    class Link:
+        def __init__(self) -> None:
+            self.calls = self.executor = self
+            self.Release = None
+
+        async def mutate(self, _: Any, request: Any, __: Any) -> Any:
+            sent.append(request)
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        def saw(self, _: Any) -> None:
+            return None
+
+    link: Any = Link()
+    releases = Releases(link, 5.0)
+    await releases.release(state(handle=handle(3, 7)))
+    assert len(sent) == 3
+    assert len({each.request_id for each in sent}) == 1
+    assert all(each.any_version for each in sent)
