@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -105,6 +106,8 @@ async def _serve(model: str, settings: ServeSettings) -> int:
             runner = await loading
             if settings.warmup:
                 await CacheOperations(server.books).warm_up(WARMUP_BATCH, WARMUP_PREFILL)
+            gc.collect()
+            gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
             _banner(server, runner)
             await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
         return 1 if failing.done() else 0

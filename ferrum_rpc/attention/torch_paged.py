@@ -17,99 +17,17 @@ tensors; it must not know sequences, handles or models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.tiles import BandMask, Planner, Run, Sight, Singles, Work
 from ferrum_rpc.core import AttentionSpec
 
-TILE_ROWS = 256
-"""Query rows of one SDPA call with a mask: bounds masks and scores; large enough for the kernel's own blocking."""
-
-GROUP_BYTES = 4 << 20
-"""K (and V) bytes gathered for one SDPA call over several single-token spans: two of these fit a shared L3 cache.
-Measured at 32 x 512, 8 heads of 128, bf16: 5.5 ms a layer against 6.5-8.9 one by one and 8.2-8.6 all at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Singles:
-    """Single-token spans that gather equally many blocks. ``rows`` int64 [G] of the step; ``blocks`` int64 [G * n];
-    ``mask`` [G, 1, 1, n * block_size], 0 or -inf; ``tail`` int64: slots of the gathered blocks that are not visible
-    because they were never written."""
-
-    rows: Tensor
-    blocks: Tensor
-    mask: Tensor
-    tail: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Query rows ``first .. last`` of a span against the gathered keys ``low .. high``; causal at the lower right."""
-
-    first: int
-    last: int
-    low: int
-    high: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """A span of several tokens at rows ``first .. last`` of the step, its blocks (int64) and its tiles."""
-
-    first: int
-    last: int
-    blocks: Tensor
-    tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What the layers of one sight do in a step."""
-
-    singles: list[Singles] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-
-
-Sight = tuple[int | None, bool]
-"""What tells layers apart in planning: the window, and whether a whole square may skip the mask (no soft cap)."""
-
 Plan = dict[Sight, Work]
-
-
-class BandMask:
-    """Additive masks [rows, keys] of causal attention, aligned at the lower right, with an optional window.
-
-    Whether row i sees key j depends on ``j - i`` only, so every mask is a view of one matrix. It grows geometrically.
-    """
-
-    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._window = window
-        self._base = torch.empty((TILE_ROWS, 0), dtype=dtype, device=device)
-
-    def view(self, rows: int, keys: int) -> Tensor:
-        """The mask of the last ``rows`` (at most TILE_ROWS) of ``keys`` positions: 0 where visible, -inf elsewhere."""
-        columns = TILE_ROWS + keys - rows
-        if self._base.shape[1] < columns:
-            self._grow(max(columns, 2 * self._base.shape[1]))
-        first = self._base.shape[1] - columns
-        return self._base[:rows, first : first + keys]
-
-    def _grow(self, columns: int) -> None:
-        base = self._base
-        row = torch.arange(columns - TILE_ROWS, columns, device=base.device)[:, None]
-        column = torch.arange(columns, device=base.device)[None, :]
-        hidden = column > row
-        if self._window is not None:
-            hidden |= column <= row - self._window
-        self._base = torch.zeros((TILE_ROWS, columns), dtype=base.dtype, device=base.device)
-        self._base.masked_fill_(hidden, -math.inf)
 
 
 class TorchPagedAttention:
@@ -122,79 +40,21 @@ class TorchPagedAttention:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         self._specs = tuple(specs)
+        self._sights = [Sight(spec.window, square=spec.softcap is None) for spec in specs]
         self._keys, self._values = keys, values
-        self._block_size = keys[0].shape[1]
-        self._device = keys[0].device
-        self._sights: list[Sight] = [(spec.window, spec.softcap is None) for spec in specs]
-        self._masks = {spec.window: BandMask(spec.window, keys[0].dtype, self._device) for spec in specs}
-        self._block_bytes = keys[0][0].nbytes
-        self._scratch = (keys[0].new_empty((0, *keys[0].shape[1:])), values[0].new_empty((0, *values[0].shape[1:])))
-
-    # --- planning: host integers, once per step ---------------------------------------------------------------------
+        block, dtype, device = keys[0][0], keys[0].dtype, keys[0].device
+        self._planner = Planner(len(block), block.nbytes, dtype, device)
+        self._masks = {spec.window: BandMask(spec.window, dtype, device) for spec in specs}
+        self._scratch = (block.new_empty((0, *block.shape)), block.new_empty((0, *block.shape)))
 
     def plan(self, geometry: BatchGeometry) -> Plan:
-        """Groups, tiles and block ids for every distinct sight of the layers."""
-        return {sight: self._plan_sight(geometry, *sight) for sight in set(self._sights)}
-
-    def _plan_sight(self, geometry: BatchGeometry, window: int | None, square: bool) -> Work:
-        size, plan = self._block_size, Work()
-        by_blocks: dict[int, list[int]] = {}
-        for span in range(geometry.spans):
-            start, length = int(geometry.starts[span]), int(geometry.lengths[span])
-            lowest = 0 if window is None else max(0, start - window + 1)
-            first, end = lowest // size, -(-length // size)
-            if length - start == 1:
-                by_blocks.setdefault(end - first, []).append(span)
-                continue
-            row = int(geometry.query_start[span])
-            blocks = self._to_device(geometry.tables[span][first:end])
-            whole = square and start == 0 and (window is None or length <= window)
-            tiles = (Tile(0, length, 0, length),) if whole else self._tiles(start, length, first * size, window)
-            plan.runs.append(Run(row, row + length - start, blocks, tiles))
-        for count, spans in by_blocks.items():
-            together = max(1, GROUP_BYTES // (count * self._block_bytes))
-            for group in range(0, len(spans), together):
-                plan.singles.append(self._singles(geometry, spans[group : group + together], count, window))
-        return plan
-
-    @staticmethod
-    def _tiles(start: int, length: int, offset: int, window: int | None) -> tuple[Tile, ...]:
-        """Tiles of the queries ``start .. length``; key indices count from position ``offset``."""
-        tokens = length - start
-        tiles = []
-        for first in range(0, tokens, TILE_ROWS):
-            last = min(first + TILE_ROWS, tokens)
-            low = offset if window is None else max(offset, start + first - window + 1)
-            tiles.append(Tile(first, last, low - offset, start + last - offset))
-        return tuple(tiles)
-
-    def _singles(self, geometry: BatchGeometry, spans: list[int], count: int, window: int | None) -> Singles:
-        size = self._block_size
-        lengths = geometry.lengths[spans].astype(np.int64)
-        ends = -(-lengths // size)
-        offset = (ends - count) * size
-        position = offset[:, None] + np.arange(count * size)
-        unwritten = position >= lengths[:, None]
-        hidden = unwritten if window is None else unwritten | (position < lengths[:, None] - window)
-        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        blocks = [geometry.tables[span][end - count : end] for span, end in zip(spans, ends, strict=True)]
-        return Singles(
-            rows=self._to_device(geometry.query_start[spans]),
-            blocks=self._to_device(np.concatenate(blocks)),
-            mask=torch.from_numpy(mask)[:, None, None].to(self._device, self._keys[0].dtype),
-            tail=self._to_device(np.flatnonzero(unwritten)),
-        )
-
-    def _to_device(self, indices: np.ndarray) -> Tensor:
-        return torch.from_numpy(indices.astype(np.int64)).to(self._device, non_blocking=True)
-
-    # --- attending: device tensors, once per layer ------------------------------------------------------------------
+        """The work of every distinct sight of the layers."""
+        return {sight: self._planner.work(geometry, sight) for sight in dict.fromkeys(self._sights)}
 
     def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
-        spec = self._specs[layer]
-        output = torch.empty_like(query)
-        work = plan[self._sights[layer]]
+        spec, work = self._specs[layer], plan[self._sights[layer]]
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for singles in work.singles:
             self._attend_singles(spec, layer, query, singles, output)
         for run in work.runs:
@@ -221,15 +81,13 @@ class TorchPagedAttention:
         for tile in work.tiles:
             rows, keys = tile.last - tile.first, tile.high - tile.low
             plain = rows == keys and spec.softcap is None and (spec.window is None or rows <= spec.window)
-            mask = None if plain else self._masks[spec.window].view(rows, keys)
-            result = _sdpa(
+            out[:, :, tile.first : tile.last] = _sdpa(
                 spec,
                 grouped[:, :, tile.first : tile.last],
                 key[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
                 value[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
-                mask,
+                None if plain else self._masks[spec.window].view(rows, keys),
             )
-            out[:, :, tile.first : tile.last] = result
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of ``blocks`` in the scratch buffers, as [slots, kv_heads, head_dim]; valid until the next gather."""

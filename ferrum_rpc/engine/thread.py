@@ -55,7 +55,7 @@ class Runner(Protocol):
 
 
 class State(enum.Enum):
-    """The life of a submission."""
+    """The life of a submission or an operation."""
 
     QUEUED = "queued"
     CLAIMED = "claimed"
@@ -82,10 +82,12 @@ class Submission:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """An integer operation on the cache, run between steps. ``done`` gets the result or the error, on the loop."""
+    """An integer operation on the cache, run between steps. ``done`` gets the result or the error, on the loop, exactly
+    once unless the operation was cancelled."""
 
     run: Callable[[Any], object]
     done: Callable[[object], None]
+    state: State = State.QUEUED
 
 
 @dataclass(slots=True)
@@ -158,14 +160,15 @@ class ModelThread:
         if closed:
             self._refuse_rest()
 
-    def cancel(self, submission: Submission) -> bool:
-        """Take a submission back. True: it will never run and ``done`` is not called. False: it is past the point of no
+    def cancel(self, work: Submission | Operation) -> bool:
+        """Take work back. True: it will never run and ``done`` is not called. False: it is past the point of no
         return."""
         with self._lock:
-            if submission.state is not State.QUEUED:
+            if work.state is not State.QUEUED:
                 return False
-            submission.state = State.CANCELLED
-            self._forget(submission)
+            work.state = State.CANCELLED
+            if isinstance(work, Submission):
+                self._forget(work)
             return True
 
     async def stop(self) -> None:
@@ -213,17 +216,29 @@ class ModelThread:
                     stopping = True
                 elif isinstance(work, Submission):
                     self._backlog.append(work)
-                else:
+                elif self._claim_operation(work):
                     finished.append(self._operate(runner, work))
         except Empty:
             return stopping
+        except BaseException:
+            self._deliver(finished)  # what was done before the thread broke was done
+            raise
 
-    @staticmethod
-    def _operate(runner: Runner, operation: Operation) -> Callable[[], object]:
+    def _claim_operation(self, operation: Operation) -> bool:
+        with self._lock:
+            if operation.state is not State.QUEUED:
+                return False
+            operation.state = State.CLAIMED
+            return True
+
+    def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
         try:
             return partial(operation.done, operation.run(runner))
         except ExecutorError as error:
             return partial(operation.done, error)
+        except BaseException as error:
+            self._deliver([partial(operation.done, _lost(error))])
+            raise
 
     def _claim(self, finished: Finished) -> list[Submission]:
         """The next step's submissions, first come first served, up to the step's budget."""
@@ -272,24 +287,22 @@ class ModelThread:
             raise
         finally:
             self.cache = runner.cache_state()
+        ran = [span for span, each in zip(spans, result.outcomes, strict=True) if isinstance(each, SpanResult)]
+        tokens = sum(len(span.tokens) for span in ran)
         counters = self.counters
-        counters.steps += 1
-        counters.forward_s += result.forward_s
-        counters.blocks_copied += result.blocks_copied
-        tokens = 0
-        for span, outcome in zip(spans, result.outcomes, strict=True):
-            if isinstance(outcome, SpanResult):
-                tokens += len(span.tokens)
-                counters.rows += span.row_count
-        counters.tokens += tokens
-        return [
-            partial(
-                work.done,
-                result.outcomes[end - len(work.spans) : end],
-                StepTiming(counters.steps, len(spans), tokens, began - work.enqueued, result.forward_s),
-            )
-            for work, end in zip(claimed, ends, strict=True)
-        ]
+        if ran:
+            counters.steps += 1
+            counters.tokens += tokens
+            counters.rows += sum(span.row_count for span in ran)
+            counters.blocks_copied += result.blocks_copied
+            counters.forward_s += result.forward_s
+        finished: Finished = []
+        for work, end in zip(claimed, ends, strict=True):
+            timing = None
+            if ran:
+                timing = StepTiming(counters.steps, len(ran), tokens, began - work.enqueued, result.forward_s)
+            finished.append(partial(work.done, result.outcomes[end - len(work.spans) : end], timing))
+        return finished
 
     def _refuse_rest(self) -> None:
         """The thread has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""
@@ -301,7 +314,8 @@ class ModelThread:
             while True:
                 work = self._backlog.popleft() if self._backlog else self._inbox.get_nowait()
                 if isinstance(work, Operation):
-                    refused.append(partial(work.done, error))
+                    if self._claim_operation(work):
+                        refused.append(partial(work.done, error))
                 elif work is not None:
                     with self._lock:
                         if work.state is not State.QUEUED:

@@ -110,17 +110,21 @@ def _select(logits: Tensor, kind: OutputKind) -> tuple[Tensor, ...]:
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of float32 [R, V] by falling logit, then rising id: values [R, k] and ids int64 [R, k].
 
-    ``torch.topk`` breaks ties as it likes. Here every row gets the exact answer from one integer key per entry: the
-    float's order-preserving bits above, the complement of the id below.
+    ``torch.topk`` breaks ties as it likes. Ties are the rule in 16-bit models, so the exact order must be cheap: the k
+    candidates are sorted, stably, by id and then by value; only a row whose boundary value goes on beyond them is
+    scanned for the lowest ids that have it.
     """
-    values, ids = logits.topk(min(k + 1, logits.shape[-1]), dim=-1)
-    if bool((values[:, :-1] == values[:, 1:]).any()):  # a tie at or above the boundary: order it exactly
-        bits = logits.view(torch.int32).to(torch.int64)
-        ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # -0.0 and 0.0 tie, as they should
-        low = 0xFFFFFFFF - torch.arange(logits.shape[-1], device=logits.device)
-        ids = 0xFFFFFFFF - ((ordered << 32) | low).topk(k, dim=-1).values.bitwise_and(0xFFFFFFFF)
-        return logits.gather(-1, ids), ids
-    return values[:, :k], ids[:, :k]
+    vocabulary = logits.shape[-1]
+    values, ids = logits.topk(min(k + 1, vocabulary), dim=-1)
+    if k < vocabulary:
+        open_rows = (values[:, k] == values[:, k - 1]).nonzero().squeeze(1).tolist()
+        values, ids = values[:, :k].contiguous(), ids[:, :k].contiguous()
+        for row in open_rows:
+            at_boundary = values[row] == values[row, -1]
+            ids[row, at_boundary] = (logits[row] == values[row, -1]).nonzero().squeeze(1)[: int(at_boundary.sum())]
+    ids = ids.sort(dim=-1).values
+    values, by_value = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
 
 
 def _to_host(kind: OutputKind, columns: list[Tensor]) -> RowBlock:

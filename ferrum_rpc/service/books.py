@@ -150,7 +150,15 @@ class Books:
         return True
 
     def release(self, records: Sequence[Record]) -> None:
-        """Take idle sequences out of the table and have their blocks freed."""
+        """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
         numbers = [record.sequence for record in records if self.bury(record)]
+
+        def freed(_: object) -> None:
+            for record in records:
+                if record.gone is not None and not record.gone.done():
+                    record.gone.set_result(None)
+
         if numbers:
-            self.thread.operate(Operation(lambda runner: runner.release(numbers), lambda _: None))
+            self.thread.operate(Operation(lambda runner: runner.release(numbers), freed))
+        else:
+            freed(None)

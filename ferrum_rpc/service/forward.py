@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ferrum_rpc.core import (
@@ -31,7 +31,7 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, Queue
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.handles import Record
-from ferrum_rpc.service.replay import Entry, item_fingerprint
+from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint
 
 
 @dataclass(slots=True, eq=False)
@@ -84,41 +84,68 @@ class ForwardPath:
         books = self._books
         model = books.model
         admission.check_batch(items, model, books.limits)
+        if all_or_nothing:
+            await self._first_calls(items)
         outcomes: dict[int, ItemOutcome] = {}
         admitted: list[Admitted] = []
-        replayed: list[tuple[int, Entry]] = []
-        for index, item in enumerate(items):
-            if isinstance(item, ExecutorError):
-                outcomes[index] = item
-                continue
-            try:
-                found = self._admit(index, item, model)
-            except ExecutorError as error:
-                outcomes[index] = error
-                continue
-            if isinstance(found, Admitted):
-                admitted.append(found)
-            else:
-                replayed.append((index, found))
+        replayed: dict[int, Ticket] = {}
+        echoes: dict[int, int] = {}
         try:
-            if all_or_nothing:
-                _raise_first(outcomes)
-            self._check_queue(admitted)
-        except ExecutorError as error:
-            self._withdraw(admitted, error)
-            raise
-        timing: StepTiming | None = None
-        if admitted:
-            call = Call(admitted, asyncio.get_running_loop().create_future())
-            timing = await self._run(call, all_or_nothing, deadline)
-            outcomes |= call.outcomes
-        for index, entry in replayed:
-            answer = await books.replay.answer(entry)
-            assert not isinstance(answer, tuple)  # noqa: S101 - the fingerprint told forwards from operations
-            outcomes[index] = answer
+            for index, item in enumerate(items):
+                try:
+                    if isinstance(item, ExecutorError):
+                        raise item
+                    found = self._admit(index, item, model)
+                except ExecutorError as error:
+                    outcomes[index] = error
+                    continue
+                if isinstance(found, Admitted):
+                    admitted.append(found)
+                elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
+                    echoes[index] = twin.index  # a repetition within the call waits for nobody else
+                else:
+                    replayed[index] = books.replay.join(found)
+            try:
+                if all_or_nothing:
+                    _raise_first(outcomes)
+                self._check_queue(admitted)
+            except ExecutorError as error:
+                self._withdraw(admitted, error)
+                raise
+            timing: StepTiming | None = None
+            if admitted:
+                call = Call(admitted, asyncio.get_running_loop().create_future())
+                timing = await self._run(call, all_or_nothing, deadline)
+                outcomes |= call.outcomes
+            for index, ticket in replayed.items():
+                answer = await books.replay.answer(ticket)
+                assert not isinstance(answer, tuple)  # noqa: S101 - the fingerprint told forwards from operations
+                outcomes[index] = answer
+            for index, source in echoes.items():
+                outcome = outcomes[source]
+                outcomes[index] = replace(outcome, replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+        finally:
+            for ticket in replayed.values():
+                books.replay.leave(ticket)
         if all_or_nothing:
             _raise_first(outcomes)
         return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
+
+    async def _first_calls(self, items: Sequence[WorkItem | ExecutorError]) -> None:
+        """Wait for the calls in flight that items of an ``all_or_nothing`` call repeat, and share their refusal: the
+        others must not run before it is known. Nothing is claimed meanwhile: no two calls wait for each other."""
+        replay = self._books.replay
+        for index, item in enumerate(items):
+            if isinstance(item, ExecutorError) or not item.request_id:
+                continue
+            while (entry := replay.in_flight(replay_scope(item.handle), item.request_id)) is not None:
+                ticket = replay.join(entry)
+                try:
+                    outcome = await replay.settled(ticket)
+                finally:
+                    replay.leave(ticket)
+                if isinstance(outcome, ExecutorError):
+                    _raise_first({index: outcome})
 
     # --- admit ------------------------------------------------------------------------------------------------------
 
@@ -239,9 +266,9 @@ def replay_scope(handle: HandleRef | None) -> bytes:
 
 
 def _raise_first(outcomes: dict[int, ItemOutcome]) -> None:
-    for index in sorted(outcomes):
-        outcome = outcomes[index]
-        if isinstance(outcome, ExecutorError):
-            refusal = copy.copy(outcome)  # several callers may share the outcome of a step
-            refusal.metadata = {"item": str(index), **outcome.metadata}
-            raise refusal
+    """Raise the refusal that refuses an ``all_or_nothing`` call, with the index of its item."""
+    refusals = [(index, each) for index, each in sorted(outcomes.items()) if isinstance(each, ExecutorError)]
+    for index, refused in sorted(refusals, key=lambda each: isinstance(each[1], Cancelled)):  # neighbours come last
+        error = copy.copy(refused)  # several callers may share the outcome of a step
+        error.metadata = {"item": str(index), **refused.metadata}
+        raise error

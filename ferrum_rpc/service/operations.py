@@ -86,6 +86,9 @@ class CacheOperations:
         async def run() -> Handles:
             if any_version and (record := self._books.handles.find(handle)).busy:
                 record.doomed = True
+                if record.gone is None:
+                    record.gone = asyncio.get_running_loop().create_future()
+                await asyncio.shield(record.gone)
                 return ()
             record = self._books.handles.claim(handle, any_version=any_version)
 
@@ -164,7 +167,11 @@ class CacheOperations:
             return await run(), False
         replay = self._books.replay
         if (entry := replay.find(scope, request_id, fingerprint)) is not None:
-            answer = await replay.answer(entry)
+            ticket = replay.join(entry)
+            try:
+                answer = await replay.answer(ticket)
+            finally:
+                replay.leave(ticket)
             if isinstance(answer, ExecutorError):
                 raise answer
             assert isinstance(answer, tuple)  # noqa: S101 - the fingerprint told operations from forwards
@@ -211,8 +218,14 @@ class CacheOperations:
             if not done.done():
                 done.set_result(outcome)
 
-        self._books.thread.operate(Operation(run, finish))
-        outcome = await done
+        operation = Operation(run, finish)
+        self._books.thread.operate(operation)
+        try:
+            outcome = await done
+        except asyncio.CancelledError:
+            if self._books.thread.cancel(operation):
+                finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
+            raise
         if isinstance(outcome, ExecutorError):
             raise outcome
         return outcome

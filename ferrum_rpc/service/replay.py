@@ -27,13 +27,24 @@ Key = tuple[bytes, str]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request id: a call in flight (``answer`` None, ``waiters`` duplicates wait for ``pending``), or an answer."""
+    """One request id: a call in flight (``answer`` None, ``waiters`` duplicates wait for ``pending``), or an answer.
+
+    ``pending`` is made by the first duplicate: nearly all calls have none, and a future each is what they would notice.
+    """
 
     fingerprint: Hashable
-    pending: asyncio.Future[Recorded | ExecutorError]
+    pending: asyncio.Future[Recorded | ExecutorError] | None = None
     answer: Recorded | None = None
     rows_bytes: int = 0
     waiters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A duplicate's place at an entry; ``pending`` is None where the answer was there already."""
+
+    entry: Entry
+    pending: asyncio.Future[Recorded | ExecutorError] | None
 
 
 class ReplayLog:
@@ -56,9 +67,13 @@ class ReplayLog:
             raise RequestIdReused("this request id was used with other content", field="request_id")
         return entry
 
+    def in_flight(self, scope: bytes, request_id: str) -> Entry | None:
+        """The entry of a call with this id that has not ended."""
+        return self._in_flight.get((scope, request_id))
+
     def begin(self, scope: bytes, request_id: str, fingerprint: Hashable) -> Entry:
         """Note a call that is about to start; `finish` must follow."""
-        entry = Entry(fingerprint, asyncio.get_running_loop().create_future())
+        entry = Entry(fingerprint)
         self._in_flight[scope, request_id] = entry
         return entry
 
@@ -66,7 +81,8 @@ class ReplayLog:
         """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates."""
         key = (scope, request_id)
         entry = self._in_flight.pop(key)
-        entry.pending.set_result(outcome)
+        if entry.pending is not None:
+            entry.pending.set_result(outcome)
         if isinstance(outcome, ExecutorError):
             return
         entry.answer = outcome
@@ -78,19 +94,32 @@ class ReplayLog:
         self._answers[key] = entry
         self._evict()
 
-    async def answer(self, entry: Entry) -> Recorded | ExecutorError:
-        """What the first call got, once it is there; an item's answer is marked as replayed."""
-        self.replays += 1
-        outcome: Recorded | ExecutorError
+    def join(self, entry: Entry) -> Ticket:
+        """Ask for an entry's answer. From now until `leave` the first call is waited for, and not taken back when its
+        own caller is cancelled; so whoever asks must join before anything else can run."""
         if entry.answer is not None:
-            outcome = entry.answer
-        else:
-            entry.waiters += 1
-            try:
-                outcome = await asyncio.shield(entry.pending)
-            finally:
-                entry.waiters -= 1
+            return Ticket(entry, None)
+        if entry.pending is None:
+            entry.pending = asyncio.get_running_loop().create_future()
+        entry.waiters += 1
+        return Ticket(entry, entry.pending)
+
+    def leave(self, ticket: Ticket) -> None:
+        """The answer was had, or is no longer wanted."""
+        if ticket.pending is not None:
+            ticket.entry.waiters -= 1
+
+    async def answer(self, ticket: Ticket) -> Recorded | ExecutorError:
+        """What the first call got, once it is there; an item's answer is marked as replayed."""
+        outcome = await self.settled(ticket)
+        self.replays += 1
         return replace(outcome, replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+
+    async def settled(self, ticket: Ticket) -> Recorded | ExecutorError:
+        """What the first call got, once it is there."""
+        outcome = ticket.entry.answer if ticket.pending is None else await asyncio.shield(ticket.pending)
+        assert outcome is not None  # noqa: S101 - no call is pending, so the answer is there
+        return outcome
 
     def _evict(self) -> None:
         while len(self._answers) > self._max_answers:
@@ -113,7 +142,8 @@ def item_fingerprint(item: WorkItem) -> Hashable:
 
 def _with_own_rows(answer: ItemAnswer, rows: Rows) -> ItemAnswer:
     """The answer with a copy of its rows: a view would keep the whole step's block alive."""
-    return replace(answer, rows=Rows(rows.block.cut(rows.first, rows.first + rows.count), 0, rows.count))
+    own = Rows(rows.block.cut(rows.first, rows.first + rows.count), 0, rows.count)
+    return ItemAnswer(answer.handle, own, answer.replayed, answer.cached_tokens)
 
 
 def _bytes(rows: Rows | None) -> int:

@@ -150,6 +150,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, method: str, request: Any, shape: Shape, context: Context
     ) -> tuple[list[forward_pb2.ItemResult], list[output_pb2.RowBlock], types_pb2.StepTiming | None]:
         """A call of several items: each has an outcome of its own."""
+        count = self.calls.method(f"{self.service}/{method}")
+        count.items += len(request.items)
         items: list[WorkItem | ExecutorError] = []
         for item in request.items:
             try:
@@ -159,8 +161,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         answer = await self._forward.forward(
             items, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
         )
-        count = self.calls.method(f"{self.service}/{method}")
-        count.items += len(items)
         count.item_errors += sum(isinstance(outcome, ExecutorError) for outcome in answer.outcomes)
         results, blocks = results_to_proto(request.items, answer.outcomes)
         return results, blocks, _timing(answer.timing)

@@ -20,10 +20,12 @@ from tests.checkpoints import make_model
 CPU = torch.device("cpu")
 
 
-def native(reference: Any, dtype: torch.dtype = torch.float32, linear: str = "auto") -> Decoder:
+def native(
+    reference: Any, dtype: torch.dtype = torch.float32, linear: str = "auto", device: torch.device = CPU
+) -> Decoder:
     """The native decoder with the weights and the configuration of a transformers model."""
     spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
-    decoder = Decoder(spec, dtype, CPU, select_linear(CPU, dtype, linear)[2])
+    decoder = Decoder(spec, dtype, device, select_linear(device, dtype, linear)[2])
     state = reference.state_dict()
     for name in decoder.expected_tensors():
         decoder.load(name, state[name])
@@ -45,8 +47,13 @@ def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) 
 
 
 def rounded_model(family: str, dtype: torch.dtype, **overrides: Any) -> Any:
-    """A random transformers model whose weights are exact in ``dtype``, held in float64."""
-    return make_model(family, **overrides).to(dtype).double()
+    """A random transformers model whose weights are exact in ``dtype``, held in float64; its rotary frequencies, which
+    no checkpoint holds, stay float32."""
+    model = make_model(family, **overrides)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model = model.to(dtype).double()
+    model.model.rotary_emb.inv_freq = frequencies
+    return model
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -75,6 +82,7 @@ class Executor:
             device=model.device,
         )
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
+        self.device = model.device
         factory = select_backend(model.device, model.attention_specs)[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
@@ -97,7 +105,7 @@ class Executor:
             [self.tables[sequence] for sequence in spans],
         )
         geometry.check()
-        plan, slots = self.backend.plan(geometry), torch.from_numpy(geometry.slots)
+        plan, slots = self.backend.plan(geometry), torch.from_numpy(geometry.slots).to(self.device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             self.store.write(layer, slots, key, value)
@@ -105,8 +113,9 @@ class Executor:
 
         with torch.inference_mode():
             ids = torch.from_numpy(np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in spans.values()]))
-            hidden = self.model.forward(ids, torch.from_numpy(geometry.positions), attend)
-            rows = self.model.logits(hidden) if logits else hidden
+            positions = torch.from_numpy(geometry.positions).to(self.device)
+            hidden = self.model.forward(ids.to(self.device), positions, attend)
+            rows = (self.model.logits(hidden) if logits else hidden).cpu()
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
         bounds = geometry.query_start

@@ -8,7 +8,8 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.torch_paged import TILE_ROWS, BandMask, TorchPagedAttention
+from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
@@ -30,13 +31,13 @@ def dense(spec, query, key, value, start):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
 
 
-def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0):
+def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):
     """Run ``spans`` (start, count) in one step over a poisoned store; compare every row with `dense`."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [-(-(start + count) // block_size) for start, count in spans]
     blocks = sum(sizes) + 2
-    store = KvStore(1, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=CPU)
+    store = KvStore(1, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
     store.fill_slots(torch.ones(blocks * block_size, dtype=torch.bool), float("nan"))
     order = (1 + rng.permutation(blocks - 1)).astype(np.int32)
     tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
@@ -50,12 +51,12 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
         )
         position = np.arange(length)
         slots = torch.from_numpy(table[position // block_size].astype(np.int64) * block_size + position % block_size)
-        store.write(0, slots, key, value)
+        store.write(0, slots.to(device), key.to(device), value.to(device))
         content.append((key, value))
     query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
     backend = TorchPagedAttention([spec], store.keys, store.values)
     for _ in range(2):  # the second time with warm scratch and masks
-        output = backend.attend(0, query, backend.plan(geometry))
+        output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
     for span, (start, _) in enumerate(spans):
         rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
         expected = dense(spec, query[rows], *content[span], start)
@@ -91,6 +92,17 @@ def test_many_single_tokens_fill_several_groups():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype):
     compare(AttentionSpec(8, 2, 32, 0.2), MIX, dtype=dtype, atol=0.03 if dtype == torch.bfloat16 else 0.004)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_same_code_is_the_reference_on_a_gpu(dtype, window, softcap):
+    spec = AttentionSpec(4, 2, 16, 0.25, window, softcap)
+    compare(spec, MIX, dtype=dtype, atol=1e-3 if dtype == torch.float32 else 0.05, device=torch.device("cuda"))
+    compare(spec, [(0, TILE_ROWS + 9), (11, TILE_ROWS + 1)], dtype=dtype, atol=0.05, device=torch.device("cuda"))
 
 
 def test_scale_is_the_specs():

@@ -99,6 +99,20 @@ def test_packed_and_plain_weights_agree(dtype):
     assert error(Executor(native(reference, dtype)).run(TOKENS, [40]), truth) <= 2 * plain
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["llama every bias", "mistral window", "qwen3 tied"])
+def test_the_decoder_on_a_gpu(case, dtype):
+    family, overrides = CASES[case]
+    reference = rounded_model(family, dtype, **overrides)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    bound = 2e-5 if dtype == torch.float32 else 2 * error(reference_logits(reference, TOKENS, dtype), truth)
+    decoder = native(reference, dtype, device=torch.device("cuda"))
+    for split in SPLITS:
+        assert error(Executor(decoder).run(TOKENS, split), truth) <= bound
+
+
 def test_logits_are_computed_for_the_rows_asked_for():
     decoder = native(rounded_model("llama", torch.float32))
     hidden = Executor(decoder).step({0: TOKENS}, logits=False)[0]

@@ -1,0 +1,166 @@
+"""How the torch backend cuts a step into SDPA calls: host integers in, block ids and masks out, once per step.
+
+Nothing here touches K, V or queries. Layers differ in planning only by their `Sight`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+
+TILE_ROWS = 256
+"""Query rows of one SDPA call with a mask: bounds masks and scores; large enough for the kernel's own blocking."""
+
+GROUP_BYTES = 4 << 20
+"""K (and V) bytes gathered for one SDPA call over several single-token spans: two of these fit a shared L3 cache.
+Measured at 32 x 512, 8 heads of 128, bf16: 5.5 ms a layer against 6.5-8.9 one by one and 8.2-8.6 all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a layer's queries see: the last ``window`` tokens (None: all). ``square``: a span that starts at 0 may be
+    one causal square without a mask, however long (not with a soft cap: its scores are written out)."""
+
+    window: int | None
+    square: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Singles:
+    """Single-token spans that gather equally many blocks. ``rows`` int64 [G] of the step; ``blocks`` int64 [G * n];
+    ``mask`` [G, 1, 1, n * block_size], 0 or -inf; ``tail`` int64: slots of the gathered blocks behind the sequences'
+    ends, which were never written."""
+
+    rows: Tensor
+    blocks: Tensor
+    mask: Tensor
+    tail: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows ``first .. last`` of a span against the gathered keys ``low .. high``; causal at the lower right."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A span of several tokens at rows ``first .. last`` of the step, its blocks (int64) and its tiles."""
+
+    first: int
+    last: int
+    blocks: Tensor
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What the layers of one sight do in a step."""
+
+    singles: list[Singles] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+
+class Planner:
+    """Makes the `Work` of a sight. ``block_bytes`` is the size of one block's keys in one layer."""
+
+    def __init__(self, block_size: int, block_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._dtype = dtype
+        self._device = device
+
+    def work(self, geometry: BatchGeometry, sight: Sight) -> Work:
+        """Groups, tiles and block ids of all spans."""
+        size, window, work = self._block_size, sight.window, Work()
+        by_blocks: dict[int, list[int]] = {}
+        for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
+            lowest = 0 if window is None else max(0, start - window + 1)
+            first, end = lowest // size, -(-length // size)
+            if length - start == 1:
+                by_blocks.setdefault(end - first, []).append(span)
+                continue
+            row = int(geometry.query_start[span])
+            blocks = self._to_device(geometry.tables[span][first:end])
+            whole = sight.square and start == 0 and (window is None or length <= window)
+            tiles = (Tile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
+            work.runs.append(Run(row, row + length - start, blocks, tiles))
+        for count, spans in by_blocks.items():
+            together = max(1, GROUP_BYTES // (count * self._block_bytes))
+            for group in range(0, len(spans), together):
+                work.singles.append(self._singles(geometry, spans[group : group + together], count, window))
+        return work
+
+    def _singles(self, geometry: BatchGeometry, spans: list[int], count: int, window: int | None) -> Singles:
+        """A group. What is masked is in its first block (window) and its last (end), whatever lies between."""
+        size = self._block_size
+        lengths = geometry.lengths[spans].astype(np.int64)
+        ends = -(-lengths // size)
+        unwritten = (ends - 1)[:, None] * size + np.arange(size) >= lengths[:, None]
+        mask = torch.zeros((len(spans), count, size), dtype=self._dtype, device=self._device)
+        mask[:, -1].masked_fill_(torch.from_numpy(unwritten).to(self._device), -math.inf)
+        if window is not None:
+            unseen = (ends - count)[:, None] * size + np.arange(size) < (lengths - window)[:, None]
+            mask[:, 0].masked_fill_(torch.from_numpy(unseen).to(self._device), -math.inf)
+        row, offset = np.nonzero(unwritten)
+        blocks = [geometry.tables[span][end - count : end] for span, end in zip(spans, ends.tolist(), strict=True)]
+        return Singles(
+            rows=self._to_device(geometry.query_start[spans]),
+            blocks=self._to_device(np.concatenate(blocks)),
+            mask=mask.view(len(spans), 1, 1, count * size),
+            tail=self._to_device((row * count + count - 1) * size + offset),
+        )
+
+    def _to_device(self, indices: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(indices.astype(np.int64)).to(self._device, non_blocking=True)
+
+
+def _tiles(start: int, length: int, offset: int, window: int | None) -> tuple[Tile, ...]:
+    """Tiles of the queries ``start .. length``; key indices count from position ``offset``."""
+    tokens = length - start
+    tiles = []
+    for first in range(0, tokens, TILE_ROWS):
+        last = min(first + TILE_ROWS, tokens)
+        low = offset if window is None else max(offset, start + first - window + 1)
+        tiles.append(Tile(first, last, low - offset, start + last - offset))
+    return tuple(tiles)
+
+
+class BandMask:
+    """Additive masks [rows, keys] of causal attention, aligned at the lower right, with an optional window.
+
+    Whether row i sees key j depends on ``j - i`` only, so every mask is a view of one matrix. It grows geometrically.
+    """
+
+    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self._window = window
+        self._base = torch.empty((TILE_ROWS, 0), dtype=dtype, device=device)
+
+    def view(self, rows: int, keys: int) -> Tensor:
+        """The mask of the last ``rows`` (at most TILE_ROWS) of ``keys`` positions: 0 where visible, -inf elsewhere."""
+        columns = TILE_ROWS + keys - rows
+        if self._base.shape[1] < columns:
+            self._grow(max(columns, 2 * self._base.shape[1]))
+        first = self._base.shape[1] - columns
+        return self._base[:rows, first : first + keys]
+
+    def _grow(self, columns: int) -> None:
+        base = self._base
+        row = torch.arange(columns - TILE_ROWS, columns, device=base.device)[:, None]
+        column = torch.arange(columns, device=base.device)[None, :]
+        hidden = column > row
+        if self._window is not None:
+            hidden |= column <= row - self._window
+        self._base = torch.zeros((TILE_ROWS, columns), dtype=base.dtype, device=base.device)
+        self._base.masked_fill_(hidden, -math.inf)

@@ -1,0 +1,365 @@
+"""A file imports only from floors below its own. The table here is the architecture; this test keeps the code to it.
+
+Imports are read from the source, those inside of functions and under TYPE_CHECKING too: to name another floor's type is
+to know it. Cycles are looked for among the imports that run.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOT_PACKAGES = ("ferrum_rpc", "clients")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A package or module, the floors that it may import besides itself, and the third-party packages that it may."""
+
+    below: str = ""
+    outside: str = ""
+
+
+FLOORS: dict[str, Floor] = {
+    "ferrum_rpc": Floor(),
+    "ferrum_rpc.errors": Floor(),
+    "ferrum_rpc.core": Floor("errors", "numpy"),
+    # the contract
+    "ferrum_rpc.executor": Floor("", "google grpc"),
+    "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
+    # each knows nothing of the others' insides
+    "ferrum_rpc.kv": Floor("core errors", "numpy"),
+    "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
+    "ferrum_rpc.models": Floor("core errors", "numpy torch transformers"),
+    "ferrum_rpc.attention": Floor("core errors", "numpy torch triton flashinfer"),
+    "ferrum_rpc.sampling": Floor("core errors", "numpy torch triton"),
+    "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
+    "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
+    # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
+    "ferrum_rpc.engine.thread": Floor("core errors"),
+    "ferrum_rpc.engine": Floor(
+        "core errors kv kv.store models attention sampling weights distributed engine.thread",
+        "numpy torch structlog psutil",
+    ),
+    "ferrum_rpc.service": Floor(
+        "ferrum_rpc core errors executor wire engine.thread",
+        "google grpc grpc_health grpc_reflection numpy structlog",
+    ),
+    "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
+    # programs
+    "ferrum_rpc.logs": Floor("", "structlog"),
+    "ferrum_rpc.config": Floor("core errors", "pydantic pydantic_settings"),
+    "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
+    "ferrum_rpc.serve": Floor(
+        "ferrum_rpc core errors models engine engine.thread service logs config", "structlog torch"
+    ),
+    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask serve"),
+    "clients": Floor("core errors client", "numpy rich tokenizers"),
+}
+"""From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
+
+
+def full_name(floor: str) -> str:
+    return floor if floor in FLOORS else f"ferrum_rpc.{floor}"
+
+
+def floor_of(module: str) -> str | None:
+    """The most specific floor that a module is on; the root package is a floor of its own."""
+    fits = [name for name in FLOORS if module == name or (name != "ferrum_rpc" and module.startswith(f"{name}."))]
+    return max(fits, key=len, default=None)
+
+
+@dataclass(frozen=True)
+class Import:
+    """``module`` (a file) imports ``target`` (a module of the project, or a third party's name) in ``line``."""
+
+    module: str
+    target: str
+    line: int
+    runs: bool
+
+
+class Tree:
+    """The modules under a folder, and who imports what."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = dict(sorted(self._files(folder)))
+        self.imports = [each for module in self.files for each in self._imports(module)]
+
+    @staticmethod
+    def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+        for package in ROOT_PACKAGES:
+            for path in (folder / package).rglob("*.py"):
+                parts = path.relative_to(folder).with_suffix("").parts
+                yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+    def _imports(self, module: str) -> Iterator[Import]:
+        source = ast.parse(self.files[module].read_text())
+        typing_only = {
+            id(inner)
+            for node in ast.walk(source)
+            if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        for node in ast.walk(source):
+            for target in self._targets(module, node):
+                yield Import(module, target, getattr(node, "lineno", 0), id(node) not in typing_only)
+
+    def _targets(self, module: str, node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.Import(names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(name, names, level):
+                base = self._absolute(module, name or "", level)
+                # `from package import module` imports the module; `from module import word` the module that has it
+                yield from {f"{base}.{each.name}" if f"{base}.{each.name}" in self.files else base for each in names}
+            case ast.Call(ast.Name("__import__") | ast.Attribute(attr="import_module"), [argument, *_]):
+                known = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                yield argument.value if known else "<computed>"
+
+    def _absolute(self, module: str, name: str, level: int) -> str:
+        if not level:
+            return name
+        is_package = self.files[module].name == "__init__.py"
+        parts = module.split(".")
+        parts = parts[: len(parts) - level + is_package]
+        return ".".join([*parts, name] if name else parts)
+
+    # --- what is wrong ----------------------------------------------------------------------------------------------
+
+    def violations(self) -> list[str]:
+        """One line for each import that the table does not allow, and for each file that is on no floor."""
+        homeless = [f"{module} is on no floor" for module in self.files if floor_of(module) is None]
+        return homeless + [
+            f"{each.module}:{each.line} imports {each.target}" for each in self.imports if not self._allowed(each)
+        ]
+
+    @staticmethod
+    def _allowed(each: Import) -> bool:
+        home = floor_of(each.module)
+        if home is None:
+            return True  # said already
+        floor = FLOORS[home]
+        top = each.target.partition(".")[0]
+        if top in ROOT_PACKAGES:
+            target = floor_of(each.target)
+            if target == home == "clients":  # programs do not know each other
+                return each.target.split(".")[:2] == each.module.split(".")[:2]
+            return target == home or target in {full_name(name) for name in floor.below.split()}
+        return top in sys.stdlib_module_names or top in floor.outside.split()
+
+    def cycle(self) -> list[str] | None:
+        """Modules that import each other in a circle when the program runs, or None."""
+        graph: dict[str, set[str]] = {module: set() for module in self.files}
+        for each in self.imports:
+            if each.runs and each.target in graph and each.target != each.module:
+                graph[each.module].add(each.target)
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            return list(error.args[1])
+        return None
+
+
+# --- this tree --------------------------------------------------------------------------------------------------------
+
+
+def test_the_floors_stand_on_each_other_from_the_ground_up() -> None:
+    known: set[str] = set()
+    for name, floor in FLOORS.items():
+        assert {full_name(below) for below in floor.below.split()} <= known, name
+        known.add(name)
+
+
+def test_every_file_imports_only_from_floors_below_its_own() -> None:
+    tree = Tree(ROOT)
+    assert len(tree.files) > 80
+    assert {floor_of(module) for module in tree.files} >= set(FLOORS) - {"ferrum_rpc.distributed"}
+    assert tree.violations() == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert Tree(ROOT).cycle() is None
+
+
+def test_what_may_not_import_torch_does_not_load_it_either() -> None:
+    """The service floor, the wire, the client, the command line: all of them together."""
+    light = [
+        module
+        for module in Tree(ROOT).files
+        if (home := floor_of(module)) is not None
+        and "torch" not in FLOORS[home].outside.split()
+        and not module.endswith("__main__")
+    ]
+    assert {"ferrum_rpc.service.server", "ferrum_rpc.client", "ferrum_rpc.cli", "ferrum_rpc.kv.manager"} <= set(light)
+    assert loaded_by(light) & {"torch", "transformers", "safetensors"} == set()
+    assert loaded_by(["ferrum_rpc.core", "ferrum_rpc.errors"]) & {"grpc", "google", "structlog"} == set()
+    assert "structlog" not in loaded_by([module for module in light if floor_of(module) == "ferrum_rpc.wire"])
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """Top-level packages in a fresh interpreter that imported ``modules``."""
+    program = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+# --- the check itself -------------------------------------------------------------------------------------------------
+
+
+def tree_of(folder: Path, files: dict[str, str]) -> Tree:
+    """A tree with these files besides the least that the imports in them need."""
+    least = {
+        "ferrum_rpc/__init__.py": "",
+        "ferrum_rpc/errors.py": "import enum",
+        "ferrum_rpc/core.py": "import numpy\nfrom ferrum_rpc.errors import Reason",
+        "ferrum_rpc/kv/__init__.py": "",
+        "ferrum_rpc/kv/pool.py": "import numpy as np",
+        "ferrum_rpc/kv/store.py": "import torch",
+        "ferrum_rpc/models/__init__.py": "",
+        "ferrum_rpc/models/base.py": "import torch\nfrom ferrum_rpc.core import AttentionSpec",
+        "ferrum_rpc/engine/__init__.py": "",
+        "ferrum_rpc/engine/thread.py": "from ferrum_rpc.core import Step",
+        "ferrum_rpc/engine/runner.py": "import torch\nfrom ferrum_rpc.kv import pool, store",
+        "ferrum_rpc/service/__init__.py": "",
+        "ferrum_rpc/service/server.py": "import grpc\nfrom ferrum_rpc.engine import thread",
+        "ferrum_rpc/client/__init__.py": "",
+        "clients/one/__init__.py": "",
+        "clients/one/part.py": "",
+    }
+    for name, source in (least | files).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return Tree(folder)
+
+
+VIOLATIONS = {
+    "errors import core": ("errors.py", "from ferrum_rpc.core import Step", "errors:1 imports ferrum_rpc.core"),
+    "core imports a floor above": ("core.py", "import ferrum_rpc.kv.pool", "core:1 imports ferrum_rpc.kv.pool"),
+    "core imports torch": ("core.py", "import torch", "core:1 imports torch"),
+    "kv imports models": (
+        "kv/pool.py",
+        "from ferrum_rpc.models import base",
+        "kv.pool:1 imports ferrum_rpc.models.base",
+    ),
+    "kv's integers import its tensors": ("kv/pool.py", "from . import store", "kv.pool:1 imports ferrum_rpc.kv.store"),
+    "kv's integers import torch": ("kv/pool.py", "import torch.nn", "kv.pool:1 imports torch.nn"),
+    "a package's own file does": (
+        "kv/__init__.py",
+        "from ..models.base import x",
+        "kv:1 imports ferrum_rpc.models.base",
+    ),
+    "models import the engine": (
+        "models/base.py",
+        "from ferrum_rpc.engine.thread import State",
+        "models.base:1 imports ferrum_rpc.engine.thread",
+    ),
+    "models import attention, which they must not know": (
+        "models/base.py",
+        "import ferrum_rpc.attention.geometry as g",
+        "models.base:1 imports ferrum_rpc.attention.geometry",
+    ),
+    "the thread imports the runner": (
+        "engine/thread.py",
+        "from ferrum_rpc.engine.runner import TorchRunner",
+        "engine.thread:1 imports ferrum_rpc.engine.runner",
+    ),
+    "the service imports the torch half of the engine": (
+        "service/server.py",
+        "import grpc\n\nfrom ferrum_rpc.engine import runner, thread",
+        "service.server:3 imports ferrum_rpc.engine.runner",
+    ),
+    "the service imports torch": ("service/server.py", "import torch", "service.server:1 imports torch"),
+    "the service imports the cache": (
+        "service/server.py",
+        "from ferrum_rpc.kv.pool import BlockPool",
+        "service.server:1 imports ferrum_rpc.kv.pool",
+    ),
+    "inside of a function": (
+        "service/server.py",
+        "def run():\n    import torch",
+        "service.server:2 imports torch",
+    ),
+    "for its types only": (
+        "service/server.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ferrum_rpc.engine.runner import TorchRunner",
+        "service.server:3 imports ferrum_rpc.engine.runner",
+    ),
+    "by name": (
+        "service/server.py",
+        "import importlib\nimportlib.import_module('torch')",
+        "service.server:2 imports torch",
+    ),
+    "by a computed name": (
+        "service/server.py",
+        "import importlib\nimportlib.import_module('to' + 'rch')",
+        "service.server:2 imports <computed>",
+    ),
+    "wire logs": ("wire/items.py", "import structlog", "wire.items:1 imports structlog"),
+    "the client imports the service": (
+        "client/__init__.py",
+        "from ferrum_rpc.service import server",
+        "client:1 imports ferrum_rpc.service.server",
+    ),
+    "tests are no floor": ("core.py", "from tests.serving import serve", "core:1 imports tests.serving"),
+    "a package that is on no floor": ("extra/thing.py", "", "extra.thing is on no floor"),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_violation_is_found(tmp_path: Path, name: str) -> None:
+    file, source, expected = VIOLATIONS[name]
+    assert tree_of(tmp_path, {f"ferrum_rpc/{file}": source}).violations() == [f"ferrum_rpc.{expected}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from ferrum_rpc.service import server", ["imports ferrum_rpc.service.server"]),
+        ("import ferrum_rpc.wire.rows", ["imports ferrum_rpc.wire.rows"]),
+        ("import torch", ["imports torch"]),
+        ("from clients.two import main", ["imports clients.two"]),
+        ("from . import part\nfrom clients.one.part import word", []),
+        ("from ferrum_rpc.client import ExecutorClient\nfrom ferrum_rpc.errors import QueueFull\nimport numpy", []),
+    ],
+)
+def test_a_program_knows_the_client_and_the_public_words(tmp_path: Path, source: str, expected: list[str]) -> None:
+    found = tree_of(tmp_path, {"clients/one/main.py": source}).violations()
+    assert found == [f"clients.one.main:1 {each}" for each in expected]
+
+
+def test_a_tree_without_violations_has_none(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, {})
+    assert tree.violations() == []
+    assert tree.cycle() is None
+
+
+def test_a_circle_is_found_however_it_is_written(tmp_path: Path) -> None:
+    files = {
+        "ferrum_rpc/kv/pool.py": "from ferrum_rpc.kv import table",
+        "ferrum_rpc/kv/table.py": "def late():\n    from .sequence import word",
+        "ferrum_rpc/kv/sequence.py": "import ferrum_rpc.kv.pool",
+    }
+    tree = tree_of(tmp_path, files)
+    assert tree.violations() == []
+    circle = tree.cycle()
+    assert circle is not None
+    assert set(circle) == {f"ferrum_rpc.kv.{name}" for name in ("pool", "table", "sequence")}
+
+
+def test_types_alone_make_no_circle(tmp_path: Path) -> None:
+    files = {
+        "ferrum_rpc/kv/pool.py": "from ferrum_rpc.kv.table import word",
+        "ferrum_rpc/kv/table.py": "import typing\nif typing.TYPE_CHECKING:\n    from ferrum_rpc.kv.pool import Pool",
+    }
+    assert tree_of(tmp_path, files).cycle() is None

@@ -1,0 +1,114 @@
+"""Weights go where they belong, once; what is missing is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear
+from ferrum_rpc.models.spec import ModelSpec
+from tests.checkpoints import FAMILIES, make_model
+
+CPU = torch.device("cpu")
+
+
+def spec_of(model):
+    return ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+def test_the_layout_is_the_state_of_the_transformers_model(family, fields):
+    model = make_model(family, **fields)
+    spec = spec_of(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if spec.tied_embeddings:
+        del shapes["lm_head.weight"]
+    assert {name: placement.shape for name, placement in layout(spec).items()} == shapes
+    assert parameter_count(spec) == sum(weight.numel() for weight in model.parameters())
+
+
+def test_placements_tile_their_parameters():
+    table = layout(spec_of(make_model("qwen3", attention_bias=True, head_dim=4)))
+    for parameter, shape in parameter_shapes(table).items():
+        parts = sorted((p.first, p.rows) for p in table.values() if p.parameter == parameter)
+        position = 0
+        for first, rows in parts:
+            assert first == position
+            position += rows
+        assert position == shape[0]
+
+
+def test_a_decoder_says_what_it_lacks_and_loads_in_any_order():
+    model = make_model("qwen2")
+    decoder = Decoder(spec_of(model), torch.float32, CPU)
+    state = model.state_dict()
+    names = sorted(decoder.expected_tensors(), key=lambda name: hash((name, 1)))
+    for name in names[:-1]:
+        decoder.load(name, state[name])
+    with pytest.raises(RuntimeError, match="1 weights are not loaded"):
+        decoder.logits(torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="already"):
+        decoder.load(names[0], state[names[0]])
+    with pytest.raises(ValueError, match="shape"):
+        decoder.load(names[-1], torch.zeros(3, 3))
+    with pytest.raises(KeyError):
+        decoder.load("model.layers.9.mlp.down_proj.weight", torch.zeros(1))
+    decoder.load(names[-1], state[names[-1]])
+    assert decoder.logits(torch.zeros(1, 64)).shape == (1, 300)
+
+
+def test_loading_converts_and_never_aliases():
+    model = make_model("llama")
+    decoder = Decoder(spec_of(model), torch.bfloat16, CPU)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in decoder.expected_tensors():
+        decoder.load(name, state[name])
+    hidden = torch.randn(2, 64).bfloat16()
+    before = decoder.logits(hidden)
+    for tensor in state.values():
+        tensor.zero_()
+    assert torch.equal(decoder.logits(hidden), before)
+
+
+def test_info():
+    model = make_model("qwen3", eos_token_id=[2, 7])
+    info = Decoder(spec_of(model), torch.bfloat16, CPU).info("tiny")
+    assert (info.name, info.architecture, info.weight_dtype, info.kv_dtype) == (
+        "tiny",
+        "Qwen3ForCausalLM",
+        "bfloat16",
+        "bfloat16",
+    )
+    assert (info.vocab_size, info.max_context, info.layers, info.hidden_size) == (300, 512, 2, 64)
+    assert (info.heads, info.kv_heads, info.head_dim) == (4, 2, 16)
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert (info.eos_token_ids, info.bos_token_id) == ((2, 7), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_product_is_the_plain_one(dtype, biased):
+    name, reason, factory = select_linear(CPU, dtype)
+    if factory is not PackedLinear:
+        pytest.skip(f"no packed weights here: {reason}")
+    assert name == "onednn"
+    weight, bias = torch.randn(96, 80).to(dtype), torch.randn(96).to(dtype) if biased else None
+    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
+    for rows in (0, 1, 2, 17, 200):
+        x = torch.randn(rows, 80).to(dtype)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(packed(x), plain(x), rtol=20 * eps, atol=100 * eps)
+
+
+def test_the_choice_of_a_linear_has_a_reason():
+    assert select_linear(CPU, torch.float32, "plain") == ("plain", "requested", PlainLinear)
+    name, reason, factory = select_linear(CPU, torch.float64)
+    assert (name, factory) == ("plain", PlainLinear) and "float64" in reason
+    with pytest.raises(InvalidRequest, match="not available"):
+        select_linear(CPU, torch.float64, "onednn")
+    with pytest.raises(InvalidRequest, match="unknown"):
+        select_linear(CPU, torch.float32, "gpu")

@@ -1,0 +1,196 @@
+"""Configurations: what transformers means by them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.spec import FAMILIES, ModelSpec
+from tests.checkpoints import FAMILIES as TEST_FAMILIES
+from tests.checkpoints import make_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "torch_dtype": "bfloat16",
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_scaling": None}
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = QWEN2 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def without(config, *fields):
+    return {name: value for name, value in config.items() if name not in fields}
+
+
+def test_llama_3_1():
+    spec = ModelSpec.from_config(LLAMA)
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert spec.rope.kind == "llama3" and spec.rope.theta == 500000.0 and spec.rope.original_context == 8192
+    assert spec.eos_token_ids == (128001, 128008, 128009) and spec.bos_token_id == 128000
+    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm or spec.tied_embeddings)
+    assert spec.dtype == "bfloat16" and spec.norm_eps == 1e-5 and spec.activation == "silu"
+    assert spec.windows == (None,) * 32
+    assert spec.attention_specs[31].scale == 128**-0.5
+
+
+def test_what_the_families_differ_in():
+    qwen2, qwen3, mistral = (ModelSpec.from_config(config) for config in (QWEN2, QWEN3, MISTRAL))
+    assert qwen2.qkv_bias and not qwen2.output_bias and not qwen2.qk_norm
+    assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
+    assert not mistral.qkv_bias and mistral.windows == (4096,) * 32
+    biased = ModelSpec.from_config(QWEN3 | {"attention_bias": True})
+    assert biased.qkv_bias and biased.output_bias
+    assert ModelSpec.from_config(LLAMA | {"mlp_bias": True}).mlp_bias
+    assert not ModelSpec.from_config(MISTRAL | {"mlp_bias": True, "attention_bias": True}).mlp_bias
+
+
+def test_windows():
+    def windows(config, **fields):
+        return ModelSpec.from_config(config | {"num_hidden_layers": 4} | fields).windows
+
+    assert windows(MISTRAL, sliding_window=None) == (None,) * 4
+    assert windows(MISTRAL, sliding_window=100) == (100,) * 4
+    assert windows(QWEN2, sliding_window=100, use_sliding_window=False) == (None,) * 4
+    assert windows(QWEN2, sliding_window=100, use_sliding_window=True, max_window_layers=3) == (None, None, None, 100)
+    assert windows(QWEN2, use_sliding_window=True, max_window_layers=0) == (4096,) * 4
+    listed = ["full_attention", "sliding_attention"] * 2
+    assert windows(QWEN3, sliding_window=7, use_sliding_window=True, layer_types=listed) == (None, 7, None, 7)
+    assert windows(QWEN3, layer_types=["full_attention"] * 4) == (None,) * 4
+    assert windows(LLAMA, sliding_window=7) == (None,) * 4
+
+
+@pytest.mark.parametrize("family", TEST_FAMILIES)
+def test_configurations_as_transformers_5_writes_them(family, tmp_path):
+    model = make_model(family, rope_parameters={"rope_type": "linear", "factor": 2.0}, eos_token_id=[2, 5])
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    spec = ModelSpec.from_config(json.loads((tmp_path / "config.json").read_text()))
+    assert spec.rope.kind == "linear" and spec.rope.factor == 2.0 and spec.rope.theta == 10000.0
+    assert (spec.kv_heads, spec.head_dim, spec.eos_token_ids, spec.bos_token_id) == (2, 16, (2, 5), 1)
+
+
+def test_the_architecture_may_be_told_by_the_model_type():
+    assert ModelSpec.from_config(without(QWEN3, "architectures")).architecture == "Qwen3ForCausalLM"
+
+
+def test_absent_fields_mean_what_they_mean_in_transformers():
+    bare = without(LLAMA, "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "eos_token_id")
+    spec = ModelSpec.from_config(without(bare, "bos_token_id", "torch_dtype"))
+    assert (spec.kv_heads, spec.norm_eps, spec.rope.theta, spec.eos_token_ids) == (32, 1e-6, 10000.0, ())
+    assert spec.bos_token_id is None and spec.dtype is None
+    assert ModelSpec.from_config(without(MISTRAL, "num_key_value_heads")).kv_heads == 8
+    assert ModelSpec.from_config(MISTRAL | {"num_key_value_heads": None}).kv_heads == 32
+    assert ModelSpec.from_config(QWEN3 | {"hidden_size": 1024, "num_attention_heads": 16}).head_dim == 128
+
+
+def refused(config, error, field):
+    with pytest.raises(error) as caught:
+        ModelSpec.from_config(config)
+    assert caught.value.field == field
+    assert field in caught.value.message
+    return caught.value.message
+
+
+def test_unknown_architectures_are_refused_with_the_list_of_known_ones():
+    message = refused(LLAMA | {"architectures": ["MambaForCausalLM"]}, NotSupported, "architectures")
+    assert all(name in message for name in FAMILIES)
+    refused(without(LLAMA, "architectures") | {"model_type": "mamba"}, NotSupported, "model_type")
+    refused(without(LLAMA, "architectures", "model_type"), InvalidRequest, "architectures")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ],
+)
+def test_sizes_must_be_there_and_be_sizes(field):
+    for value in (None, "12", 0, -1, 1.5, True, [], 10**30):
+        refused(LLAMA | {field: value}, InvalidRequest, field)
+    refused(without(LLAMA, field), InvalidRequest, field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"rms_norm_eps": "small"}, InvalidRequest, "rms_norm_eps"),
+        ({"rms_norm_eps": 0}, InvalidRequest, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, InvalidRequest, "rms_norm_eps"),
+        ({"hidden_act": "xielu"}, NotSupported, "hidden_act"),
+        ({"hidden_act": 3}, InvalidRequest, "hidden_act"),
+        ({"attention_bias": 1}, InvalidRequest, "attention_bias"),
+        ({"tie_word_embeddings": "yes"}, InvalidRequest, "tie_word_embeddings"),
+        ({"num_key_value_heads": 5}, InvalidRequest, "num_key_value_heads"),
+        ({"head_dim": 7}, InvalidRequest, "head_dim"),
+        ({"hidden_size": 4097}, InvalidRequest, "hidden_size"),
+        ({"hidden_size": 96}, InvalidRequest, "hidden_size"),
+        ({"num_hidden_layers": 10**6}, InvalidRequest, "num_hidden_layers"),
+        ({"eos_token_id": "stop"}, InvalidRequest, "eos_token_id"),
+        ({"eos_token_id": [1, -2]}, InvalidRequest, "eos_token_id"),
+        ({"architectures": "LlamaForCausalLM"}, InvalidRequest, "architectures"),
+        ({"quantization_config": {"bits": 4}}, NotSupported, "quantization_config"),
+        ({"rope_theta": 1.0}, InvalidRequest, "rope_theta"),
+        ({"rope_scaling": "llama3"}, InvalidRequest, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, NotSupported, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "longrope"}}, NotSupported, "rope_scaling.type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, InvalidRequest, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, InvalidRequest, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, InvalidRequest, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, InvalidRequest, "rope_scaling.beta_fast"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": 0}}, InvalidRequest, "rope_scaling.truncate"),
+        ({"partial_rotary_factor": 0.5}, NotSupported, "partial_rotary_factor"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            NotSupported,
+            "rope_parameters.full_attention",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(fields, error, field):
+    refused(LLAMA | fields, error, field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"layer_types": ["full_attention"]}, InvalidRequest),
+        ({"layer_types": ["sliding_attention"] * 32}, InvalidRequest),
+        ({"layer_types": ["chunked_attention"] * 32}, NotSupported),
+        ({"layer_types": "full_attention"}, InvalidRequest),
+    ],
+)
+def test_layer_types_must_fit(fields, error):
+    refused(QWEN3 | fields, error, "layer_types")
+
+
+def test_errors_do_not_repeat_a_megabyte():
+    for fields in ({"architectures": ["x" * 10**6]}, {"hidden_act": "y" * 10**6}, {"vocab_size": "z" * 10**6}):
+        with pytest.raises(ExecutorError) as caught:
+            ModelSpec.from_config(LLAMA | fields)
+        assert len(caught.value.message) < 400

@@ -1,0 +1,312 @@
+"""Rows from logits, bit for bit: order among ties, packing of kinds, and slices of the head that leave no seam."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, SelectedTokens, TopTokens
+from ferrum_rpc.sampling.rows import HEAD_ROWS, select_rows, top_tokens
+
+INF = math.inf
+
+
+def expected_order(row: np.ndarray) -> list[int]:
+    """Ids by falling logit, then rising id, as the contract says it. -0.0 equals 0.0."""
+    return sorted(range(len(row)), key=lambda each: (-float(row[each]), each))
+
+
+def check_top(logits: torch.Tensor, k: int) -> None:
+    values, ids = top_tokens(logits, k)
+    assert (values.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert values.shape == ids.shape == (len(logits), k)
+    for row, value, chosen in zip(logits.numpy(), values.numpy(), ids.tolist(), strict=True):
+        assert chosen == expected_order(row)[:k]
+        assert value.view(np.uint32).tolist() == row[chosen].view(np.uint32).tolist()
+
+
+class Head:
+    """A head that looks rows up: hidden row r is the number r. Its rows cannot depend on their neighbours."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.calls: list[int] = []
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return torch.arange(len(self.table), dtype=torch.float32)[:, None]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(hidden))
+        return self.table.index_select(0, hidden[:, 0].to(torch.int64))
+
+
+def random_table(rows: int, vocab: int, seed: int = 0, *, ties: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if ties:
+        return torch.randint(-3, 3, (rows, vocab), generator=generator).to(torch.float32)
+    return torch.randn((rows, vocab), generator=generator) * 4
+
+
+def check_rows(rows: Rows, kind: OutputKind, logits: torch.Tensor) -> None:
+    """``rows`` answer ``kind`` for ``logits`` [count, V], each computed by itself from the definition."""
+    assert rows.count == len(logits)
+    block = rows.block.cut(rows.first, rows.first + rows.count)
+    exact = logits.numpy()
+    logsumexp = logits.double().logsumexp(-1).numpy()
+    match kind:
+        case Greedy(logprob):
+            best = [expected_order(row)[0] for row in exact]
+            assert block.token_ids.dtype == np.uint32
+            assert block.token_ids.tolist() == best
+            assert (block.logprobs is not None) == logprob
+            if logprob:
+                assert block.logprobs.dtype == np.float32
+                np.testing.assert_allclose(
+                    block.logprobs, exact[np.arange(len(best)), best] - logsumexp, rtol=1e-5, atol=1e-5
+                )
+        case TopTokens(k):
+            assert block.token_ids.dtype == np.uint32
+            assert block.token_ids.tolist() == [expected_order(row)[:k] for row in exact]
+            assert np.array_equal(block.logits, np.take_along_axis(exact, block.token_ids.astype(np.int64), -1))
+            np.testing.assert_allclose(block.logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+        case SelectedTokens(ids):
+            assert np.array_equal(block.logits, exact[:, list(ids)])
+            np.testing.assert_allclose(block.logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+        case FullLogits(dtype):
+            torch_dtype = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
+            raw = logits.to(torch_dtype[dtype])
+            assert block.logits.shape == logits.shape
+            assert block.logits.tobytes() == raw.contiguous().view(torch.uint8).numpy().tobytes()
+            assert (block.dtype, block.logits.itemsize) == (dtype, dtype.itemsize)
+
+
+# --- the k largest ----------------------------------------------------------------------------------------------------
+
+TIED = {
+    "all equal": [2.0] * 9,
+    "all minus infinity": [-INF] * 9,
+    "two at the top": [1.0, 5.0, 0.0, 5.0, 2.0],
+    "at the end": [3.0, 1.0, 2.0, 1.0, 1.0],
+    "falling, in pairs": [4.0, 4.0, 3.0, 3.0, 2.0, 2.0],
+    "rising, in pairs": [2.0, 2.0, 3.0, 3.0, 4.0, 4.0],
+    "negative": [-1.0, -2.0, -1.0, -3.0, -1.0, -2.0],
+    "zeros of both signs": [-0.0, 0.0, -0.0, 0.0, 1.0, -1.0],
+    "zeros of both signs below the top": [7.0, 0.0, -0.0, 0.0, -0.0],
+    "minus infinity among numbers": [-INF, 1.0, -INF, 2.0, -INF, 1.0],
+    "infinity": [INF, 1.0, INF, -INF, 1.0],
+    "neighbouring floats": [1.0, np.nextafter(np.float32(1), np.float32(2)), 1.0, 0.99999994],
+    "smallest and largest": [1e-45, -1e-45, 3.4e38, -3.4e38, 0.0, 1e-45, 3.4e38, -3.4e38],
+    "no ties": [3.0, -1.0, 2.5, 0.0],
+    "one": [4.0],
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_ties_stand_by_rising_id_at_every_k(name: str) -> None:
+    row = torch.tensor([TIED[name]], dtype=torch.float32)
+    for k in range(1, row.shape[1] + 1):
+        check_top(row, k)
+
+
+def test_a_tie_at_the_boundary_is_cut_by_id() -> None:
+    row = torch.tensor([[1.0, 9.0, 5.0, 5.0, 5.0, 9.0]])
+    assert [top_tokens(row, k)[1].tolist() for k in (2, 3, 4)] == [[[1, 5]], [[1, 5, 2]], [[1, 5, 2, 3]]]
+
+
+def test_one_row_with_ties_does_not_disturb_the_others() -> None:
+    table = random_table(5, 40)
+    table[2] = torch.randint(0, 3, (40,)).float()
+    for k in (1, 7, 39, 40):
+        check_top(table, k)
+
+
+def test_ties_in_a_vocabulary_of_152k() -> None:
+    table = torch.randn((3, 151_936), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).float()
+    table[1] = -INF
+    table[1, [9, 77_777, 151_935]] = 1.5
+    for k in (1, 50, 1024):
+        check_top(table, k)
+
+
+@given(
+    rows=hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.integers(1, 24)),
+        elements=st.one_of(
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, -INF, INF, 0.5]), st.floats(allow_nan=False, width=32)
+        ),
+    ),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_row_is_in_the_order_of_the_contract(rows: np.ndarray, data: st.DataObject) -> None:
+    check_top(torch.from_numpy(rows), data.draw(st.integers(1, rows.shape[1])))
+
+
+# --- arg-max ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 32, 33, 1000, 32_000, 151_936])
+def test_greedy_ties_go_to_the_lowest_id(vocab: int) -> None:
+    table = torch.full((6, vocab), -1.0)
+    table[1, vocab // 3 :] = 2.0
+    table[2, [vocab // 2, vocab - 1]] = 7.0
+    table[3] = -INF
+    table[4, :: max(1, vocab // 5)] = 0.0
+    table[5] = 0.0
+    table[5, : vocab // 2] = -0.0
+    head = Head(table)
+    for kind in (Greedy(), Greedy(logprob=True)):
+        [rows] = select_rows(head.hidden, [(0, 6, kind)], head)
+        assert rows.block.token_ids.tolist() == table.numpy().argmax(-1).tolist()  # numpy: the first of the largest
+        assert rows.block.token_ids.tolist() == [0, vocab // 3, vocab // 2, 0, 0, 0]
+
+
+def test_greedy_is_the_first_of_the_top_tokens() -> None:
+    for ties in (False, True):
+        head = Head(random_table(64, 5000, ties=ties))
+        greedy, top = select_rows(head.hidden, [(0, 64, Greedy()), (0, 64, TopTokens(3))], head)
+        assert greedy.block.token_ids.tolist() == top.block.token_ids[:, 0].tolist()
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+KINDS: list[OutputKind] = [
+    Greedy(),
+    Greedy(logprob=True),
+    TopTokens(1),
+    TopTokens(5),
+    TopTokens(12),
+    SelectedTokens((3, 0, 11, 3)),
+    SelectedTokens((0,)),
+    FullLogits(),
+    FullLogits(RowDType.BF16),
+    FullLogits(RowDType.F16),
+]
+
+
+def requests_of(counts: list[int], kinds: list[OutputKind], gap: int = 0) -> list[tuple[int, int, OutputKind]]:
+    requests, first = [], 0
+    for count, kind in zip(counts, kinds, strict=True):
+        requests.append((first, count, kind))
+        first += count + gap
+    return requests
+
+
+def test_every_kind_in_one_step_gets_its_own_rows_and_kinds_share_a_block() -> None:
+    kinds = [*KINDS, *KINDS[::-1], FullLogits()]
+    requests = requests_of([1 + index % 4 for index in range(len(kinds))], kinds, gap=2)
+    head = Head(random_table(requests[-1][0] + requests[-1][1] + 2, 12))
+    answers = select_rows(head.hidden, requests, head)
+    for (first, count, kind), rows in zip(requests, answers, strict=True):
+        check_rows(rows, kind, head.table[first : first + count])
+    assert head.calls == [sum(count for _, count, _ in requests)], "one head product, without the rows nobody wants"
+    for kind in KINDS:
+        same = [rows for (_, _, other), rows in zip(requests, answers, strict=True) if other == kind]
+        assert len({id(rows.block) for rows in same}) == 1
+        assert [rows.first for rows in same] == np.cumsum([0] + [rows.count for rows in same])[:-1].tolist()
+    assert len({id(rows.block) for rows in answers}) == len(KINDS)
+
+
+def test_kinds_of_equal_content_are_one_kind_and_others_are_not() -> None:
+    head = Head(random_table(4, 8))
+    one, two, three, four = select_rows(
+        head.hidden,
+        [(0, 1, TopTokens(2)), (1, 1, TopTokens(3)), (2, 1, TopTokens(2)), (3, 1, SelectedTokens((2,)))],
+        head,
+    )
+    assert one.block is three.block
+    assert len({id(each.block) for each in (one, two, four)}) == 3
+
+
+def test_the_answers_stand_in_the_order_of_the_requests_not_of_the_kinds() -> None:
+    head = Head(random_table(6, 8))
+    kinds = [FullLogits(), Greedy(), FullLogits(), Greedy(), FullLogits(), Greedy()]
+    requests = [(5 - index, 1, kind) for index, kind in enumerate(kinds)]  # and not in the order of the rows either
+    for (first, count, kind), rows in zip(requests, select_rows(head.hidden, requests, head), strict=True):
+        check_rows(rows, kind, head.table[first : first + count])
+
+
+def test_rows_of_all_tokens_in_order_need_no_gather() -> None:
+    head = Head(random_table(7, 8))
+    seen: list[torch.Tensor] = []
+    hidden = head.hidden
+
+    def watching(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows)
+        return head(rows)
+
+    select_rows(hidden, requests_of([3, 4], [Greedy(), Greedy()]), watching)
+    assert seen[0] is hidden
+
+
+# --- slices of the head -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("rows", [HEAD_ROWS - 1, HEAD_ROWS, HEAD_ROWS + 1, 2 * HEAD_ROWS, 2 * HEAD_ROWS + 77])
+def test_a_sliced_head_is_bitwise_the_whole_one(kind: OutputKind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(random_table(rows, 12, ties=rows % 2 == 0))
+    [sliced] = select_rows(head.hidden, [(0, rows, kind)], head)
+    assert sum(head.calls) == rows
+    assert max(head.calls) <= HEAD_ROWS
+    assert len(head.calls) == -(-rows // HEAD_ROWS)
+    monkeypatch.setattr("ferrum_rpc.sampling.rows.HEAD_ROWS", 10**9)
+    [whole] = select_rows(head.hidden, [(0, rows, kind)], head)
+    assert head.calls[-1] == rows
+    for name in ("token_ids", "logprobs", "logits", "logsumexp"):
+        one, other = (getattr(each.block, name, None) for each in (sliced, whole))
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    check_rows(sliced, kind, head.table)
+
+
+@given(
+    head_rows=st.integers(1, 12),
+    asked=st.lists(st.tuples(st.integers(1, 9), st.sampled_from(KINDS), st.integers(0, 3)), min_size=1, max_size=8),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=100, deadline=None)
+def test_wherever_slices_fall_every_request_gets_its_rows(head_rows, asked, order) -> None:
+    requests, first = [], 0
+    for count, kind, gap in asked:
+        requests.append((first, count, kind))
+        first += count + gap
+    head = Head(random_table(first, 12, seed=first, ties=first % 2 == 0))
+    order.shuffle(requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ferrum_rpc.sampling.rows.HEAD_ROWS", head_rows)
+        answers = select_rows(head.hidden, requests, head)
+    assert max(head.calls) <= head_rows
+    for (start, count, kind), rows in zip(requests, answers, strict=True):
+        check_rows(rows, kind, head.table[start : start + count])
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_minus_infinity_but_for_one_token_is_certain() -> None:
+    table = torch.full((1, 50), -INF)
+    table[0, 31] = -7.25
+    head = Head(table)
+    greedy, top, selected = select_rows(
+        head.hidden, [(0, 1, Greedy(logprob=True)), (0, 1, TopTokens(3)), (0, 1, SelectedTokens((31, 2)))], head
+    )
+    assert (greedy.block.token_ids.tolist(), greedy.block.logprobs.tolist()) == ([31], [0.0])
+    assert top.block.token_ids.tolist() == [[31, 0, 1]]
+    assert top.block.logits.tolist() == [[-7.25, -INF, -INF]]
+    assert (selected.block.logits.tolist(), selected.block.logsumexp.tolist()) == ([[-7.25, -INF]], [-7.25])
+
+
+def test_large_logits_do_not_overflow_the_logsumexp() -> None:
+    head = Head(torch.tensor([[1e4, 1e4, -1e4]]))
+    [rows] = select_rows(head.hidden, [(0, 1, Greedy(logprob=True))], head)
+    np.testing.assert_allclose(rows.block.logprobs, [-math.log(2)], atol=1e-3)

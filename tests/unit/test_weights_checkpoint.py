@@ -1,0 +1,352 @@
+"""Model folders: complete ones stream, broken ones are refused with a reason, and nothing outside is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ferrum_rpc.engine.loading import choose_dtype, load_identity, load_model
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.weights.checkpoint import Checkpoint
+from tests.checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("single"), "qwen3", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("sharded"), "llama", shards=4)
+
+
+@pytest.fixture
+def copy(sharded, tmp_path):
+    return shutil.copytree(sharded, tmp_path / "copy")
+
+
+def refused(path, match, error=InvalidRequest):
+    with pytest.raises(error, match=match) as caught:
+        Checkpoint.open(path)
+    assert str(path) not in caught.value.message
+    return caught.value.message
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+def test_one_file_streams_every_tensor(single):
+    checkpoint = Checkpoint.open(single)
+    expected = load_file(single / "model.safetensors")
+    streamed = {name: tensor.clone() for name, tensor in checkpoint.tensors()}
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(streamed[name], expected[name]) for name in expected)
+    assert checkpoint.dtype == torch.bfloat16
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+def test_shards_stream_file_by_file(sharded):
+    files = sorted(sharded.glob("*.safetensors"))
+    assert len(files) >= 3
+    expected = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    checkpoint = Checkpoint.open(sharded)
+    order = []
+    for name, tensor in checkpoint.tensors():
+        assert torch.equal(tensor, expected.pop(name))
+        order.append(checkpoint.entries[name].file.name)
+    assert not expected
+    assert order == sorted(order)
+
+
+def test_tensors_can_be_picked(single):
+    names = ["model.norm.weight", "lm_head.weight"]
+    assert sorted(name for name, _ in Checkpoint.open(single).tensors(names)) == sorted(names)
+    with pytest.raises(KeyError):
+        list(Checkpoint.open(single).tensors(["nonesuch"]))
+
+
+def test_odd_tensors(tmp_path):
+    """Scalars, empty tensors, integers, and data that an older writer did not align."""
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "ids": torch.arange(5), "z": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip() + b" "
+    header += b" " * ((length + 1) % 2 or 1)
+    for shifted in (content, len(header).to_bytes(8, "little") + header + content[8 + length :]):
+        (tmp_path / "model.safetensors").write_bytes(shifted)
+        found = {name: tensor.clone() for name, tensor in Checkpoint.open(tmp_path).tensors()}
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    save_file({"empty": torch.zeros(0)}, tmp_path / "model.safetensors")
+    assert [tensor.shape for _, tensor in Checkpoint.open(tmp_path).tensors()] == [(0,)]
+
+
+def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_blobs(single, tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc123"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(single.iterdir())):
+        shutil.copy(file, blobs / f"blob{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob{number}")
+    assert Checkpoint.open(snapshot).nbytes == Checkpoint.open(single).nbytes
+
+
+# --- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_no_such_folder(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere.*does not exist")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "not a folder")
+    refused(tmp_path, "config.json is missing")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "neither model.safetensors nor")
+    refused("a\0b", "does not exist")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_not_opened(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    assert "save_pretrained" in refused(tmp_path, name, NotSupported)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"a": 1, "a": 2}', b'{"a": NaN}', b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5]
+)
+def test_broken_json_is_named(copy, content):
+    for name in ("config.json", "generation_config.json", INDEX):
+        folder = shutil.copytree(copy, copy.parent / f"broken-{name}", dirs_exist_ok=True)
+        (folder / name).write_bytes(content)
+        refused(folder, f"^{name}: not ")
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../evil.safetensors",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "..",
+        ".",
+        "",
+        "a\\b.safetensors",
+        "a\0.safetensors",
+        "C:x.safetensors",
+        ".hidden.safetensors",
+        "model.bin",
+        7,
+        None,
+        ["model.safetensors"],
+    ],
+)
+def test_an_index_cannot_name_a_path(copy, shard):
+    edit_index(copy, lambda index: index["weight_map"].update({"lm_head.weight": shard}))
+    refused(copy, "lm_head.weight.*is not the name of a safetensors file")
+
+
+def test_an_index_must_be_true(copy):
+    original = json.loads((copy / INDEX).read_text())["weight_map"]
+    edit_index(copy, lambda index: index["weight_map"].update({"phantom": original["lm_head.weight"]}))
+    refused(copy, "'phantom' is not in")
+    edit_index(copy, lambda index: index.update(weight_map=original | {"lm_head.weight": "gone.safetensors"}))
+    refused(copy, "shard 'gone.safetensors' is missing")
+    name, other = "model.norm.weight", original["lm_head.weight"]
+    assert original[name] != other and list(original.values()).count(original[name]) > 1
+    edit_index(copy, lambda index: index.update(weight_map=original | {name: other}))
+    refused(copy, f"'{name}' is in another shard")
+    for broken in ({}, None, []):
+        edit_index(copy, lambda index, broken=broken: index.update(weight_map=broken))
+        refused(copy, "weight_map is missing or empty")
+
+
+def test_a_tensor_in_two_shards_is_refused(copy):
+    first, second = sorted(copy.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor}, second)
+    refused(copy, f"{name}' is in {first.name} and in {second.name}")
+
+
+def test_links_must_stay_inside(copy, tmp_path):
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    outside = tmp_path / "outside.safetensors"
+    shard.rename(outside)
+    shard.symlink_to(outside)
+    refused(copy, f"{shard.name}: is a link that leads out")
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    refused(copy, "is missing")
+    shard.unlink()
+    inside = copy / "renamed.safetensors"
+    shutil.copy(outside, inside)
+    shard.symlink_to(inside.name)
+    Checkpoint.open(copy)
+    (copy / "config.json").unlink()
+    (copy / "config.json").symlink_to("/etc/hostname")
+    refused(copy, "config.json: is a link that leads out")
+
+
+def test_what_is_not_a_file_does_not_hang_the_start(copy):
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    refused(copy, "not a regular file")
+    shard.unlink()
+    shard.mkdir()
+    refused(copy, f"^{shard.name}: ")
+    (copy / "config.json").unlink()
+    (copy / "config.json").mkdir()
+    refused(copy, "config.json: not a regular file")
+
+
+def test_truncation_is_seen_before_anything_is_read(single, tmp_path):
+    folder = shutil.copytree(single, tmp_path / "short")
+    content = (single / "model.safetensors").read_bytes()
+    for size in (0, 3, 8, 100, 2000, len(content) // 2, len(content) - 1):
+        (folder / "model.safetensors").write_bytes(content[:size])
+        refused(folder, "^model.safetensors: ")
+    (folder / "model.safetensors").write_bytes(content + b"\0")
+    refused(folder, "1 bytes behind the last tensor")
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_loads_and_reports_progress(sharded):
+    seen = []
+    model = load_model(sharded, torch.float32, CPU, lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] == Checkpoint.open(sharded).nbytes
+    assert model.info("x").architecture == "LlamaForCausalLM"
+    assert len(model.attention_specs) == 2
+
+
+def test_generation_config_knows_more_stops(copy):
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    assert load_model(copy, torch.float32, CPU).info("x").eos_token_ids == (2, 9)
+    (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(InvalidRequest, match=r"generation_config.json.eos_token_id"):
+        load_model(copy, torch.float32, CPU)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_everything_that_does_not_fit_is_in_one_error(single, tmp_path):
+    folder = shutil.copytree(single, tmp_path / "odd")
+
+    def change(tensors):
+        del tensors["model.layers.0.self_attn.q_norm.weight"], tensors["lm_head.weight"]
+        tensors["model.norm.weight"] = torch.zeros(65)
+        for number in range(10):
+            tensors[f"extra.{number}"] = torch.zeros(1)
+
+    rewrite(folder, change)
+    with pytest.raises(InvalidRequest, match="does not fit Qwen3ForCausalLM") as caught:
+        load_model(folder, torch.float32, CPU)
+    message = caught.value.message
+    assert "2 missing (" in message and "lm_head.weight" in message and "q_norm" in message
+    assert "10 unexpected (" in message and message.count("extra.") == 8 and "..." in message
+    assert "1 misshapen (model.norm.weight [65], expected [64])" in message
+    assert str(folder) not in message
+
+
+def test_harmless_extras_are_ignored(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def change(tensors):
+        tensors["lm_head.weight"] = torch.zeros(300, 64)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    rewrite(folder, change)
+    assert load_model(folder, torch.float32, CPU).logits(torch.randn(1, 64)).abs().sum() > 0
+
+
+def test_a_giant_configuration_costs_nothing(single, tmp_path):
+    """The checkpoint is compared before anything is allocated."""
+    folder = shutil.copytree(single, tmp_path / "giant")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1, "intermediate_size": 2**31 - 1}))
+    with pytest.raises(InvalidRequest, match="misshapen"):
+        load_model(folder, torch.float32, CPU)  # the embedding alone would be half a terabyte
+
+
+def test_integers_and_eight_bit_floats_are_no_weights(single, tmp_path):
+    folder = shutil.copytree(single, tmp_path / "ints")
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        rewrite(
+            folder,
+            lambda tensors, dtype=dtype: tensors.update({"model.norm.weight": torch.ones(64).to(dtype)}),
+        )
+        with pytest.raises(NotSupported, match=r"model.norm.weight torch"):
+            load_model(folder, torch.float32, CPU)
+
+
+def test_memory_peaks_near_one_copy_of_the_weights(tmp_path):
+    """In a fresh process: 160 MB of weights, streamed from one file, packed on the way."""
+    folder = make_checkpoint(
+        tmp_path, "llama", hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, vocab_size=1000
+    )
+    size = Checkpoint.open(folder).nbytes
+    assert size > 130e6
+    # VmHWM and not ru_maxrss: that one inherits the peak of the process that started this one
+    script = (
+        "import re, sys, torch\n"
+        "from pathlib import Path\n"
+        "from ferrum_rpc.engine.loading import load_model\n"
+        "from ferrum_rpc.models.linear import select_linear\n"
+        "cpu = torch.device('cpu')\n"
+        "select_linear(cpu, torch.float32)\n"
+        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "before = peak()\n"
+        "model = load_model(sys.argv[1], torch.float32, cpu)\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert 0.9 * size < int(done.stdout) < 1.4 * size
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
+def test_a_requested_dtype_is_taken(name):
+    assert choose_dtype(name, torch.float32, CPU) == (getattr(torch, name), "requested")
+
+
+def test_automatic_dtypes_have_reasons(monkeypatch):
+    for stored in (torch.float32, torch.float16, torch.float64):
+        dtype, reason = choose_dtype("auto", stored, CPU)
+        assert dtype == torch.float32 and str(stored).removeprefix("torch.") in reason
+    monkeypatch.setattr("ferrum_rpc.engine.loading._bf16_instruction", lambda: "amx_bf16")
+    assert choose_dtype("auto", torch.bfloat16, CPU) == (
+        torch.bfloat16,
+        "the checkpoint is bfloat16 and the CPU has amx_bf16",
+    )
+    monkeypatch.setattr("ferrum_rpc.engine.loading._bf16_instruction", lambda: None)
+    assert choose_dtype("auto", torch.bfloat16, CPU)[0] == torch.float32
+    with pytest.raises(InvalidRequest, match="int4"):
+        choose_dtype("int4", torch.float32, CPU)
+
+
+def test_the_identity_model_needs_no_folder():
+    assert load_identity(IdentityConfig(), CPU).info("identity").parameters == 0
