@@ -47,6 +47,10 @@ format: .venv/.dev  ## Format the code
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
 
+bench: .venv/.dev  ## In process against the same through gRPC; writes benchmarks/results and docs/benchmarks.md
+	@$(BIN)/python -m benchmarks.wire
+	@$(BIN)/python -m benchmarks.report
+
 compose-test:  ## Build the images and run the stack (needs a Docker engine; skips visibly without)
 	@$(PYTHON) tools/compose_test.py
 

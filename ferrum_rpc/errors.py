@@ -45,6 +45,8 @@ class ExecutorError(Exception):
     ``field`` names the offending request field in ``BadRequest``."""
 
     reason: Reason
+    position: int | None = None
+    """Of a refused atomic group: which of its spans was refused. Does not travel; the service floor names the item."""
 
     def __init__(
         self,

@@ -31,7 +31,13 @@ log = structlog.get_logger("ferrum_rpc.serve")
 
 def build(model: str, settings: ServeSettings) -> Runner:
     """Load the model and make its runner. Runs in the model thread and is what imports torch, so that the port is bound
-    and health is answered before."""
+    and health is answered before.
+
+    OpenMP's threads are told to sleep rather than spin between two products: a spinning one takes the core that the
+    event loop needs. Measured with two cores and a second busy process: p95 of a decode step of the demo model 7 ms
+    instead of 237, of a batch of 32 14 ms instead of 456. Whoever sets OMP_WAIT_POLICY decides otherwise.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch loads OpenMP
     import torch
 
     from ferrum_rpc.engine.build import BuildConfig, build_runner

@@ -19,7 +19,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
-from ferrum_rpc.errors import Cancelled, DeviceLost, ExecutorError, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
@@ -98,11 +98,12 @@ class TorchRunner:
                     span.sequence, span.start, len(span.tokens), create=span.create, ahead=span.reserve_tokens
                 )
             except ExecutorError as error:
-                for member in group_of.get(index, ()):
-                    outcomes[member] = Cancelled("another item of the same call was refused; nothing happened")
+                group = group_of.get(index, range(index, index + 1))
+                error.position = index - group.start
+                for member in group:
+                    outcomes[member] = error
                     if member in reservations:
                         self.kv.rollback(reservations.pop(member))
-                outcomes[index] = error
             except BaseException as error:
                 self._undo(None, list(reservations.values()), error)
                 if isinstance(error, Exception):

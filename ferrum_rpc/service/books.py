@@ -155,8 +155,8 @@ class Books:
 
         def freed(_: object) -> None:
             for record in records:
-                if record.gone is not None and not record.gone.done():
-                    record.gone.set_result(None)
+                while record.mourners:
+                    record.mourners.pop()()
 
         if numbers:
             self.thread.operate(Operation(lambda runner: runner.release(numbers), freed))

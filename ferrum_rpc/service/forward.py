@@ -47,12 +47,14 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward call in flight. ``abandoned``: its caller was cancelled after the point of no return."""
+    """A forward call in flight. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the
+    item whose refusal refused the others, where the engine refused an atomic group."""
 
     admitted: list[Admitted]
     done: asyncio.Future[StepTiming | None]
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     abandoned: bool = False
+    culprit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,12 @@ class ForwardPath:
                 self._withdraw(admitted, error)
                 raise
             timing: StepTiming | None = None
+            culprit: int | None = None
             if admitted:
                 call = Call(admitted, asyncio.get_running_loop().create_future())
                 timing = await self._run(call, all_or_nothing, deadline)
                 outcomes |= call.outcomes
+                culprit = call.culprit
             for index, ticket in replayed.items():
                 answer = await books.replay.answer(ticket)
                 assert not isinstance(answer, tuple)  # noqa: S101 - the fingerprint told forwards from operations
@@ -128,17 +132,22 @@ class ForwardPath:
             for ticket in replayed.values():
                 books.replay.leave(ticket)
         if all_or_nothing:
-            _raise_first(outcomes)
+            _raise_first(outcomes, culprit)
         return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
 
     async def _first_calls(self, items: Sequence[WorkItem | ExecutorError]) -> None:
         """Wait for the calls in flight that items of an ``all_or_nothing`` call repeat, and share their refusal: the
         others must not run before it is known. Nothing is claimed meanwhile: no two calls wait for each other."""
-        replay = self._books.replay
-        for index, item in enumerate(items):
-            if isinstance(item, ExecutorError) or not item.request_id:
-                continue
-            while (entry := replay.in_flight(replay_scope(item.handle), item.request_id)) is not None:
+        replay, waited = self._books.replay, True
+        while waited:  # while this waits for one call, another may begin
+            waited = False
+            for index, item in enumerate(items):
+                if isinstance(item, ExecutorError) or not item.request_id:
+                    continue
+                entry = replay.in_flight(replay_scope(item.handle), item.request_id)
+                if entry is None:
+                    continue
+                waited = True
                 ticket = replay.join(entry)
                 try:
                     outcome = await replay.settled(ticket)
@@ -232,6 +241,8 @@ class ForwardPath:
             record = each.record
             if isinstance(outcome, ExecutorError):
                 self._books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
+                if outcome.position is not None and len(outcomes) > outcome.position:
+                    call.culprit = call.admitted[outcome.position].index
                 call.outcomes[each.index] = outcome
                 self._settle(each, outcome)
                 continue
@@ -265,10 +276,11 @@ def replay_scope(handle: HandleRef | None) -> bytes:
     return b"" if handle is None else handle.id
 
 
-def _raise_first(outcomes: dict[int, ItemOutcome]) -> None:
-    """Raise the refusal that refuses an ``all_or_nothing`` call, with the index of its item."""
-    refusals = [(index, each) for index, each in sorted(outcomes.items()) if isinstance(each, ExecutorError)]
-    for index, refused in sorted(refusals, key=lambda each: isinstance(each[1], Cancelled)):  # neighbours come last
-        error = copy.copy(refused)  # several callers may share the outcome of a step
-        error.metadata = {"item": str(index), **refused.metadata}
-        raise error
+def _raise_first(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> None:
+    """Raise the refusal that refuses an ``all_or_nothing`` call: the culprit's, or the first. It names its item."""
+    for index in sorted(outcomes):
+        outcome = outcomes[index]
+        if isinstance(outcome, ExecutorError):
+            error = copy.copy(outcome)  # several callers may share the outcome of a step
+            error.metadata = {"item": str(index if culprit is None else culprit), **outcome.metadata}
+            raise error

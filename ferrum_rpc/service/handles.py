@@ -8,10 +8,10 @@ it reads as unknown. The engine never sees a handle: it knows integers.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from ferrum_rpc.core import HandleRef
@@ -34,8 +34,8 @@ TOMBSTONES: Final = 65_536
 class Record:
     """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
 
-    ``busy`` is true while a call on it is in flight. ``doomed`` asks whoever finishes that call to release it. Where
-    somebody waits for that, ``gone`` is done when its blocks are free.
+    ``busy`` is true while a call on it is in flight. ``doomed`` asks whoever finishes that call to release it;
+    ``mourners`` are called when its blocks are free.
     """
 
     sequence: int
@@ -44,7 +44,7 @@ class Record:
     version: int = 0
     busy: bool = False
     doomed: bool = False
-    gone: asyncio.Future[None] | None = None
+    mourners: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def handle(self) -> HandleRef:

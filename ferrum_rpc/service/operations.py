@@ -1,13 +1,15 @@
 """Integer operations on sequences: truncate, fork, release, reserve, reset. They run between steps, in the same queue.
 
-Each claims its sequence, asks the model thread, and commits on the loop whether or not the caller still listens. With a
-request id an operation runs once, whatever happens to its callers.
+Each is *prepared* (sequence claimed, request checked, operation queued) in one turn of the event loop, and finished by
+the model thread's answer, whether or not the caller still listens: committed, recorded, the sequence free again.
+Cancelled before its dispatch, it did not happen, unless a duplicate waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,22 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, Invali
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.handles import Record
+from ferrum_rpc.service.replay import Entry
 
 Handles = tuple[HandleRef, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """An operation on a claimed sequence: what the model thread runs, and what becomes of the books after it.
+
+    ``run`` is None for a release that waits for somebody else's call on the sequence.
+    """
+
+    record: Record
+    run: Callable[[Any], object] | None
+    commit: Callable[[], Handles]
+    refuse: Callable[[], None] = lambda: None
 
 
 class CacheOperations:
@@ -27,12 +43,12 @@ class CacheOperations:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._running: set[asyncio.Task[Any]] = set()
+        self._warming: set[asyncio.Task[int]] = set()
 
     async def truncate(self, handle: HandleRef, length: int, request_id: str = "") -> tuple[HandleRef, bool]:
         """Roll back to ``length``. Returns the new handle, and whether it is a recorded answer."""
 
-        async def run() -> Handles:
+        def prepare() -> Prepared:
             record = self._books.handles.claim(handle)
             with _unclaimed_on_refusal(record):
                 admission.check_rollback(length, record.length)
@@ -43,9 +59,9 @@ class CacheOperations:
                 record.version += 1
                 return (record.handle,)
 
-            return await self._operate(record, lambda runner: runner.truncate(record.sequence, length), commit)
+            return Prepared(record, lambda runner: runner.truncate(record.sequence, length), commit)
 
-        handles, replayed = await self._once(handle.id, request_id, ("truncate", handle, length), run)
+        handles, replayed = await self._once(handle.id, request_id, ("truncate", handle, length), prepare)
         return handles[0], replayed
 
     async def fork(
@@ -55,7 +71,7 @@ class CacheOperations:
         if not 1 <= count <= self._books.limits.max_batch_items:
             raise InvalidRequest(f"count must be 1 to {self._books.limits.max_batch_items}", field="count")
 
-        async def run() -> Handles:
+        def prepare() -> Prepared:
             record = self._books.handles.claim(handle)
             with _unclaimed_on_refusal(record):
                 length = record.length if at is None else at
@@ -73,55 +89,63 @@ class CacheOperations:
                 for child in children:
                     self._books.stillborn(child)
 
-            return await self._operate(
-                record, lambda runner: runner.fork(record.sequence, numbers, length), commit, refuse
-            )
+            return Prepared(record, lambda runner: runner.fork(record.sequence, numbers, length), commit, refuse)
 
-        return await self._once(handle.id, request_id, ("fork", handle, count, at), run)
+        return await self._once(handle.id, request_id, ("fork", handle, count, at), prepare)
 
     async def release(self, handle: HandleRef, *, any_version: bool = False, request_id: str = "") -> bool:
         """Free the sequence; returns whether this is a recorded answer. With ``any_version`` a sequence whose call is
         still in flight is released when that call ends."""
 
-        async def run() -> Handles:
+        def prepare() -> Prepared:
             if any_version and (record := self._books.handles.find(handle)).busy:
                 record.doomed = True
-                if record.gone is None:
-                    record.gone = asyncio.get_running_loop().create_future()
-                await asyncio.shield(record.gone)
-                return ()
+                return Prepared(record, None, tuple)
             record = self._books.handles.claim(handle, any_version=any_version)
 
             def commit() -> Handles:
                 self._books.bury(record)
                 return ()
 
-            return await self._operate(record, lambda runner: runner.release([record.sequence]), commit)
+            return Prepared(record, lambda runner: runner.release([record.sequence]), commit)
 
-        _, replayed = await self._once(handle.id, request_id, ("release", handle, any_version), run)
+        _, replayed = await self._once(handle.id, request_id, ("release", handle, any_version), prepare)
         return replayed
 
     async def reserve(self, handle: HandleRef, tokens: int) -> HandleRef:
         """Hold blocks for ``tokens`` tokens beyond the present length."""
         model = self._books.model
-        record = self._books.handles.claim(handle)
-        with _unclaimed_on_refusal(record):
-            admission.check_context(record.length, tokens, model)
-        handles = await self._operate(
-            record, lambda runner: runner.reserve(record.sequence, tokens), lambda: (record.handle,)
-        )
+
+        def prepare() -> Prepared:
+            record = self._books.handles.claim(handle)
+            with _unclaimed_on_refusal(record):
+                admission.check_context(record.length, tokens, model)
+            return Prepared(record, lambda runner: runner.reserve(record.sequence, tokens), lambda: (record.handle,))
+
+        handles, _ = await self._once(handle.id, "", None, prepare)
         return handles[0]
 
     async def reset(self, instance_id: str = "") -> int:
-        """Release every sequence; those with a call in flight when it ends. Returns how many."""
+        """Release every sequence, those with a call in flight when it ends. Returns how many, once all are gone."""
         _ = self._books.model
         if instance_id and instance_id != self._books.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         records = self._books.handles.records()
+        done = asyncio.get_running_loop().create_future()
+        left = len(records)
+
+        def one_gone() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not done.done():
+                done.set_result(None)
+
         for record in records:
             record.doomed = True
+            record.mourners.append(one_gone)
         self._books.release([record for record in records if not record.busy])
-        await self._between_steps(lambda _: None)
+        if records:
+            await done
         return len(records)
 
     async def warm_up(self, batch_size: int, prefill_tokens: int) -> int:
@@ -129,8 +153,8 @@ class CacheOperations:
         returns how many steps ran."""
         # A task of its own, so that a cancelled caller leaves no sequences behind.
         task = asyncio.create_task(self._warm_up(batch_size, prefill_tokens))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
         return await asyncio.shield(task)
 
     async def _warm_up(self, batch_size: int, prefill_tokens: int) -> int:
@@ -159,76 +183,66 @@ class CacheOperations:
     # --- machinery --------------------------------------------------------------------------------------------------
 
     async def _once(
-        self, scope: bytes, request_id: str, fingerprint: Hashable, run: Callable[[], Awaitable[Handles]]
+        self, scope: bytes, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]
     ) -> tuple[Handles, bool]:
-        """``run`` once per request id: its result, and whether it is a recorded one."""
+        """Run an operation once per request id: its result, and whether it is a recorded one."""
         _ = self._books.model
-        if not request_id:
-            return await run(), False
         replay = self._books.replay
-        if (entry := replay.find(scope, request_id, fingerprint)) is not None:
-            ticket = replay.join(entry)
-            try:
-                answer = await replay.answer(ticket)
-            finally:
-                replay.leave(ticket)
-            if isinstance(answer, ExecutorError):
-                raise answer
-            assert isinstance(answer, tuple)  # noqa: S101 - the fingerprint told operations from forwards
-            return answer, True
-        replay.begin(scope, request_id, fingerprint)
-
-        async def record() -> Handles:
-            outcome: Handles | ExecutorError = Cancelled("the executor stopped before the operation ran")
-            try:
-                outcome = await run()
-            except ExecutorError as error:
-                outcome = error
-                raise
-            finally:
-                replay.finish(scope, request_id, outcome)
-            return outcome
-
-        # A task of its own: a cancelled caller does not cancel the operation, which commits and can be replayed.
-        task = asyncio.create_task(record())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task), False
-
-    async def _operate(
-        self,
-        record: Record,
-        run: Callable[[Any], object],
-        commit: Callable[[], Handles],
-        refuse: Callable[[], None] = lambda: None,
-    ) -> Handles:
-        """Run an operation on a claimed sequence; commit (or refuse) on the loop even if the caller is gone."""
+        entry: Entry | None = None
+        if request_id:
+            if (known := replay.find(scope, request_id, fingerprint)) is not None:
+                return await self._repeated(known), True
+            prepared = prepare()  # a refusal leaves no entry
+            entry = replay.begin(scope, request_id, fingerprint)
+        else:
+            prepared = prepare()
         done: asyncio.Future[Handles | ExecutorError] = asyncio.get_running_loop().create_future()
 
         def finish(result: object) -> None:
-            record.busy = False
             outcome: Handles | ExecutorError
+            if prepared.run is not None:
+                prepared.record.busy = False
             if isinstance(result, ExecutorError):
                 outcome = result
-                refuse()
+                prepared.refuse()
             else:
-                outcome = commit()
-            if record.doomed:
-                self._books.release([record])
+                outcome = prepared.commit()
+            if prepared.record.doomed and not prepared.record.busy:
+                self._books.release([prepared.record])
+            if entry is not None:
+                replay.finish(scope, request_id, outcome)
             if not done.done():
                 done.set_result(outcome)
 
-        operation = Operation(run, finish)
-        self._books.thread.operate(operation)
+        operation: Operation | None = None
+        if prepared.run is None:
+            prepared.record.mourners.append(lambda: finish(None))
+        else:
+            operation = Operation(prepared.run, finish)
+            self._books.thread.operate(operation)
         try:
             outcome = await done
         except asyncio.CancelledError:
-            if self._books.thread.cancel(operation):
+            awaited = entry is not None and entry.waiters
+            if operation is not None and not awaited and self._books.thread.cancel(operation):
                 finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
             raise
         if isinstance(outcome, ExecutorError):
             raise outcome
-        return outcome
+        return outcome, False
+
+    async def _repeated(self, entry: Entry) -> Handles:
+        """What the first call with this request id got."""
+        replay = self._books.replay
+        ticket = replay.join(entry)
+        try:
+            answer = await replay.answer(ticket)
+        finally:
+            replay.leave(ticket)
+        if isinstance(answer, ExecutorError):
+            raise answer
+        assert isinstance(answer, tuple)  # noqa: S101 - the fingerprint told operations from forwards
+        return answer
 
     async def _between_steps(self, run: Callable[[Any], object]) -> None:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()

@@ -1,0 +1,971 @@
+"""Request ids, cancellation and deadlines over the wire: whatever happens to the callers, a step is applied once.
+
+`Gate` holds the model thread at a named stage, so that "queued" and "in flight" are states of a test and not of luck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import structlog
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ferrum_rpc.executor.v1 import executor_control_pb2 as control_messages
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
+from ferrum_rpc.wire.status import error_from_rpc, error_from_status
+from tests.identity_oracle import identity_logits
+from tests.serving import Served, serve_identity
+
+PATIENCE_S = 20.0
+FULL = output_pb2.OutputSpec(full_logits=output_pb2.FullLogitsOutput(dtype=types_pb2.D_TYPE_F32))
+
+
+class Hold:
+    """A stage of the next step that runs: `reached`, and held until `go`."""
+
+    def __init__(self, failing: bool) -> None:
+        self.failing = failing
+        self._reached, self._go = threading.Event(), threading.Event()
+
+    async def reached(self) -> None:
+        await until(self._reached.is_set)
+
+    def go(self) -> None:
+        self._go.set()
+
+    def stay(self) -> None:
+        self._reached.set()
+        assert self._go.wait(PATIENCE_S), "a test forgot to let the model thread go"
+        if self.failing:
+            raise RuntimeError("made to fail by the test")
+
+
+class Gate:
+    """A stage hook."""
+
+    def __init__(self) -> None:
+        self._holds: dict[str, list[Hold]] = {}
+        self._all: list[Hold] = []
+
+    def __call__(self, stage: str) -> None:
+        holds = self._holds.get(stage)
+        if holds:
+            holds.pop(0).stay()
+
+    def hold(self, stage: str, *, failing: bool = False) -> Hold:
+        hold = Hold(failing)
+        self._holds.setdefault(stage, []).append(hold)
+        self._all.append(hold)
+        return hold
+
+    def open(self) -> None:
+        """Hold nothing any more."""
+        for hold in self._all:
+            hold.go()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread or the server's side of a connection does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0.0005)
+
+
+class Scheduler:
+    """Raw calls to a served identity model, and what the server's side makes of them."""
+
+    def __init__(self, served: Served, gate: Gate) -> None:
+        self.served, self.gate = served, gate
+        self.blockers: list[types_pb2.KvHandle] = []
+        self.executor = served.executor
+        self.books = served.server.books
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, *tokens: int, request_id: str = "", **how: Any) -> Any:
+        return self.executor.Prefill(messages.PrefillRequest(item=item(None, tokens, request_id)), **how)
+
+    def decode(self, handle: types_pb2.KvHandle, token: int, request_id: str = "", **how: Any) -> Any:
+        return self.executor.Decode(messages.DecodeRequest(item=item(handle, [token], request_id)), **how)
+
+    def unified(self, *items: forward_pb2.ForwardItem, all_or_nothing: bool = False) -> Any:
+        return self.executor.UnifiedForward(messages.UnifiedForwardRequest(items=items, all_or_nothing=all_or_nothing))
+
+    def truncate(self, handle: types_pb2.KvHandle, length: int, request_id: str = "", **how: Any) -> Any:
+        request = messages.TruncateKvRequest(handle=handle, length=length, request_id=request_id)
+        return self.executor.TruncateKv(request, **how)
+
+    def fork(self, handle: types_pb2.KvHandle, count: int, request_id: str = "", **how: Any) -> Any:
+        return self.executor.ForkKv(messages.ForkKvRequest(handle=handle, count=count, request_id=request_id), **how)
+
+    def release(
+        self, handle: types_pb2.KvHandle, request_id: str = "", *, any_version: bool = False, **how: Any
+    ) -> Any:
+        request = messages.ReleaseRequest(handle=handle, any_version=any_version, request_id=request_id)
+        return self.executor.Release(request, **how)
+
+    async def new(self, *tokens: int) -> types_pb2.KvHandle:
+        return (await self.prefill(*(tokens or (1, 2, 3)))).output.handle
+
+    async def counters(self) -> Any:
+        return (await self.executor.GetStatus(messages.GetStatusRequest())).counters
+
+    # --- moments ----------------------------------------------------------------------------------------------------
+
+    async def in_flight(self, calls: int) -> None:
+        """So many handlers run. A handler that waits for something has registered what it waits for."""
+        await until(lambda: self.served.server.calls.in_flight == calls)
+        await asyncio.sleep(0)
+
+    async def books_have(self, condition: Callable[[], bool]) -> None:
+        """Something that only the server's books show."""
+        await until(condition)
+
+    @asynccontextmanager
+    async def busy(self) -> AsyncIterator[None]:
+        """The model thread is inside a step of somebody else's: whatever is sent now is queued until the end."""
+        hold = self.gate.hold("forward")
+        blocker = asyncio.ensure_future(self.prefill(9, 9))
+        await hold.reached()
+        try:
+            yield
+        finally:
+            hold.go()
+        self.blockers.append((await blocker).output.handle)  # it keeps its block while the queue is worked off
+
+    async def cancel(self, call: Any) -> None:
+        """Cancel a call that the server is working on, and wait until the server knows."""
+        before = self.served.server.calls.in_flight
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: self.served.server.calls.in_flight == before - 1)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """`Served.check`, from outside of the model thread: an assertion that fails in there ends it."""
+        lengths = {record.sequence: record.length for record in self.books.handles.records()}
+        faults: list[BaseException] = []
+
+        def look(runner: Any) -> None:
+            try:
+                runner.kv.check()
+                assert {number: runner.kv.length(number) for number in runner.kv._sequences} == lengths
+            except BaseException as error:
+                faults.append(error)
+
+        await self.served.between_steps(look)
+        if faults:
+            raise faults[0]
+
+    async def nothing_is_left(self, *handles: types_pb2.KvHandle) -> None:
+        """With the sequences of ``handles`` released, every block is free and no sequence lives."""
+        for handle in (*handles, *self.blockers):
+            await self.release(handle)
+        for _ in range(2):  # the step that runs now, and then the releases that its end asks for
+            await self.served.between_steps(lambda runner: None)
+        await self.check()
+        status = await self.executor.GetStatus(messages.GetStatusRequest())
+        assert status.pressure.sequences == 0, "a sequence is left that nobody has a handle of"
+        assert status.pressure.free_blocks == status.pressure.total_blocks
+        assert (status.pressure.queued_items, status.pressure.queued_tokens) == (0, 0)
+        assert status.counters.sequences_created == status.counters.sequences_released
+
+
+def patiently(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Nobody may wait for ever: a test that does has failed."""
+
+    @functools.wraps(test)
+    async def run(*args: Any, **kwargs: Any) -> None:
+        await asyncio.wait_for(test(*args, **kwargs), PATIENCE_S)
+
+    return run
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[Scheduler]:
+    async with scheduling() as each:
+        yield each
+
+
+@asynccontextmanager
+async def scheduling(**options: Any) -> AsyncIterator[Scheduler]:
+    gate = Gate()
+    async with serve_identity(stage=gate, **{"kv_blocks": 64, "positional": True, **options}) as served:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))  # steps fail on purpose here
+        try:
+            yield Scheduler(served, gate)
+        finally:
+            gate.open()
+
+
+def item(
+    handle: types_pb2.KvHandle | None, tokens: Any, request_id: str = "", **fields: Any
+) -> forward_pb2.ForwardItem:
+    return forward_pb2.ForwardItem(handle=handle, token_ids=tokens, request_id=request_id, output=FULL, **fields)
+
+
+def logits(answer: Any) -> np.ndarray:
+    """The one row of an answer."""
+    output = answer.output
+    block = answer.row_blocks[output.rows.block].logits.logits
+    return np.frombuffer(block.data, np.float32).reshape(tuple(block.shape))[output.rows.first]
+
+
+def is_after(answer: Any, *tokens: int) -> None:
+    """The answer's row is the one after exactly these tokens: none lost, none twice, none elsewhere."""
+    expected = identity_logits(tokens, [len(tokens) - 1], Positional())[0]
+    np.testing.assert_allclose(logits(answer), expected, rtol=0, atol=1e-5)
+    assert answer.output.handle.seq_len == len(tokens)
+
+
+class Positional:
+    vocab_size, heads, kv_heads, head_dim, positional = 256, 4, 4, 8, True
+
+
+async def reason(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await call
+    return str(error_from_rpc(refusal.value).reason)
+
+
+async def outcome(call: Any) -> Any:
+    """The answer, or why there is none."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return str(error_from_rpc(error).reason)
+
+
+# --- duplicates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
+@patiently
+async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(scheduler, moment):
+    handle = await scheduler.new(1, 2, 3)
+    before = await scheduler.counters()
+
+    async def send(running: int) -> list[Any]:
+        calls = [asyncio.ensure_future(scheduler.decode(handle, 7, "one")) for _ in range(50)]
+        if moment != "any":
+            await scheduler.in_flight(50 + running)
+        return calls
+
+    if moment == "queued":
+        async with scheduler.busy():
+            calls = await send(1)
+    else:
+        hold = scheduler.gate.hold("forward")
+        calls = await send(0)
+        hold.go()
+    answers = await asyncio.gather(*calls)
+    assert sorted(answer.output.replayed for answer in answers) == [False] + [True] * 49
+    for answer in answers:
+        assert answer.output.handle == answers[0].output.handle
+        is_after(answer, 1, 2, 3, 7)
+    after = await scheduler.counters()
+    assert after.replays - before.replays == 49
+    assert after.tokens - before.tokens == 1 + 2 * (moment == "queued")
+    await scheduler.nothing_is_left(answers[0].output.handle)
+
+
+@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
+@patiently
+async def test_duplicates_of_a_creation_give_one_sequence(scheduler, moment):
+    async def send(running: int) -> list[Any]:
+        calls = [asyncio.ensure_future(scheduler.prefill(4, 5, request_id="one")) for _ in range(20)]
+        if moment != "any":
+            await scheduler.in_flight(20 + running)
+        return calls
+
+    if moment == "queued":
+        async with scheduler.busy():
+            calls = await send(1)
+    else:
+        hold = scheduler.gate.hold("forward")
+        calls = await send(0)
+        hold.go()
+    answers = await asyncio.gather(*calls)
+    assert len({answer.output.handle.id for answer in answers}) == 1
+    assert sum(not answer.output.replayed for answer in answers) == 1
+    for answer in answers:
+        is_after(answer, 4, 5)
+    await scheduler.nothing_is_left(answers[0].output.handle)
+
+
+@patiently
+async def test_a_creation_twice_in_one_batch_gives_one_sequence(scheduler):
+    answer = await scheduler.unified(item(None, [4, 5], "one"), item(None, [4, 5], "one"), item(None, [4, 5], "two"))
+    first, second, other = (result.output for result in answer.results)
+    assert first.handle == second.handle != other.handle
+    assert [first.replayed, second.replayed, other.replayed] == [False, True, False]
+    await scheduler.nothing_is_left(first.handle, other.handle)
+
+
+@patiently
+async def test_every_item_of_a_batch_is_replayed_with_its_own_rows(scheduler):
+    prompts = [(1,), (2, 3), (4, 5, 6)]
+    answer = await scheduler.unified(*(item(None, tokens, f"{len(tokens)}") for tokens in prompts))
+    handles = [result.output.handle for result in answer.results]
+    for tokens, handle in reversed(list(zip(prompts, handles, strict=True))):
+        again = await scheduler.prefill(*tokens, request_id=f"{len(tokens)}")
+        assert again.output.replayed and again.output.handle == handle
+        is_after(again, *tokens)
+    await scheduler.nothing_is_left(*handles)
+
+
+@patiently
+async def test_duplicates_of_operations_are_done_once(scheduler):
+    handle = await scheduler.new(1, 2, 3, 4, 5, 6)
+    async with scheduler.busy():
+        calls = [asyncio.ensure_future(scheduler.truncate(handle, 4, "back")) for _ in range(10)]
+        await scheduler.in_flight(11)
+    answers = await asyncio.gather(*calls)
+    assert sorted(answer.replayed for answer in answers) == [False] + [True] * 9
+    assert len({answer.handle.version for answer in answers}) == 1
+    handle = answers[0].handle
+    async with scheduler.busy():
+        calls = [asyncio.ensure_future(scheduler.fork(handle, 3, "split")) for _ in range(10)]
+        await scheduler.in_flight(11)
+    answers = await asyncio.gather(*calls)
+    children = list(answers[0].handles)
+    assert all(list(answer.handles) == children for answer in answers) and len(children) == 3
+    async with scheduler.busy():
+        calls = [asyncio.ensure_future(scheduler.release(handle, "end")) for _ in range(10)]
+        await scheduler.in_flight(11)
+    assert sorted([answer.replayed for answer in await asyncio.gather(*calls)]) == [False] + [True] * 9
+    await scheduler.nothing_is_left(*children)
+
+
+@patiently
+async def test_other_content_under_an_id_in_flight_is_refused_at_once(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        first = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
+        await scheduler.in_flight(2)
+        assert await reason(scheduler.decode(handle, 8, "one")) == "REQUEST_ID_REUSED"
+        assert await reason(scheduler.truncate(handle, 1, "one")) == "REQUEST_ID_REUSED"
+        assert await reason(scheduler.decode(handle, 7, "two")) == "SEQUENCE_BUSY"
+    await scheduler.nothing_is_left((await first).output.handle)
+
+
+@patiently
+async def test_duplicates_share_a_failed_step_and_the_next_retry_is_a_fresh_one(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    hold = scheduler.gate.hold("select", failing=True)
+    calls = [asyncio.ensure_future(reason(scheduler.decode(handle, 7, "one"))) for _ in range(10)]
+    await scheduler.in_flight(10)
+    hold.go()
+    assert await asyncio.gather(*calls) == ["STEP_FAILED"] * 10
+    answer = await scheduler.decode(handle, 7, "one")
+    assert not answer.output.replayed
+    is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@patiently
+async def test_a_retry_in_a_batch_that_waits_for_a_call_in_flight_is_applied_once(scheduler):
+    mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
+    async with scheduler.busy():
+        first = asyncio.ensure_future(scheduler.decode(mine, 7, "one"))
+        await scheduler.in_flight(2)
+        batch = asyncio.ensure_future(scheduler.unified(item(mine, [7], "one"), item(other, [8])))
+        await scheduler.in_flight(3)
+    answer, results = await first, (await batch).results
+    assert results[0].output.handle == answer.output.handle and results[0].output.replayed
+    await scheduler.nothing_is_left(answer.output.handle, results[1].output.handle)
+
+
+# --- cancelled, or too late -----------------------------------------------------------------------------------------
+
+
+@patiently
+async def test_cancelled_before_dispatch_nothing_happened(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        call = scheduler.decode(handle, 7, "one")
+        await scheduler.in_flight(2)
+        await scheduler.cancel(call)
+        assert scheduler.books.thread.queued_items == 0
+    answer = await scheduler.decode(handle, 7, "one")
+    assert not answer.output.replayed
+    is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@pytest.mark.parametrize("stage", ["reserve", "forward", "commit"])
+@patiently
+async def test_cancelled_after_dispatch_the_step_completes_and_can_be_replayed(scheduler, stage):
+    handle = await scheduler.new(1, 2, 3)
+    hold = scheduler.gate.hold(stage)
+    call = scheduler.decode(handle, 7, "one")
+    await scheduler.in_flight(1)
+    await hold.reached()
+    await scheduler.cancel(call)
+    retry = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
+    await scheduler.in_flight(1)
+    hold.go()
+    for answer in (await retry, await scheduler.decode(handle, 7, "one")):
+        assert answer.output.replayed
+        is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@patiently
+async def test_a_batch_with_a_retry_of_its_own_is_cancelled_like_any_other(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        batch = scheduler.unified(item(None, [6], "one"), item(None, [6], "one"), item(handle, [7]))
+        await scheduler.in_flight(2)
+        await scheduler.cancel(batch)
+    await scheduler.nothing_is_left(handle)
+
+
+@patiently
+async def test_a_deadline_that_passes_in_the_queue_means_nothing_happened(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        calls = [scheduler.decode(handle, 7, "one", timeout=0.05), scheduler.prefill(4, 5, timeout=0.05)]
+        assert [await reason(call) for call in calls] == ["DEADLINE_EXCEEDED"] * 2
+        await scheduler.in_flight(1)
+    answer = await scheduler.decode(handle, 7)
+    is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["queued", "in flight"])
+@pytest.mark.parametrize("ending", ["cancelled", "too late"])
+@patiently
+async def test_an_abandoned_creation_without_request_id_leaves_no_sequence(scheduler, queued, ending):
+    how = {} if ending == "cancelled" else {"timeout": 0.05}
+
+    async def abandon(running: int) -> None:
+        call = scheduler.prefill(4, 5, **how)
+        batch = scheduler.unified(item(None, [6]), item(None, [7]))
+        await scheduler.in_flight(running + 2)
+        if ending == "cancelled":
+            await scheduler.cancel(call)
+        else:
+            assert await reason(call) == "DEADLINE_EXCEEDED"
+        await until(lambda: scheduler.served.server.calls.in_flight == running + 1)
+        await scheduler.cancel(batch)
+
+    if queued:
+        async with scheduler.busy():
+            await abandon(1)
+    else:
+        hold = scheduler.gate.hold("forward")
+        await abandon(0)
+        hold.go()
+    await scheduler.nothing_is_left()
+
+
+@patiently
+async def test_an_abandoned_creation_with_request_id_is_found_again(scheduler):
+    hold = scheduler.gate.hold("forward")
+    call = scheduler.prefill(4, 5, request_id="one")
+    await hold.reached()
+    await scheduler.cancel(call)
+    hold.go()
+    answer = await scheduler.prefill(4, 5, request_id="one")
+    assert answer.output.replayed
+    is_after(answer, 4, 5)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@patiently
+async def test_a_queued_call_that_duplicates_wait_for_survives_its_caller(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        first = scheduler.decode(handle, 7, "one")
+        await scheduler.in_flight(2)
+        waiting = [asyncio.ensure_future(scheduler.decode(handle, 7, "one")) for _ in range(3)]
+        await scheduler.in_flight(5)
+        await scheduler.cancel(first)
+    for answer in await asyncio.gather(*waiting):
+        is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@patiently
+async def test_a_batch_that_waits_for_a_queued_call_is_not_told_of_its_cancellation(scheduler):
+    """`a duplicate in flight waits for and shares the first one's result`, also when it waits inside of a batch."""
+    mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
+    async with scheduler.busy():
+        first = scheduler.decode(mine, 7, "one")
+        await scheduler.in_flight(2)
+        batch = asyncio.ensure_future(scheduler.unified(item(mine, [7], "one"), item(other, [8])))
+        await scheduler.in_flight(3)
+        await scheduler.cancel(first)
+    results = (await batch).results
+    assert results[0].HasField("output"), error_from_status(results[0].error).reason
+    await scheduler.nothing_is_left(results[0].output.handle, results[1].output.handle)
+
+
+@pytest.mark.parametrize("kind", ["truncate", "fork", "release"])
+@pytest.mark.parametrize("ending", ["cancelled", "too late"])
+@pytest.mark.parametrize("request_id", ["", "one"], ids=["without id", "with id"])
+@patiently
+async def test_an_operation_abandoned_before_dispatch_did_not_happen(scheduler, kind, ending, request_id):
+    """`Cancel or deadline before dispatch: nothing happened` is not said of forward calls only."""
+    handle = await scheduler.new(1, 2, 3)
+    how: dict[str, Any] = {"request_id": request_id} | ({} if ending == "cancelled" else {"timeout": 0.05})
+    async with scheduler.busy():
+        match kind:
+            case "truncate":
+                call = scheduler.truncate(handle, 1, **how)
+            case "fork":
+                call = scheduler.fork(handle, 2, **how)
+            case _:
+                call = scheduler.release(handle, **how)
+        await scheduler.in_flight(2)
+        if ending == "cancelled":
+            await scheduler.cancel(call)
+        else:
+            assert await reason(call) == "DEADLINE_EXCEEDED"
+            await scheduler.in_flight(1)
+    answer = await scheduler.decode(handle, 7)
+    is_after(answer, 1, 2, 3, 7)
+    await scheduler.nothing_is_left(answer.output.handle)
+
+
+@patiently
+async def test_an_operation_that_breaks_the_model_thread_is_answered(scheduler):
+    """So is what the same turn of the thread had done before it, and what waits behind it: nobody hangs."""
+    broken, sound = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug in the executor")
+
+    scheduler.served.runner.kv.fork = fail
+    hold = scheduler.gate.hold("forward")
+    blocker = asyncio.ensure_future(scheduler.prefill(9))
+    await hold.reached()
+    before = asyncio.ensure_future(scheduler.truncate(sound, 1))
+    await scheduler.in_flight(2)
+    culprit = asyncio.ensure_future(reason(scheduler.fork(broken, 1)))
+    await scheduler.in_flight(3)
+    behind = asyncio.ensure_future(reason(scheduler.prefill(6)))
+    await scheduler.in_flight(4)
+    hold.go()
+    await blocker
+    async with asyncio.timeout(5):
+        assert (await before).handle.seq_len == 1
+        assert await culprit in ("DEVICE_LOST", "INTERNAL_ERROR")
+        assert await behind == "DEVICE_LOST"
+
+
+@patiently
+async def test_an_operation_abandoned_with_request_id_is_done_once(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    async with scheduler.busy():
+        call = scheduler.fork(handle, 2, "split")
+        await scheduler.in_flight(2)
+        await scheduler.cancel(call)
+    children = (await scheduler.fork(handle, 2, "split")).handles
+    await scheduler.nothing_is_left(handle, *children)
+
+
+# --- all or nothing -------------------------------------------------------------------------------------------------
+
+
+@patiently
+async def test_all_or_nothing_with_a_retry_of_a_call_that_runs_out_of_blocks():
+    """`All items succeed, or none does`: the call in flight that the batch repeats was refused."""
+    async with scheduling(kv_blocks=4) as scheduler:
+        full, roomy, rest = await scheduler.new(1, 2, 3, 4), await scheduler.new(5, 6), await scheduler.new(7)
+        async with scheduler.busy():
+            first = asyncio.ensure_future(reason(scheduler.decode(full, 7, "one")))
+            await scheduler.in_flight(2)
+            items = item(full, [7], "one"), item(roomy, [8])
+            batch = asyncio.ensure_future(reason(scheduler.unified(*items, all_or_nothing=True)))
+            await scheduler.in_flight(3)
+        assert await first == await batch == "KV_BLOCKS_EXHAUSTED"
+        answer = await scheduler.decode(roomy, 8)
+        is_after(answer, 5, 6, 8)
+        await scheduler.nothing_is_left(full, answer.output.handle, rest)
+
+
+@patiently
+async def test_all_or_nothing_with_a_retry_of_a_call_that_fails(scheduler):
+    mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
+    hold = scheduler.gate.hold("forward", failing=True)
+    first = asyncio.ensure_future(reason(scheduler.decode(mine, 7, "one")))
+    await hold.reached()
+    items = item(mine, [7], "one"), item(other, [8]), item(None, [9])
+    batch = asyncio.ensure_future(reason(scheduler.unified(*items, all_or_nothing=True)))
+    await scheduler.in_flight(2)
+    hold.go()
+    assert await first == await batch == "STEP_FAILED"
+    answer = await scheduler.decode(other, 8)
+    is_after(answer, 4, 5, 8)
+    await scheduler.nothing_is_left(mine, answer.output.handle)
+
+
+@patiently
+async def test_all_or_nothing_with_a_retry_of_a_call_that_comes_back_while_it_waits_for_another(scheduler):
+    """While the batch waits for the first call of one item, another item's first call is sent, and fails."""
+    first, second, other = await scheduler.new(1, 2), await scheduler.new(3, 4), await scheduler.new(5, 6)
+    hold, failing = scheduler.gate.hold("forward"), scheduler.gate.hold("forward", failing=True)
+    one = asyncio.ensure_future(scheduler.decode(second, 7, "one"))
+    await hold.reached()
+    items = item(first, [7], "one"), item(second, [7], "one"), item(other, [8])
+    batch = asyncio.ensure_future(outcome(scheduler.unified(*items, all_or_nothing=True)))
+    await scheduler.in_flight(2)
+    two = asyncio.ensure_future(reason(scheduler.decode(first, 7, "one")))
+    await scheduler.in_flight(3)
+    hold.go()
+    await failing.reached()
+    failing.go()
+    second = (await one).output.handle
+    assert await two == "STEP_FAILED"
+    if isinstance(await batch, str):
+        answer = await scheduler.decode(other, 8)
+        is_after(answer, 5, 6, 8)
+        await scheduler.nothing_is_left(first, second, answer.output.handle)
+    else:
+        await scheduler.nothing_is_left(*(result.output.handle for result in (await batch).results))
+
+
+@patiently
+async def test_a_duplicate_of_an_item_of_a_refused_batch_is_told_a_reason_of_its_own():
+    """Nobody who did not cancel is told CANCELLED: it is no row of the error table."""
+    async with scheduling(kv_blocks=4) as scheduler:
+        roomy, full, rest = await scheduler.new(5, 6), await scheduler.new(1, 2, 3, 4), await scheduler.new(7)
+        async with scheduler.busy():
+            items = item(roomy, [8], "one"), item(full, [7])
+            batch = asyncio.ensure_future(reason(scheduler.unified(*items, all_or_nothing=True)))
+            await scheduler.in_flight(2)
+            duplicate = asyncio.ensure_future(outcome(scheduler.decode(roomy, 8, "one")))
+            await scheduler.in_flight(3)
+        assert await batch == "KV_BLOCKS_EXHAUSTED"
+        answer = await duplicate
+        if isinstance(answer, str):
+            assert answer == "KV_BLOCKS_EXHAUSTED"
+            answer = await scheduler.decode(roomy, 8, "one")
+        is_after(answer, 5, 6, 8)
+        await scheduler.nothing_is_left(full, answer.output.handle, rest)
+
+
+# --- giving up a sequence whose call is in flight -------------------------------------------------------------------
+
+
+@patiently
+async def test_releasing_any_version_during_a_step_frees_the_sequence_when_it_ends(scheduler):
+    handle = await scheduler.new(1, 2, 3)
+    hold = scheduler.gate.hold("forward")
+    call = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
+    await hold.reached()
+    release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
+    await scheduler.books_have(lambda: any(record.doomed for record in scheduler.books.handles.records()))
+    hold.go()
+    is_after(await call, 1, 2, 3, 7)
+    await release
+    assert await reason(scheduler.decode((await call).output.handle, 8)) == "HANDLE_RELEASED"
+    await scheduler.nothing_is_left()
+
+
+@patiently
+async def test_the_answer_of_a_release_counts_the_blocks_that_it_freed(scheduler):
+    """`How full the executor is, the sequence's blocks included`, also where a call was in flight."""
+    handle = await scheduler.new(1, 2, 3)
+    hold = scheduler.gate.hold("forward")
+    call = asyncio.ensure_future(scheduler.decode(handle, 7))
+    await hold.reached()
+    release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
+    await scheduler.books_have(lambda: any(record.doomed for record in scheduler.books.handles.records()))
+    hold.go()
+    pressure = (await release).pressure
+    assert (pressure.free_blocks, pressure.sequences) == (pressure.total_blocks, 0)
+    await call
+    await scheduler.nothing_is_left()
+
+
+@pytest.mark.parametrize("queued", [True, False], ids=["queued", "in flight"])
+@patiently
+async def test_a_reset_is_answered_when_every_sequence_is_released(scheduler, queued):
+    """`Releases every sequence. Their handles answer HANDLE_RELEASED`, also those with a call under way."""
+    handle, idle = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
+    blocking = scheduler.gate.hold("forward") if queued else None
+    hold = scheduler.gate.hold("forward")
+    if blocking is not None:
+        blocker = asyncio.ensure_future(scheduler.truncate(idle, 2))
+        blocker = asyncio.ensure_future(scheduler.decode((await blocker).handle, 9))
+        await blocking.reached()
+    call = asyncio.ensure_future(outcome(scheduler.decode(handle, 7)))
+    await scheduler.in_flight(1 + queued)
+    if blocking is None:
+        await hold.reached()
+    reset = asyncio.ensure_future(scheduler.served.control.Reset(control_messages.ResetRequest()))
+    await scheduler.in_flight(2 + queued)
+    if blocking is not None:
+        blocking.go()
+        await blocker
+    await hold.reached()
+    await asyncio.wait([reset], timeout=0.2)
+    if reset.done():
+        assert await reason(scheduler.decode(handle, 7)) == "HANDLE_RELEASED"
+    hold.go()
+    assert (await reset).released_sequences == 2
+    assert await reason(scheduler.decode(handle, 7)) == "HANDLE_RELEASED"
+    assert await reason(scheduler.decode(idle, 7)) == "HANDLE_RELEASED"
+    await call
+    await scheduler.nothing_is_left()
+
+
+@patiently
+async def test_what_was_abandoned_takes_no_place_among_the_sequences():
+    async with scheduling(max_sequences=4) as scheduler:
+        handle = await scheduler.new(1, 2, 3)
+        async with scheduler.busy():
+            for _ in range(3):
+                calls = [scheduler.prefill(1), scheduler.prefill(2, request_id="one")]
+                await scheduler.in_flight(3)
+                for call in calls:
+                    await scheduler.cancel(call)
+                call = scheduler.fork(handle, 2)
+                await scheduler.in_flight(2)
+                await scheduler.cancel(call)
+        await scheduler.release(scheduler.blockers.pop())
+        children = (await scheduler.fork(handle, 3)).handles
+        assert await reason(scheduler.prefill(1)) == "KV_BLOCKS_EXHAUSTED"
+        await scheduler.nothing_is_left(handle, *children)
+
+
+# --- what GetStatus and StepTiming tell of refusals -----------------------------------------------------------------
+
+
+@patiently
+async def test_a_step_in_which_nothing_ran_is_not_a_forward_pass():
+    """`steps`: forward passes. `step_sequences`: sequences that ran in the step."""
+    async with scheduling(kv_blocks=1) as scheduler:
+        handle = await scheduler.new(1, 2, 3, 4)
+        before = await scheduler.counters()
+        answer = await scheduler.unified(item(handle, [5]))
+        assert error_from_status(answer.results[0].error).reason == "KV_BLOCKS_EXHAUSTED"
+        assert (await scheduler.counters()).steps == before.steps
+        answer = await scheduler.unified(item(handle, [9], truncate_to=3), item(None, [1]))
+        assert answer.results[0].HasField("output") and answer.results[1].HasField("error")
+        assert (answer.timing.step_sequences, answer.timing.step_tokens) == (1, 1)
+        await scheduler.nothing_is_left(answer.results[0].output.handle)
+
+
+@patiently
+async def test_items_of_refused_batches_are_counted_like_those_of_refused_single_calls(scheduler):
+    """`items`: work items in those calls, refused ones included."""
+    handle = await scheduler.new(1, 2, 3)
+    await reason(scheduler.decode(handle, 300))
+    await reason(scheduler.unified(item(handle, [300]), item(None, [1]), all_or_nothing=True))
+    methods = (await scheduler.executor.GetStatus(messages.GetStatusRequest())).methods
+    counts = {method.method.rsplit("/", 1)[1]: method for method in methods}
+    assert (counts["Decode"].calls, counts["Decode"].errors, counts["Decode"].items) == (1, 1, 1)
+    assert (counts["UnifiedForward"].calls, counts["UnifiedForward"].errors, counts["UnifiedForward"].items) == (
+        1,
+        1,
+        2,
+    )
+    await scheduler.nothing_is_left(handle)
+
+
+@patiently
+async def test_the_refusal_of_all_or_nothing_names_the_item_that_was_refused():
+    async with scheduling(kv_blocks=2) as scheduler:
+        roomy, full = await scheduler.new(1, 2), await scheduler.new(1, 2, 3, 4)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await scheduler.unified(item(roomy, [5]), item(full, [5]), all_or_nothing=True)
+        error = error_from_rpc(refusal.value)
+        assert (error.reason, error.metadata["item"]) == ("KV_BLOCKS_EXHAUSTED", "1")
+        await scheduler.nothing_is_left(roomy, full)
+
+
+# --- any mix --------------------------------------------------------------------------------------------------------
+
+MOMENTS = [None, None, 0, 10, 50, 100, 150, 200, 250, 300, 350, 400, 500, 700, 1000]
+ATTEMPTS = st.lists(st.sampled_from(MOMENTS), max_size=4)
+"""Calls of one request id that are sent together. A number: how many turns of the event loop until it is cancelled; an
+answer takes some hundreds."""
+
+CALLS = st.lists(st.tuples(st.sampled_from(["decode", "decode", "truncate", "fork", "verify"]), ATTEMPTS), max_size=5)
+
+
+@settings(
+    max_examples=max(1, int(60 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
+@given(sequences=st.lists(st.tuples(ATTEMPTS, CALLS), min_size=1, max_size=4), failures=st.integers(0, 3))
+def test_whatever_is_repeated_and_cancelled_is_applied_once(sequences, failures):
+    """Every request id is sent several times at once, some are cancelled at any moment, steps fail; then it is sent
+    until it is answered. The sequence is the one of a run without faults, and no sequence is left over."""
+
+    async def insist(send: Callable[[], Any], attempts: list[int | None]) -> Any:
+        async def attempt(turns: int | None) -> None:
+            call = send()
+            if turns is None:
+                await call.code()
+                return
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+
+        await asyncio.gather(*map(attempt, attempts))
+        while True:
+            try:
+                return await send()
+            except grpc.aio.AioRpcError as error:
+                assert error_from_rpc(error).reason == "STEP_FAILED"
+
+    async def play(scheduler: Scheduler, name: int, born: list[int | None], calls: list[Any]) -> list[Any]:
+        tokens = [name + 1, 2, 3]
+        answer = await insist(lambda: scheduler.prefill(*tokens, request_id=f"new {name}"), born)
+        is_after(answer, *tokens)
+        handle, children = answer.output.handle, []
+        for number, (kind, attempts) in enumerate(calls):
+            key = f"{name} {number}"
+            if kind in ("decode", "verify"):
+                fed = [10 + number] if kind == "decode" else [20 + number, 30]
+                request = messages.ForwardVerifyRequest(item=item(handle, fed, key))
+                if kind == "decode":
+                    answer = await insist(lambda h=handle, f=fed, k=key: scheduler.decode(h, f[0], k), attempts)
+                else:
+                    answer = await insist(lambda r=request: scheduler.executor.ForwardVerify(r), attempts)
+                tokens += fed
+                handle = answer.output.handle
+                assert handle.seq_len == len(tokens)
+            elif kind == "truncate":
+                del tokens[-1:]
+                answer = await insist(lambda h=handle, k=key: scheduler.truncate(h, max(0, h.seq_len - 1), k), attempts)
+                handle = answer.handle
+                assert handle.seq_len == len(tokens)
+            else:
+                answer = await insist(lambda h=handle, k=key: scheduler.fork(h, 2, k), attempts)
+                children += answer.handles
+        answer = await insist(lambda: scheduler.decode(handle, 99, f"last {name}"), [])
+        is_after(answer, *tokens, 99)
+        return [answer.output.handle, *children]
+
+    async def scenario() -> None:
+        async with scheduling(kv_blocks=256) as scheduler:
+            for stage in ("forward", "select", "commit")[:failures]:
+                scheduler.gate.hold(stage, failing=True).go()
+            played = [play(scheduler, name, *each) for name, each in enumerate(sequences)]
+            handles = [handle for each in await asyncio.gather(*played) for handle in each]
+            await scheduler.in_flight(0)
+            await scheduler.nothing_is_left(*handles)
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE_S))
+
+
+REFUSALS = {
+    "INVALID_REQUEST",
+    "REQUEST_ID_REUSED",
+    "HANDLE_RELEASED",
+    "SEQUENCE_VERSION_MISMATCH",
+    "SEQUENCE_BUSY",
+    "TRUNCATE_BEYOND_LENGTH",
+    "KV_BLOCKS_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "STEP_FAILED",
+}
+"""What a scheduler may be told that shares its sequences with five others and hardly looks where it steps."""
+
+
+class Chaos:
+    """Six clients that share few request ids and few sequences, and give up on much of what they ask for."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self.scheduler = scheduler
+        self.random = random.Random(seed)
+        self.handles: list[types_pb2.KvHandle] = []
+
+    def item(self) -> Any:
+        choose = self.random
+        request_id = choose.choice(["", "a", "b", "c"])
+        if not self.handles or choose.random() < 0.3:
+            return item(None, [choose.randrange(4) for _ in range(choose.randrange(1, 7))], request_id)
+        handle = choose.choice(self.handles[-6:])
+        back = max(0, handle.seq_len - choose.randrange(4)) if choose.random() < 0.3 else None
+        return item(handle, [choose.randrange(4) for _ in range(choose.randrange(1, 4))], request_id, truncate_to=back)
+
+    def call(self) -> Any:
+        choose, scheduler = self.random, self.scheduler
+        how = {"timeout": choose.choice([0.001, 0.003, 0.01])} if choose.random() < 0.2 else {}
+        request_id = choose.choice(["", "a", "b"])
+        handle = choose.choice(self.handles[-6:]) if self.handles else None
+        match choose.choice(["one", "one", "batch", "batch", "batch", "truncate", "fork", "release", "reset"]):
+            case "one" if handle is not None:
+                return scheduler.decode(handle, choose.randrange(4), request_id, **how)
+            case "truncate" if handle is not None:
+                return scheduler.truncate(handle, choose.randrange(handle.seq_len + 1), request_id, **how)
+            case "fork" if handle is not None:
+                return scheduler.fork(handle, choose.randrange(1, 3), request_id, **how)
+            case "release" if handle is not None:
+                return scheduler.release(handle, request_id, any_version=choose.random() < 0.7, **how)
+            case "reset" if choose.random() < 0.1:
+                return scheduler.served.control.Reset(control_messages.ResetRequest())
+            case _:
+                items = [self.item() for _ in range(choose.randrange(1, 4))]
+                return scheduler.unified(*items, all_or_nothing=choose.random() < 0.5)
+
+    async def client(self, calls: int) -> None:
+        for _ in range(calls):
+            if self.random.random() < 0.05:
+                stage = self.random.choice(["reserve", "plan", "forward", "select", "commit"])
+                self.scheduler.gate.hold(stage, failing=True).go()
+            call = self.call()
+            if self.random.random() < 0.3:
+                for _ in range(self.random.choice([10, 100, 200, 300, 400])):
+                    await asyncio.sleep(0)
+                call.cancel()
+            try:
+                answer = await outcome(call)
+            except asyncio.CancelledError:
+                continue
+            if isinstance(answer, str):
+                assert answer in REFUSALS
+                continue
+            self.handles += getattr(answer, "handles", ())
+            self.handles += [answer.handle] if hasattr(answer, "handle") else []
+            self.handles += [answer.output.handle] if hasattr(answer, "output") else []
+            for result in getattr(answer, "results", ()):
+                if result.HasField("output"):
+                    self.handles.append(result.output.handle)
+                else:
+                    assert error_from_status(result.error).reason in REFUSALS
+
+
+@settings(
+    max_examples=max(1, int(10 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+@given(seed=st.integers(0, 2**32))
+def test_after_any_chaos_the_books_are_in_order(seed):
+    """Nobody hangs, nobody is told of a bug or of somebody else's cancellation, and no block is lost."""
+
+    async def scenario() -> None:
+        async with scheduling(kv_blocks=12) as scheduler:
+            chaos = Chaos(scheduler, seed)
+            await asyncio.gather(*(chaos.client(40) for _ in range(6)))
+            await scheduler.in_flight(0)
+            await scheduler.check()
+            await scheduler.served.control.Reset(control_messages.ResetRequest())
+            await scheduler.nothing_is_left()
+
+    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE_S))
