@@ -1,0 +1,155 @@
+"""What a figure is worth nothing without: hardware, versions, the commit, and who else was on the machine.
+
+Names no host: the results are published.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, TypedDict
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "hypervisor")
+"""What decides which kernels run, and whether the cores are virtual."""
+
+ISA_ORDER = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
+
+
+QUIET: Final = 0.05
+"""Share of the cores' time that others may have before figures are doubtful."""
+
+TICKS_S: Final = 0.06
+"""The kernel counts time in ticks of 10 ms, per core and per process."""
+
+
+class Hardware(TypedDict):
+    """The machine. ``huge_pages`` is the kernel's policy for transparent ones: it moves memory-bound steps by 10 %."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    flags: list[str]
+    huge_pages: str
+
+
+class Commit(TypedDict):
+    """What was measured; ``dirty``: with changes that the commit does not have."""
+
+    id: str
+    dirty: bool
+
+
+def hardware() -> Hardware:
+    """The machine that this runs on."""
+    fields = _cpu_fields()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return {
+        "cpu": fields.get("model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "huge_pages": _huge_pages(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the system and the packages that the steps run through."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def commit() -> Commit:
+    """Of the working tree; ``unknown`` outside of one."""
+    head = _git("rev-parse", "HEAD")
+    return {"id": head or "unknown", "dirty": bool(_git("status", "--porcelain"))}
+
+
+class Bystanders:
+    """How much of the machine others used meanwhile: what they took, one of the sides did not get."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._others = _others_s()
+
+    def share(self) -> float | None:
+        """Of all cores' time since the start, about; None where the system does not tell."""
+        others = _others_s()
+        if self._others is None or others is None:
+            return None
+        available = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return round(max(0.0, others - self._others) / available, 3)
+
+    def disturbed(self) -> bool:
+        """Whether that was more than `QUIET`, and more than the kernel's ticks can tell."""
+        others = _others_s()
+        if self._others is None or others is None:
+            return False
+        available = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return others - self._others > max(QUIET * available, TICKS_S)
+
+
+def label(machine: Hardware) -> str:
+    """Names a kind of machine, not a machine: ``2cpu-avx512_bf16``."""
+    isa = next((flag for flag in ISA_ORDER if flag in machine["flags"]), platform.machine())
+    return f"{machine['cores']}cpu-{isa}"
+
+
+def _others_s() -> float | None:
+    """Seconds that the cores worked, or were taken by the hypervisor, for others than this process and its children."""
+    try:
+        fields = [int(each) for each in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+    except (OSError, ValueError):
+        return None
+    user, nice, system, _, _, irq, softirq, steal = fields[:8]
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4]) - _children_s()  # os.times counts the children that have ended
+
+
+def _children_s() -> float:
+    """Seconds of the children that live."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            # pid (name) state ppid ...: the name may hold anything, the rest are numbers
+            fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_fields() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty elsewhere than on Linux."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _huge_pages() -> str:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

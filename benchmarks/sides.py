@@ -1,0 +1,16 @@
+"""What the sides of a comparison have in common: they run rounds of steps and tell how long each step took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Round:
+    """Seconds of every timed step. ``digest``: of the last step's rows, to show that both sides computed the same.
+    ``forward_s`` and ``queue_s``: the server's own timings of the same steps, where there is a server of ours."""
+
+    step_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    queue_s: list[float] = field(default_factory=list)
+    digest: bytes = b""

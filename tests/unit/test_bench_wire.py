@@ -1,0 +1,80 @@
+"""`python -m benchmarks.wire --quick` runs: both sides, the echo, the file and the page that is made of it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.environment import ROOT, hardware, label
+from benchmarks.profile_step import timelines
+from benchmarks.workload import CONTEXT, Workload, outputs_for
+
+
+def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
+    out = tmp_path / "wire.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.wire", "--quick", "--rounds", "2", "--batches", "1", "4", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert [(point["batch"], point["output"]) for point in result["points"]] == [
+        (1, "greedy"),
+        (1, "full-bf16"),
+        (1, "full-f32"),
+        (4, "greedy"),
+        (4, "full-bf16"),
+    ]
+    for point in result["points"]:
+        assert len(point["ratio"]["pairs"]) == 2
+        assert point["same_rows"] == [2, 2]  # both sides ran the same steps
+        assert 0 < point["grpc_forward_ms"]["median"] < point["grpc"]["step_ms"]["median"]
+        assert point["echo_ms"]["median"] > 0
+    assert result["settings"]["threads_server"] == result["settings"]["threads_in_process"]
+    assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
+    assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
+    assert "full-f32" in done.stdout and str(out) in done.stdout
+    assert "### identity" in report.document([("wire.json", result)])
+
+
+def test_both_sides_draw_the_same_tokens_below_the_vocabulary():
+    work = Workload("demo", "demo", CONTEXT, batch=3, max_steps=5)
+    assert work.prompts(264).shape == (3, CONTEXT)
+    assert work.tokens(264).shape[1] == 3
+    assert np.array_equal(work.tokens(264), work.tokens(264))
+    assert work.tokens(264).max() < 264
+
+
+def test_the_cache_holds_every_sequence_at_its_longest():
+    work = Workload("demo", "demo", CONTEXT, batch=3, max_steps=128)
+    assert work.settings["kv_blocks"] * work.settings["block_size"] >= 3 * (CONTEXT + 2 + 128)
+
+
+def test_float32_rows_are_a_column_of_one_sequence_only():
+    assert outputs_for(["greedy", "full"], 1) == ["greedy", "full-bf16", "full-f32"]
+    assert outputs_for(["greedy", "full"], 32) == ["greedy", "full-bf16"]
+    assert outputs_for(["full"], 8) == ["full-bf16"]
+
+
+def test_a_result_is_named_after_a_kind_of_machine():
+    assert label(hardware() | {"cores": 2, "flags": ["avx2", "avx512f", "amx_bf16"]}) == "2cpu-amx_bf16"
+
+
+def test_the_stages_of_a_step_add_up_to_the_whole():
+    client = [[("client: build", 1000), ("wire: request", 3000), ("client: parse", 9000), ("end", 10_000)]]
+    server = [("server: admit", 500), ("server: admit", 4000), ("reserve", 5000), ("reserve", 6000), ("other", 11_000)]
+    (stages,) = timelines(client, server)
+    assert stages == {
+        "client: build": 2.0,
+        "wire: request": 1.0,
+        "server: admit": 1.0,
+        "reserve": 4.0,
+        "client: parse": 1.0,
+    }
+    assert sum(stages.values()) == 9.0
