@@ -89,6 +89,18 @@ class OutputSpec:
             return tokens
         return 1 if self.positions is Positions.LAST else 0
 
+    def row_bytes(self, vocab_size: int) -> int:
+        """Bytes of one row on the wire."""
+        match self.kind:
+            case Greedy(logprob):
+                return 8 if logprob else 4
+            case TopTokens(k):
+                return 8 * k + 4
+            case SelectedTokens(token_ids):
+                return 4 * len(token_ids) + 4
+            case FullLogits(dtype):
+                return dtype.itemsize * vocab_size
+
 
 # --- the primitive --------------------------------------------------------------------------------------------------
 

@@ -21,17 +21,13 @@ from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.core import (
-    FullLogits,
-    Greedy,
     HandleRef,
     OutputSpec,
     Positions,
     Pressure,
     RowBlock,
     Rows,
-    SelectedTokens,
     StepTiming,
-    TopTokens,
 )
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, NotSupported, SequenceBusy, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
@@ -260,19 +256,6 @@ class Link:
 
 def _timing(response: Any) -> StepTiming | None:
     return timing_from_proto(response.timing) if response.HasField("timing") else None
-
-
-def row_bytes(output: OutputSpec, vocabulary: int) -> int:
-    """Bytes of one row of this kind on the wire."""
-    match output.kind:
-        case Greedy(logprob):
-            return 8 if logprob else 4
-        case TopTokens(k):
-            return 8 * k + 4
-        case SelectedTokens(token_ids):
-            return 4 * len(token_ids) + 4
-        case FullLogits(dtype):
-            return vocabulary * dtype.itemsize
 
 
 def _rows_are_gone(item: Item, answer: Answer) -> bool:

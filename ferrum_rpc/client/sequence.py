@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
-from ferrum_rpc.client.link import Feed, Link, row_bytes
+from ferrum_rpc.client.link import Feed, Link
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.state import (
     Item,
@@ -275,7 +275,7 @@ class Sequence:
         most = info.limits.max_batch_tokens or tokens
         if output.positions is Positions.ALL and info.limits.max_response_bytes:
             room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
-            most = min(most, max(1, room // row_bytes(output, info.model.vocab_size)))
+            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size)))
         return most
 
     async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int, deadline: Deadline) -> Answer:

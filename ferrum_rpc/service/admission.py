@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferrum_rpc.core import (
-    FullLogits,
-    Greedy,
     Limits,
     ModelInfo,
-    OutputKind,
     SelectedTokens,
     TopTokens,
     WorkItem,
@@ -60,19 +57,7 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
 
 def answer_bytes(item: WorkItem, vocab_size: int) -> int:
     """Bytes of an item's answer, at most."""
-    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * _row_bytes(item.output.kind, vocab_size)
-
-
-def _row_bytes(kind: OutputKind, vocab_size: int) -> int:
-    match kind:
-        case Greedy(logprob):
-            return 8 if logprob else 4
-        case TopTokens(k):
-            return 8 * k + 4
-        case SelectedTokens(token_ids):
-            return 4 * len(token_ids) + 4
-        case FullLogits(dtype):
-            return dtype.itemsize * vocab_size
+    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * item.output.row_bytes(vocab_size)
 
 
 def check_item(item: WorkItem, model: ModelInfo, limits: Limits) -> None:

@@ -19,7 +19,6 @@ from ferrum_rpc.client import (
     SequenceMisuseError,
     TopTokens,
 )
-from ferrum_rpc.client.link import row_bytes
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.state import Item, SequenceState, as_output, as_tokens
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QueueFull, SequenceBusy, TransportError
@@ -190,7 +189,7 @@ def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
         FullLogits(),
         FullLogits(RowDType.F16),
     ]
-    assert [row_bytes(OutputSpec(kind=kind), 100) for kind in kinds] == [4, 8, 44, 12, 400, 200]
+    assert [OutputSpec(kind=kind).row_bytes(100) for kind in kinds] == [4, 8, 44, 12, 400, 200]
 
 
 async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
