@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ferrum_rpc.client import ExecutorClient, Health
+from ferrum_rpc.client import ExecutorClient, Health, read_token, tls
 from ferrum_rpc.errors import InvalidRequest
 
 BYTE_TOKENS = 256
@@ -19,21 +19,21 @@ BYTE_TOKENS = 256
 
 async def info(arguments: argparse.Namespace) -> int:
     """What the server is."""
-    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+    async with _client(arguments) as client:
         _show(await client.info(), as_json=arguments.json)
     return 0
 
 
 async def status(arguments: argparse.Namespace) -> int:
     """How it does."""
-    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+    async with _client(arguments) as client:
         _show(await client.status(), as_json=arguments.json)
     return 0
 
 
 async def health(arguments: argparse.Namespace) -> int:
     """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks."""
-    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+    async with _client(arguments) as client:
         state = await client.health()
     print(state.name)
     return 0 if state is Health.SERVING else 1
@@ -41,7 +41,7 @@ async def health(arguments: argparse.Namespace) -> int:
 
 async def generate(arguments: argparse.Namespace) -> int:
     """Complete a prompt greedily; the text appears as it comes."""
-    async with ExecutorClient(arguments.target, timeout_s=arguments.timeout) as client:
+    async with _client(arguments) as client:
         facts = await client.info()
         tokenizer = _Text(arguments.tokenizer, facts.model.vocab_size)
         prompt = tokenizer.encode(arguments.prompt)
@@ -64,6 +64,17 @@ async def generate(arguments: argparse.Namespace) -> int:
                 answer = await sequence.decode(generated[-1])
         sys.stdout.write("\n")
     return 0
+
+
+def _client(arguments: argparse.Namespace) -> ExecutorClient:
+    """A client with the credentials that the command line names."""
+    files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+    return ExecutorClient(
+        arguments.target,
+        timeout_s=arguments.timeout,
+        credentials=tls(*files) if arguments.tls or any(files) else None,
+        token=arguments.token if arguments.token_file is None else read_token(arguments.token_file),
+    )
 
 
 class _Text:

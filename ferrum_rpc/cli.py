@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import typing
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ferrum_rpc import __version__
-from ferrum_rpc.config import ConfigError, ServeSettings, hint, load_settings
+from ferrum_rpc.config import TOKEN_VARIABLE, ConfigError, ServeSettings, hint, load_settings
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -51,8 +52,13 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("generate", "complete a prompt greedily on a running server"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
-        command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server")
+        command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
         command.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
+        command.add_argument("--tls", action="store_true", help="TLS; on when one of the next three is given")
+        command.add_argument("--tls-ca", type=Path, help="PEM file: whom to trust (default: the public authorities)")
+        command.add_argument("--tls-cert", type=Path, help="PEM file: the certificate to show, for mutual TLS")
+        command.add_argument("--tls-key", type=Path, help="PEM file: its key")
+        command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
     for name in ("info", "status"):
         named[name].add_argument("--json", action="store_true", help="one JSON object, for programs")
@@ -105,6 +111,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from ferrum_rpc import ask
     from ferrum_rpc.errors import ExecutorError
 
+    parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to everybody
     commands = {"info": ask.info, "status": ask.status, "health": ask.health, "generate": ask.generate}
     try:
         return asyncio.run(commands[parsed.command](parsed))

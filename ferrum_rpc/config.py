@@ -6,6 +6,7 @@ wherever it was written: a misspelt limit must not be a default in disguise.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import tomllib
@@ -13,14 +14,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ferrum_rpc.core import Limits
+from ferrum_rpc.failpoints import parse_failpoints
 
 ENV_PREFIX: Final = "FERRUM_"
 CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
-OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
+TOKEN_VARIABLE: Final = "FERRUM_TOKEN"  # noqa: S105 - a name, no token
+"""The token of the commands that ask a server; the server's own setting is a file of them."""
+OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
 """Variables with the prefix that are not settings of the server."""
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -46,13 +50,28 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
+def _checked_failpoints(text: str) -> str:
+    """A setting of failpoints as it was written, if it can be parsed."""
+    parse_failpoints(text)
+    return text
+
+
+FailpointRules = Annotated[str, AfterValidator(_checked_failpoints)]
+
+
 class ServeSettings(BaseSettings):
     """Everything that `ferrum-rpc serve` can be told."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", description="address to listen on, or unix:PATH")
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    tokens: Path | None = Field(None, description="file of bearer tokens, `name token [operator]` a line")
+    tls_cert: Path | None = Field(None, description="PEM file of the server's certificate chain")
+    tls_key: Path | None = Field(None, description="PEM file of its key")
+    tls_client_ca: Path | None = Field(None, description="PEM file: ask clients for certificates of these authorities")
+    operators: str = Field("", description="names of client certificates that may use ExecutorControl, with commas")
+    insecure: bool = Field(False, description="listen beyond this machine without TLS and without tokens")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and cache")
     attention: str = Field("auto", description="attention backend")
@@ -73,7 +92,32 @@ class ServeSettings(BaseSettings):
     max_request_bytes: Bytes = Field(16 << 20, description="bytes of a request message")
     max_response_bytes: Bytes = Field(256 << 20, description="bytes of an answer's rows")
     replay_bytes: Bytes = Field(64 << 20, description="bytes of recorded answers")
+    max_steps_in_flight: int = Field(8, ge=1, le=256, description="steps in flight of one session")
+    session_inline_bytes: Bytes = Field(1 << 20, description="tensors of a session above this come in row frames")
+    max_session_response_bytes: Bytes = Field(1 << 30, description="bytes of an answer's rows in a session")
+    lease_ttl_s: float = Field(30.0, gt=0, description="seconds that a lease lives without renewal, by default")
+    min_lease_ttl_s: float = Field(1.0, gt=0, description="shortest lease that may be asked for, in seconds")
+    max_lease_ttl_s: float = Field(3600.0, gt=0, description="longest lease that may be asked for, in seconds")
+    idle_ttl_s: float = Field(600.0, gt=0, description="seconds that an unused sequence without a lease lives")
+    max_leases: int = Field(1024, ge=1, description="leases at a time")
+    max_sequences_per_caller: int = Field(0, ge=0, description="live sequences of one caller; 0: no limit of its own")
+    max_blocks_per_caller: int = Field(0, ge=0, description="cache blocks of one caller; 0: no limit of its own")
+    keepalive_time_s: float = Field(30.0, gt=0, description="seconds of silence after which a client is pinged")
+    keepalive_timeout_s: float = Field(10.0, gt=0, description="seconds that a client has to answer a ping")
     grace_s: float = Field(30.0, ge=0, description="seconds that calls in flight get at SIGTERM")
+    stall_timeout_s: float = Field(
+        1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"
+    )
+    max_step_s: float = Field(600.0, gt=0, description="seconds that an honest step may take")
+    failpoints: FailpointRules = Field("", description="failures to be had, e.g. before_commit=error@3; for tests only")
+    failpoint_seed: int = Field(0, description="seed of failpoints with a probability")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free one (default: no metrics)"
+    )
+    metrics_host: str = Field("127.0.0.1", description="address of Prometheus metrics")
+    otel_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
+    )
     warmup: bool = Field(True, description="run typical steps before the first caller does")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
@@ -99,18 +143,7 @@ class ServeSettings(BaseSettings):
 
     def limits(self) -> Limits:
         """The part that the service floor enforces and GetInfo tells."""
-        return Limits(
-            max_batch_items=self.max_batch_items,
-            max_batch_tokens=self.max_batch_tokens,
-            max_top_tokens=self.max_top_tokens,
-            max_selected_tokens=self.max_selected_tokens,
-            max_request_bytes=self.max_request_bytes,
-            max_response_bytes=self.max_response_bytes,
-            max_sequences=self.max_sequences,
-            max_queued_items=self.max_queued_items,
-            max_queued_tokens=self.max_queued_tokens,
-            replay_bytes=self.replay_bytes,
-        )
+        return Limits(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)})
 
 
 def read_file(path: Path) -> dict[str, Any]:

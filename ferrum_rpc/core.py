@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -158,10 +159,12 @@ class HandleRef:
 
 @dataclass(frozen=True, slots=True)
 class CreateOptions:
-    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt."""
+    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``lease_id``: the lease that
+    it lives with; none: it lives while it is used."""
 
     reserve_tokens: int = 0
     cache_salt: bytes = b""
+    lease_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +181,21 @@ class WorkItem:
     output: OutputSpec
     request_id: str
     create: CreateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. Where nobody is asked, everybody is `ANYBODY`: one name, allowed everything.
+
+    Handles, leases and request ids belong to the name; another name's read as unknown. ``operator``: may use
+    ExecutorControl.
+    """
+
+    name: str = ""
+    operator: bool = True
+
+
+ANYBODY: Final = Caller()
 
 
 # --- what comes back ------------------------------------------------------------------------------------------------
@@ -364,7 +382,8 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor."""
+    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor. A limit per
+    caller of 0 is none."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -376,6 +395,16 @@ class Limits:
     max_queued_items: int
     max_queued_tokens: int
     replay_bytes: int
+    max_steps_in_flight: int = 8
+    session_inline_bytes: int = 1 << 20
+    max_session_response_bytes: int = 1 << 30
+    lease_ttl_s: float = 30.0
+    min_lease_ttl_s: float = 1.0
+    max_lease_ttl_s: float = 3600.0
+    idle_ttl_s: float = 600.0
+    max_leases: int = 1024
+    max_sequences_per_caller: int = 0
+    max_blocks_per_caller: int = 0
 
 
 @dataclass(frozen=True, slots=True)

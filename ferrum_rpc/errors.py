@@ -21,17 +21,22 @@ class Reason(enum.StrEnum):
     HANDLE_UNKNOWN = "HANDLE_UNKNOWN"
     HANDLE_RELEASED = "HANDLE_RELEASED"
     LEASE_EXPIRED = "LEASE_EXPIRED"
+    LEASE_UNKNOWN = "LEASE_UNKNOWN"
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
     SEQUENCE_VERSION_MISMATCH = "SEQUENCE_VERSION_MISMATCH"
     SEQUENCE_BUSY = "SEQUENCE_BUSY"
     CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
     TRUNCATE_BEYOND_LENGTH = "TRUNCATE_BEYOND_LENGTH"
     KV_BLOCKS_EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
+    SEQUENCES_EXHAUSTED = "SEQUENCES_EXHAUSTED"
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
     QUEUE_FULL = "QUEUE_FULL"
     OUTPUT_TOO_LARGE = "OUTPUT_TOO_LARGE"
     STARTING = "STARTING"
     DRAINING = "DRAINING"
     NOT_SUPPORTED = "NOT_SUPPORTED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     DEVICE_LOST = "DEVICE_LOST"
@@ -93,9 +98,15 @@ class HandleReleased(ExecutorError):
 
 
 class LeaseExpired(ExecutorError):
-    """The sequence's lease ran out and its blocks were freed."""
+    """The lease ran out, or nobody used a sequence without one for too long; the blocks were freed."""
 
     reason = Reason.LEASE_EXPIRED
+
+
+class LeaseUnknown(ExecutorError):
+    """This process never gave out such a lease to this caller, or it was revoked."""
+
+    reason = Reason.LEASE_UNKNOWN
 
 
 class InstanceMismatch(ExecutorError):
@@ -144,6 +155,19 @@ class KvBlocksExhausted(ExecutorError):
     reason = Reason.KV_BLOCKS_EXHAUSTED
 
 
+class SequencesExhausted(ExecutorError):
+    """As many sequences live as may (``max_sequences``), or as many leases (``max_leases``): release some."""
+
+    reason = Reason.SEQUENCES_EXHAUSTED
+
+
+class QuotaExceeded(ExecutorError):
+    """The caller holds as much as it may (``max_sequences_per_caller``, ``max_blocks_per_caller``): release some of
+    your own."""
+
+    reason = Reason.QUOTA_EXCEEDED
+
+
 class QueueFull(ExecutorError):
     """The bounded queue is full; nothing was started."""
 
@@ -174,6 +198,18 @@ class NotSupported(ExecutorError):
     reason = Reason.NOT_SUPPORTED
 
 
+class Unauthenticated(ExecutorError):
+    """The call has no credentials, or wrong ones."""
+
+    reason = Reason.UNAUTHENTICATED
+
+
+class PermissionDenied(ExecutorError):
+    """The caller is known and may not do this."""
+
+    reason = Reason.PERMISSION_DENIED
+
+
 class DeadlineExceeded(ExecutorError):
     """The deadline passed before the step was dispatched (server) or before the answer came (client)."""
 
@@ -193,7 +229,8 @@ class DeviceLost(ExecutorError):
 
 
 class StepFailed(ExecutorError):
-    """The forward pass raised; every sequence of the step is as it was before."""
+    """The forward pass or an operation on the cache raised, for want of device memory perhaps; every sequence of it is
+    as it was before."""
 
     reason = Reason.STEP_FAILED
 

@@ -15,13 +15,19 @@ from typing import Final
 import structlog
 
 from ferrum_rpc import __version__
-from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
+from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.thread import Runner
 from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
+from ferrum_rpc.service.listen import PortInUse
+from ferrum_rpc.service.observation import Observation
 from ferrum_rpc.service.operations import CacheOperations
-from ferrum_rpc.service.server import ExecutorServer, PortInUse
-from ferrum_rpc.service.servicers import WARMUP_BATCH, WARMUP_PREFILL
+from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.server import ExecutorServer, Keepalive
+from ferrum_rpc.service.tracing import TracingError
 
 DEMO: Final = "demo"
 BUILT_IN: Final = (DEMO, "identity")
@@ -29,7 +35,7 @@ BUILT_IN: Final = (DEMO, "identity")
 log = structlog.get_logger("ferrum_rpc.serve")
 
 
-def build(model: str, settings: ServeSettings) -> Runner:
+def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
     """Load the model and make its runner. Runs in the model thread and is what imports torch, so that the port is bound
     and health is answered before.
 
@@ -41,6 +47,8 @@ def build(model: str, settings: ServeSettings) -> Runner:
     import torch
 
     from ferrum_rpc.engine.build import BuildConfig, build_runner
+    from ferrum_rpc.engine.failing import failing_stage
+    from ferrum_rpc.engine.runner import no_stage
     from ferrum_rpc.models.identity import IdentityConfig
 
     if settings.threads is not None:
@@ -66,7 +74,7 @@ def build(model: str, settings: ServeSettings) -> Runner:
             positional=settings.identity_positional,
         ),
     )
-    return build_runner(config, _Progress())
+    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else no_stage)
 
 
 def serve(model: str, settings: ServeSettings) -> int:
@@ -74,7 +82,7 @@ def serve(model: str, settings: ServeSettings) -> int:
     configure_logging(settings.log_format, settings.log_level)
     try:
         return asyncio.run(_serve(model, settings))
-    except (PortInUse, ExecutorError) as error:
+    except (PortInUse, SecurityError, TracingError, ExecutorError) as error:
         log.error("cannot_serve", error=str(error), action="change the setting or free what it names, then start again")
         return 1
 
@@ -99,39 +107,76 @@ class _Progress:
 
 
 async def _serve(model: str, settings: ServeSettings) -> int:
-    server = ExecutorServer(partial(build, model, settings), settings.limits(), host=settings.host, port=settings.port)
-    stop = asyncio.Event()
-    _stop_on_signals(stop)
+    failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
+    if failpoints.rules:
+        log.warning(
+            "failpoints_on",
+            failpoints=settings.failpoints,
+            action="this server fails on purpose; take --failpoints or FERRUM_FAILPOINTS away to serve",
+        )
+    server = ExecutorServer(
+        partial(build, model, settings, failpoints),
+        settings.limits(),
+        host=settings.host,
+        port=settings.port,
+        grace_s=settings.grace_s,
+        keepalive=Keepalive(settings.keepalive_time_s, settings.keepalive_timeout_s),
+        security=_security(settings),
+        heartbeat=Heartbeat(settings.stall_timeout_s, settings.max_step_s),
+        failpoints=failpoints,
+    )
+    observation = Observation(settings.metrics_host, settings.metrics_port, settings.otel_endpoint)
+    _drain_on_signals(server)
     await server.start()
     loading = asyncio.create_task(server.ready())
-    stopping = asyncio.create_task(stop.wait())
+    draining = asyncio.create_task(server.draining.begun.wait())
+    drained = asyncio.create_task(server.draining.done.wait())
     failing = asyncio.create_task(server.failed())
     try:
-        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
+        observation.begin(server, failpoints.fired)
+        await asyncio.wait((loading, draining), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
             runner = await loading
             if settings.warmup:
                 await CacheOperations(server.books).warm_up(WARMUP_BATCH, WARMUP_PREFILL)
             gc.collect()
             gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
             _banner(server, runner)
-            await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((drained, failing), return_when=asyncio.FIRST_COMPLETED)
         return 1 if failing.done() else 0
     finally:
-        for task in (loading, stopping, failing):
+        for task in (loading, draining, drained, failing):
             task.cancel()
         log.info("stopping", grace_s=settings.grace_s, in_flight=server.calls.in_flight)
         await server.stop(settings.grace_s)
+        await observation.end()
 
 
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT stops gracefully, the second at once."""
+def _security(settings: ServeSettings) -> Security:
+    """The part of the settings that says who may call. Raises `SecurityError`."""
+    if settings.tokens is None and TOKEN_VARIABLE in os.environ:
+        action = "to ask callers for tokens, name a file of them with --tokens or FERRUM_TOKENS"
+        log.warning("token_variable_ignored", variable=TOKEN_VARIABLE, action=action)
+    return Security(
+        tokens=settings.tokens,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        tls_client_ca=settings.tls_client_ca,
+        operators=frozenset(name.strip() for name in settings.operators.split(",") if name.strip()),
+        insecure=settings.insecure,
+    )
+
+
+def _drain_on_signals(server: ExecutorServer) -> None:
+    """The first SIGTERM or SIGINT drains, the second ends the process at once."""
 
     def on_signal(number: int) -> None:
-        if stop.is_set():
+        if told:
             os._exit(128 + number)
-        stop.set()
+        told.append(number)
+        server.drain()
 
+    told: list[int] = []
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)

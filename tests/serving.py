@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,8 +15,10 @@ import structlog
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.failing import failing_stage
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
+from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.service.server import ExecutorServer
 
@@ -95,10 +98,14 @@ class Gate:
 
 
 @asynccontextmanager
-async def serve_model(config: BuildConfig, *, stage: Stage = no_stage, **limits: int) -> AsyncIterator[Served]:
+async def serve_model(
+    config: BuildConfig, *, stage: Stage = no_stage, failpoints: Failpoints = NO_FAILPOINTS, **limits: int
+) -> AsyncIterator[Served]:
     """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    server = ExecutorServer(lambda: build_runner(config, stage=stage), replace(LIMITS, **limits))
+    stage = failing_stage(failpoints) if failpoints.rules else stage
+    build = partial(build_runner, config, stage=stage)
+    server = ExecutorServer(build, replace(LIMITS, **limits), failpoints=failpoints)
     await server.start()
     try:
         runner = await server.ready()
@@ -123,6 +130,7 @@ async def serve_identity(
     kv_blocks: int = 256,
     block_size: int = 4,
     stage: Stage = no_stage,
+    failpoints: Failpoints = NO_FAILPOINTS,
     max_context: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -136,5 +144,5 @@ async def serve_identity(
         max_context=max_context,
         identity=IdentityConfig(**options),
     )
-    async with serve_model(config, stage=stage, **limits) as served:
+    async with serve_model(config, stage=stage, failpoints=failpoints, **limits) as served:
         yield served

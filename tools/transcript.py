@@ -36,17 +36,34 @@ class Transcript:
 
     def call(self, method: str, request: dict[str, Any], service: str = "ModelExecutor") -> dict[str, Any]:
         """One call; returns the answer or the error, as JSON."""
+        return self._curl(method, json.dumps(request), service)[0]
+
+    def stream(self, method: str, frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Frames sent in a row; returns those that came back."""
+        return self._curl(method, "\n".join(json.dumps(frame) for frame in frames), "ModelExecutor")
+
+    def _curl(self, method: str, data: str, service: str) -> list[dict[str, Any]]:
         url = f"http://{self._target}/{PACKAGE}.{service}/{method}"
-        data = json.dumps(request)
         command = [str(BUF), "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", data, url]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        answer: dict[str, Any] = json.loads(done.stdout or done.stderr)
-        for detail in answer.get("details", ()):
-            _decode(detail)
+        answers = _objects(done.stdout or done.stderr)
+        for answer in answers:
+            for detail in answer.get("details", ()):
+                _decode(detail)
         public = f"http://localhost:50051/{PACKAGE}.{service}/{method}"
         shown = f"buf curl --protocol grpc --http2-prior-knowledge --data '{data}' \\\n    {public}"
-        self.lines += ["```console", f"$ {shown}", json.dumps(answer, indent=2), "```", ""]
-        return answer
+        self.lines += ["```console", f"$ {shown}", *(json.dumps(each, indent=2) for each in answers), "```", ""]
+        return answers
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """JSON objects that follow each other."""
+    found = []
+    while text := text.strip():
+        value, end = json.JSONDecoder().raw_decode(text)
+        found.append(value)
+        text = text[end:]
+    return found
 
 
 def _decode(detail: dict[str, Any]) -> None:
@@ -102,8 +119,29 @@ def tell(script: Transcript) -> None:
     script.say("## Release, and what a released handle answers")
     script.call("Release", {"handle": fifth})
     script.call("Decode", {"item": {"handle": fifth, "tokenIds": [1]}})
+    script.say(
+        "## A lease\n\nThe sequence lives while the lease is renewed: by `KeepAlive`, and by any call on it. Revoking "
+        "the lease frees its sequences."
+    )
+    lease = {"leaseId": script.call("AcquireLease", {"ttl": "20s", "clientName": "transcript"})["leaseId"]}
+    script.call("Prefill", {"item": {"tokenIds": [3, 1, 4], "create": lease}})
+    script.call("KeepAlive", lease)
+    script.call("RevokeLease", lease)
+    script.say("What a revoked lease answers:")
+    script.call("KeepAlive", lease)
+    script.say(
+        "## A session\n\nFour frames up, four down; `stepId` tells which answers which. The keep-alive needs no step "
+        "and overtakes the forward. `close` waits for both."
+    )
+    frames: list[dict[str, Any]] = [
+        {"stepId": 1, "hello": {"clientName": "transcript", "stepsInFlight": 2}},
+        {"stepId": 2, "forward": {"items": [{"itemId": 7, "tokenIds": [3, 1, 4], "requestId": "prompt-2"}]}},
+        {"stepId": 3, "keepAlive": {}},
+        {"stepId": 4, "close": {"releaseSequences": True}},
+    ]
+    script.stream("Session", frames)
     script.say("## What this version does not offer says so")
-    script.call("AcquireLease", {"clientName": "transcript"})
+    script.call("RegisterTokenMask", {})
     script.say("## How the executor does")
     script.call("GetStatus", {})
 
@@ -111,7 +149,7 @@ def tell(script: Transcript) -> None:
 def main() -> None:
     """Serve, call, write."""
     serve = [sys.executable, "-m", "ferrum_rpc.cli", "serve", "identity", "--port", "0", "--log-format", "json"]
-    serve += ["--kv-blocks", "1024"]
+    serve += ["--kv-blocks", "1024", "--grace-s", "0"]  # it leaves sequences behind: nobody is to be waited for
     with subprocess.Popen(serve, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -120,6 +158,7 @@ def main() -> None:
             tell(script)
         finally:
             server.send_signal(signal.SIGTERM)
+            server.communicate()  # it logs to its end: the pipe must have a reader until then
     (ROOT / "docs" / "transcript.md").write_text("\n".join(script.lines))
     print("wrote docs/transcript.md")
 

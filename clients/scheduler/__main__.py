@@ -42,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def serve(options: Options) -> Run:
     """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
-    async with ExecutorClient(options.target, token=options.token) as client:
+    async with ExecutorClient(
+        options.target,
+        token=options.token,
+        credentials=options.credentials,
+        client_name="scheduler",
+        session=options.session,
+    ) as client:
         info = await _info(client, options)
         tokenizer = tokenizer_for(info.model.vocab_size, options.tokenizer)
         requests = [
@@ -53,7 +59,11 @@ async def serve(options: Options) -> Run:
         budget = Budget(
             tokens=min(options.token_budget, info.limits.max_batch_tokens),
             items=min(info.limits.max_batch_items, sampler.rows_per_answer),
-            running=min(options.max_running, info.limits.max_sequences),
+            running=min(
+                options.max_running,
+                info.limits.max_sequences,
+                info.limits.max_sequences_per_caller or options.max_running,
+            ),
         )
         display = display_for(requests, tokenizer, plain=options.plain)
         driver = Driver(

@@ -1,6 +1,6 @@
 """The loop: plan, forward, sample, again. All IO of the scheduler is here.
 
-Each plan is one UnifiedForward. Refusals are handled by what they say: the call was refused at the door (wait and send
+Each plan is one forward call. Refusals are handled by what they say: the call was refused at the door (wait and send
 the same items again), an item found no blocks (somebody is preempted), a sequence is gone (computed anew), the request
 itself cannot go on (it ends). Nothing here decides who runs: see `policy`.
 """
@@ -27,6 +27,7 @@ from ferrum_rpc.client import (
     Positions,
 )
 from ferrum_rpc.errors import (
+    Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
@@ -34,8 +35,10 @@ from ferrum_rpc.errors import (
     ExecutorError,
     KvBlocksExhausted,
     QueueFull,
+    QuotaExceeded,
     RequestIdReused,
     SequenceBusy,
+    SequencesExhausted,
     SequenceVersionMismatch,
     Starting,
     StepFailed,
@@ -43,8 +46,9 @@ from ferrum_rpc.errors import (
 )
 
 OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
-NOT_NOW = (QueueFull, Starting, Draining)
-NO_ANSWER = (TransportError, DeadlineExceeded)
+NOT_NOW = (QueueFull, SequencesExhausted, Starting, Draining)
+NO_ROOM = (KvBlocksExhausted, QuotaExceeded)
+NO_ANSWER = (TransportError, DeadlineExceeded, Cancelled)
 
 NO_ROWS = OutputSpec(Positions.NONE, Greedy())
 FAILURES_OF_A_REQUEST = 3
@@ -92,6 +96,7 @@ class Driver:
     ) -> None:
         self._client = client
         self._max_context = info.model.max_context
+        self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = budget
         self._sampler = sampler
         self._stop = stop_tokens
@@ -111,7 +116,7 @@ class Driver:
             if not 1 <= request.known <= self._max_context:
                 board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
         try:
-            await self._client.status()
+            await self._look()
             while board.busy:
                 await self._step()
         finally:
@@ -123,7 +128,8 @@ class Driver:
         board = self._board
         pressure = self._client.pressure
         assert pressure is not None  # noqa: S101 - `run` asked for it
-        pool = Pool(pressure.free_blocks, pressure.total_blocks, pressure.block_size)
+        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
+        pool = Pool(min(pressure.free_blocks, total), total, pressure.block_size)
         step = plan(board.running, list(board.waiting) if self._admitting else (), pool, self._budget)
         for request in step.hopeless:
             self._give_up(request, pool)
@@ -139,8 +145,18 @@ class Driver:
             await self._board.let_go()
         else:
             await self._patience.wait("the cache is full of other schedulers' sequences")
-        await self._client.status()
+        await self._look()
         self._admitting = True
+
+    async def _look(self) -> None:
+        """See how full the executor is."""
+        while True:
+            try:
+                await self._client.status()
+            except NOT_NOW + NO_ANSWER as error:
+                await self._patience.wait(error, error.retry_after_s)
+            else:
+                return
 
     async def _forward(self, step: Plan) -> None:
         self._board.admit(step.admitted)
@@ -152,7 +168,7 @@ class Driver:
         for feed, result in zip(step.feeds, results, strict=True):
             if isinstance(result, Answer):
                 self._fed(feed, result)
-            elif isinstance(result, (KvBlocksExhausted, *NOT_NOW)):
+            elif isinstance(result, NO_ROOM + NOT_NOW):
                 scarce = result
                 if isinstance(result, NOT_NOW):
                     self._board.requeue(feed.request)
@@ -208,7 +224,7 @@ class Driver:
         """The executor takes fewer than its last answer told: others use it too, or it is draining. Nobody is admitted
         until something ends; where blocks are missing, the youngest makes way."""
         self._admitting = False
-        if isinstance(error, KvBlocksExhausted) and self._board.running:
+        if isinstance(error, NO_ROOM) and self._board.running:
             await self._board.preempt(max(self._board.running, key=lambda each: each.index))
         if not self._board.running:
             await self._patience.wait(error, error.retry_after_s)

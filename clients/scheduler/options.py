@@ -9,6 +9,8 @@ from pathlib import Path
 
 from clients.scheduler.prompts import DEMO_PROMPTS
 from clients.scheduler.sampling import Sampling
+from ferrum_rpc.client import ChannelCredentials, read_token, tls
+from ferrum_rpc.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Options:
     sampling: Sampling
     tokenizer: Path | None
     token: str | None
+    credentials: ChannelCredentials | None
+    session: bool
     plain: bool
     patience_s: float
 
@@ -33,8 +37,17 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         prog="python -m clients.scheduler",
         description="Serve prompts on a remote executor: continuous batching, chunked prefill, preemption, sampling.",
     )
-    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT", help="the executor (%(default)s)")
+    parser.add_argument(
+        "--target", default="localhost:50051", metavar="TARGET", help="host:port or unix:path (%(default)s)"
+    )
     parser.add_argument("--token", help="a bearer token, where the executor asks for one")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a file with it: `ps` shows a --token to everybody"
+    )
+    parser.add_argument("--tls", action="store_true", help="TLS; on when one of the next three is given")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="whom to trust, PEM (the public authorities)")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="the certificate to show, PEM, for mutual TLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     source.add_argument("--prompts-file", type=Path, metavar="FILE", help="a prompt per line")
@@ -50,6 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its folder; without: a token is a byte"
     )
+    parser.add_argument("--unary", action="store_true", help="a call for each request, rather than one session")
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
@@ -57,6 +71,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         sampling = Sampling(0.0 if given.greedy else given.temperature, given.top_k, given.top_p, given.seed)
     except ValueError as error:
         parser.error(str(error))
+    files = (given.tls_ca, given.tls_cert, given.tls_key)
+    try:
+        credentials = tls(*files) if given.tls or any(files) else None
+        token = given.token if given.token_file is None else read_token(given.token_file)
+    except InvalidRequest as error:
+        parser.error(error.message)
     return Options(
         target=given.target,
         prompts=_prompts(parser, given),
@@ -65,7 +85,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_running=given.max_running,
         sampling=sampling,
         tokenizer=given.tokenizer,
-        token=given.token,
+        token=token,
+        credentials=credentials,
+        session=not given.unary,
         plain=given.plain,
         patience_s=given.patience,
     )

@@ -27,11 +27,13 @@
 Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
 classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. What was asked for comes back
 as numpy arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
-fate is unknown are sent again under the same one (`ResendPolicy`).
+fate is unknown are sent again under the same one (`ResendPolicy`). A client's sequences live with its lease, which it
+renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream.
 """
 
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError
 from ferrum_rpc.client.client import CacheMode, ExecutorClient
+from ferrum_rpc.client.credentials import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.facts import (
     Capability,
     Counters,
@@ -42,6 +44,7 @@ from ferrum_rpc.client.facts import (
     WarmupReport,
 )
 from ferrum_rpc.client.health import Health
+from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
@@ -64,6 +67,7 @@ __all__ = [
     "Answer",
     "CacheMode",
     "Capability",
+    "ChannelCredentials",
     "Counters",
     "ExecutorClient",
     "ExecutorInfo",
@@ -74,6 +78,10 @@ __all__ = [
     "HandleRef",
     "Health",
     "Item",
+    "Lease",
+    "LeasePolicy",
+    "LeaseState",
+    "LeaseTrouble",
     "MethodCount",
     "NoSuchRowsError",
     "OutputSpec",
@@ -87,4 +95,6 @@ __all__ = [
     "StepTiming",
     "TopTokens",
     "WarmupReport",
+    "read_token",
+    "tls",
 ]

@@ -1,13 +1,14 @@
-"""One unary call: deadline, credentials, typed errors, and the resend of a call whose fate is unknown.
+"""One call: deadline, credentials, typed errors, and the resend of a call whose fate is unknown.
 
-Knows gRPC and nothing of sequences.
+Knows gRPC and nothing of sequences. A step of a session is a call as well: whatever is awaited with a request, a
+timeout and metadata.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -17,19 +18,30 @@ from ferrum_rpc.wire.status import error_from_rpc
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Response_co = TypeVar("Response_co", covariant=True)
 Metadata = Sequence[tuple[str, str]]
+
+
+class Method(Protocol[Request_contra, Response_co]):
+    """A unary method of a stub, or what can be called like one. It raises gRPC's errors or an `ExecutorError`."""
+
+    def __call__(
+        self, request: Request_contra, /, *, timeout: float | None, metadata: Metadata | None
+    ) -> Awaitable[Response_co]:
+        """One attempt, given up after ``timeout`` seconds."""
 
 
 class Calls:
     """Makes calls with one caller's credentials and policy."""
 
     def __init__(self, *, metadata: Metadata, resend: ResendPolicy) -> None:
-        self._metadata = tuple(metadata)
+        self.metadata = tuple(metadata)
         self._resend = resend
 
     async def ask(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        method: Method[Request, Response],
         request: Request,
         deadline: Deadline,
         *,
@@ -37,21 +49,19 @@ class Calls:
     ) -> Response:
         """Call once. Raises the `ExecutorError` that the answer stands for."""
         try:
-            return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self._metadata)
+            return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         except grpc.aio.UsageError:
-            raise _closed() from None
+            raise closed() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Nobody cancelled this task: its channel was closed under it, and grpc.aio says so by cancelling.
-            raise _closed() from None
+            raise closed() from None
 
-    async def mutate(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request, deadline: Deadline
-    ) -> Response:
+    async def mutate(self, method: Method[Request, Response], request: Request, deadline: Deadline) -> Response:
         """Call, and while its fate is unknown send the same request again, as the policy and the deadline allow.
 
         Only for requests that carry a request id, or whose repetition changes nothing.
@@ -62,8 +72,8 @@ class Calls:
             try:
                 return await self.ask(method, request, deadline, attempt_timeout_s=policy.attempt_timeout_s)
             except ExecutorError as error:
-                if error.metadata.get("grpc_code") == "CANCELLED":
-                    raise
+                if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
+                    raise  # this client was closed; an executor that ends all calls says it otherwise
                 if fate_unknown(error):
                     unknown = error
                 elif unknown is None or not isinstance(error, REFUSED_AT_THE_DOOR):
@@ -76,5 +86,6 @@ class Calls:
         raise unknown
 
 
-def _closed() -> TransportError:
+def closed() -> TransportError:
+    """What a call ends with when its own client is closed under it."""
     return TransportError("the client was closed while a call was in flight", metadata={"grpc_code": "CANCELLED"})

@@ -26,8 +26,8 @@ STREAMS: Final = (
     ("grpc.health.v1.Health", "Watch"),
 )
 
-KEEPALIVE_TIME_MS: Final = 10_000
-KEEPALIVE_TIMEOUT_MS: Final = 5_000
+KEEPALIVE_TIME_S: Final = 10.0
+KEEPALIVE_TIMEOUT_S: Final = 5.0
 
 
 def service_config() -> str:
@@ -51,6 +51,19 @@ def service_config() -> str:
     )
 
 
+def keepalive_options(time_s: float, timeout_s: float) -> list[ChannelOption]:
+    """A silent peer is asked after ``time_s`` seconds and given up ``timeout_s`` later, with or without calls in
+    flight; streams end then as calls do. Executors take more than one ping in five seconds for abuse."""
+    if time_s <= 0 or timeout_s <= 0:
+        raise ValueError(f"keepalive times are positive: {time_s}, {timeout_s}")
+    timeout_ms = max(1, round(timeout_s * 1000))
+    return [
+        ("grpc.keepalive_time_ms", max(1, round(time_s * 1000))),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+    ]
+
+
 def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOption]:
     """The defaults, each replaced by the override of the same name."""
     options: dict[str, str | int] = {
@@ -63,17 +76,14 @@ def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOpti
         # to a step that has already run.
         "grpc.max_receive_message_length": -1,
         "grpc.max_send_message_length": -1,
-        # A dead peer is noticed within time + timeout, with or without calls in flight.
-        "grpc.keepalive_time_ms": KEEPALIVE_TIME_MS,
-        "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.max_pings_without_data": 0,
-        "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_MS,
         # gRPC's own maximum is two minutes: too long to find a restarted executor.
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 2_000,
         "grpc.primary_user_agent": f"ferrum-rpc/{__version__}",
     }
+    options.update(keepalive_options(KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S))
     options.update(overrides)
     return list(options.items())
 

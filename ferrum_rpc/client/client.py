@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from types import TracebackType
 
@@ -12,7 +12,13 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.calls import Calls
-from ferrum_rpc.client.channel import ChannelOption, open_channel
+from ferrum_rpc.client.channel import (
+    KEEPALIVE_TIME_S,
+    KEEPALIVE_TIMEOUT_S,
+    ChannelOption,
+    keepalive_options,
+    open_channel,
+)
 from ferrum_rpc.client.facts import (
     ExecutorInfo,
     ExecutorState,
@@ -23,10 +29,13 @@ from ferrum_rpc.client.facts import (
     warmup_from_proto,
 )
 from ferrum_rpc.client.health import Health, checker, health, request
-from ferrum_rpc.client.link import Feed, Link
+from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
+from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import (
@@ -50,9 +59,17 @@ class ExecutorClient:
     """A connection to one executor, for one scheduler. An async context manager.
 
     ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the deadline of every call that is not given one of its
-    own; None waits for ever. ``credentials``: TLS, from `grpc.ssl_channel_credentials`; None is plain text. ``token``:
+    own; None waits for ever. ``credentials``: TLS, from `tls`; None is plain text. ``token``:
     sent as ``authorization: Bearer``. ``channel_options`` replace gRPC options of the same name. ``resend``: what to do
     when the fate of a call is unknown. ``release_timeout_s`` bounds what leaving a sequence, or the client, may take.
+
+    ``lease``: the lease that its sequences live with, acquired with the first of them and renewed in the background;
+    None: they live while they are used (the executor's idle time-out). ``on_lease_trouble`` is called in the event loop
+    when renewals begin to fail, and when the lease is lost with its sequences; the next sequence then gets a new one.
+    ``client_name`` names the client in the executor's lists and logs (default: host and process id).
+    ``session``: requests go as frames of one stream, ``steps_in_flight`` at most at a time (the executor may grant
+    fewer, further ones wait), which costs less than a unary call each; executors without sessions get unary calls.
+    ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
     executor's reason stands for, or `TransportError` when nobody answered.
@@ -68,14 +85,25 @@ class ExecutorClient:
         token: str | None = None,
         resend: ResendPolicy = ResendPolicy(),  # noqa: B008 - frozen
         release_timeout_s: float = 5.0,
+        lease: LeasePolicy | None = LeasePolicy(),  # noqa: B008 - frozen
+        client_name: str = "",
+        on_lease_trouble: Callable[[LeaseTrouble], None] | None = None,
+        session: bool = False,
+        steps_in_flight: int = STEPS_IN_FLIGHT,
+        keepalive_time_s: float = KEEPALIVE_TIME_S,
+        keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
         self.target = target
         self._timeout_s = timeout_s
-        self._options = tuple(channel_options)
+        self._options = (*keepalive_options(keepalive_time_s, keepalive_timeout_s), *channel_options)
         self._credentials = credentials
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._resend = resend
         self._release_timeout_s = release_timeout_s
+        self._lease = lease
+        self._client_name = client_name
+        self._on_lease_trouble = on_lease_trouble
+        self._steps_in_flight = steps_in_flight if session else None
         self._channel: grpc.aio.Channel | None = None
         self._opened: Link | None = None
 
@@ -88,6 +116,10 @@ class ExecutorClient:
             Calls(metadata=self._metadata, resend=self._resend),
             timeout_s=self._timeout_s,
             release_timeout_s=self._release_timeout_s,
+            lease=self._lease,
+            client_name=self._client_name,
+            on_lease_trouble=self._on_lease_trouble,
+            steps_in_flight=self._steps_in_flight,
         )
         return self
 
@@ -97,13 +129,14 @@ class ExecutorClient:
         await self.close()
 
     async def close(self) -> None:
-        """Release the sequences that are still live, then close the connection. Bounded by ``release_timeout_s``."""
+        """Release the sequences that are still live, end the session and the lease, then close the connection. Bounded
+        by ``release_timeout_s``."""
         channel, link = self._channel, self._opened
         self._channel = self._opened = None
         if channel is None or link is None:
             return
         try:
-            await link.releases.all()
+            await link.close()
         finally:
             await channel.close()
 
@@ -111,6 +144,12 @@ class ExecutorClient:
     def pressure(self) -> Pressure | None:
         """How full the executor was in the last answer, of whatever call. None before the first."""
         return None if self._opened is None else self._opened.pressure
+
+    @property
+    def lease(self) -> LeaseState | None:
+        """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
+        until the next sequence, and where the executor offers none."""
+        return None if self._opened is None else self._opened.lending.keeper.state
 
     # --- the executor -----------------------------------------------------------------------------------------------
 
@@ -123,7 +162,7 @@ class ExecutorClient:
         """How it is doing right now: state, pressure, counters."""
         link = self._link
         method, message = link.executor.GetStatus, model_executor_pb2.GetStatusRequest()
-        response = await link.calls.ask(method, message, link.deadline(timeout_s))
+        response = await link.calls.mutate(method, message, link.deadline(timeout_s))
         link.saw(response.pressure)
         return status_from_proto(response)
 
@@ -158,6 +197,25 @@ class ExecutorClient:
         message = executor_control_pb2.DrainRequest(grace=grace)
         response = await self._link.calls.ask(self._control.Drain, message, self._link.deadline(timeout_s))
         return executor_state(response.state)
+
+    # --- leases of the caller's own ---------------------------------------------------------------------------------
+
+    async def acquire_lease(
+        self, ttl_s: float | None = None, *, client_name: str = "", timeout_s: float | None = None
+    ) -> Lease:
+        """A lease for ``ttl_s`` seconds (default: the executor's), for `sequence` with its ``lease_id``. The caller
+        renews and revokes it; the client's own lease needs none of this. Raises `SequencesExhausted` where there are
+        too many."""
+        return await self._link.lending.acquire_lease(ttl_s, client_name, self._link.deadline(timeout_s))
+
+    async def keep_alive(self, lease_id: str, *, timeout_s: float | None = None) -> float:
+        """Renew a lease; returns for how many seconds. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch`
+        after a restart of the executor."""
+        return await self._link.lending.renew_lease(lease_id, self._link.deadline(timeout_s))
+
+    async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
+        """End a lease and free its sequences; returns how many. Raises as `keep_alive`."""
+        return await self._link.lending.revoke_lease(lease_id, self._link.deadline(timeout_s))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -218,7 +276,9 @@ class ExecutorClient:
         self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
     ) -> list[Answer | ExecutorError]:
         listed: ListOf[Item] = list(items)
-        return await self._link.batch(feed, listed, self._link.deadline(timeout_s), all_or_nothing=all_or_nothing)
+        return await self._link.forwards.batch(
+            feed, listed, self._link.deadline(timeout_s), all_or_nothing=all_or_nothing
+        )
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

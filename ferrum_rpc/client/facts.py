@@ -85,6 +85,8 @@ class Counters:
     queue_full: int
     tokens_truncated: int
     blocks_copied: int
+    leases_expired: int
+    sequences_expired: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class MethodCount:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """How an executor is doing right now."""
+    """How an executor is doing right now. ``leases`` live, ``sessions`` are open."""
 
     state: ExecutorState
     pressure: Pressure
@@ -109,6 +111,8 @@ class ExecutorStatus:
     methods: tuple[MethodCount, ...]
     uptime_s: float
     replay_bytes: int
+    leases: int
+    sessions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +167,23 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=proto.kv_cache.block_size,
         total_blocks=proto.kv_cache.total_blocks,
-        limits=Limits(**_scalars(proto.limits, Limits)),
+        limits=_limits_from_proto(proto.limits),
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=DeviceInfo(
             **_scalars(device, DeviceInfo, leave_out={"choices"}),
             choices=tuple((each.choice, each.reason) for each in device.choices),
         ),
     )
+
+
+def _limits_from_proto(proto: info_pb2.Limits) -> Limits:
+    """The shortest lease is not told: a shorter one that is asked for is made as long."""
+    times: dict[str, Any] = {
+        "lease_ttl_s": seconds(proto.lease_ttl),
+        "max_lease_ttl_s": seconds(proto.max_lease_ttl),
+        "idle_ttl_s": seconds(proto.idle_ttl),
+    }
+    return Limits(**_scalars(proto, Limits, leave_out={*times, "min_lease_ttl_s"}), **times)
 
 
 def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorStatus:
@@ -184,6 +198,8 @@ def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorSt
         methods=tuple(MethodCount(**_scalars(each, MethodCount)) for each in proto.methods),
         uptime_s=seconds(proto.uptime),
         replay_bytes=proto.replay_bytes,
+        leases=proto.leases,
+        sessions=proto.sessions,
     )
 
 
@@ -204,7 +220,7 @@ def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupRepor
 
 def seconds(duration: duration_pb2.Duration) -> float:
     """A wire duration in seconds."""
-    return duration.seconds + duration.nanos * 1e-9
+    return duration.seconds + duration.nanos / 1e9
 
 
 _Message = info_pb2.ModelInfo | info_pb2.DeviceInfo | info_pb2.Limits | info_pb2.Counters | info_pb2.MethodCount

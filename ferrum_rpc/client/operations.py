@@ -7,22 +7,21 @@ from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import SequenceState, settled
 from ferrum_rpc.core import HandleRef, Pressure
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.items import handle_to_proto
 
 
 async def truncate(link: Link, state: SequenceState, handle: HandleRef, length: int, deadline: Deadline) -> Pressure:
     """Roll back; the state follows."""
     content = ("truncate", handle, length)
-    request = model_executor_pb2.TruncateKvRequest(
-        handle=handle_to_proto(handle), length=length, request_id=state.request_id(content)
-    )
+    request_id = state.request_id(content)
+    transport = await link.transport(deadline)
     try:
-        response = await link.calls.mutate(link.executor.TruncateKv, request, deadline)
+        [moved], pressure = await transport.truncate(handle, length, request_id, deadline)
     except BaseException as error:
-        state.doubt = settled(state.doubt, error, content, request.request_id)
+        state.doubt = settled(state.doubt, error, content, request_id)
         raise
-    state.moved(handle_from_proto(response.handle))
-    return link.saw(response.pressure)
+    state.moved(moved)
+    return link.saw(pressure)
 
 
 async def fork(
@@ -38,25 +37,24 @@ async def fork(
         lease_id=state.create.lease_id,
     )
 
-    async def send(until: Deadline) -> model_executor_pb2.ForkKvResponse:
-        return await link.calls.mutate(link.executor.ForkKv, request, until)
-
     async def repeat(until: Deadline) -> list[HandleRef]:
-        return [handle_from_proto(each) for each in (await send(until)).handles]
+        return (await (await link.transport(until)).fork(request, until))[0]
 
+    transport = await link.transport(deadline)
     try:
-        response = await send(deadline)
+        children, pressure = await transport.fork(request, deadline)
     except BaseException as error:
         state.fork = settled(state.fork, error, content, request.request_id, repeat)
         raise
     state.fork = None
-    link.saw(response.pressure)
-    return [_child(link, state, handle_from_proto(each)) for each in response.handles]
+    link.saw(pressure)
+    return [_child(link, state, each) for each in children]
 
 
 def _child(link: Link, parent: SequenceState, handle: HandleRef) -> SequenceState:
     tokens = None if parent.tokens is None else parent.tokens[: handle.seq_len]
     state = SequenceState(parent.create, handle=handle, tokens=tokens)
+    state.lease_id = parent.lease_id
     link.releases.live.add(state)
     return state
 

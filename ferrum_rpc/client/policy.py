@@ -22,6 +22,7 @@ from ferrum_rpc.errors import (
     InstanceMismatch,
     InternalError,
     LeaseExpired,
+    LeaseUnknown,
     QueueFull,
     SequenceBusy,
     Starting,
@@ -38,6 +39,9 @@ REFUSED_AT_THE_DOOR = (SequenceBusy, QueueFull, Starting, Draining, DeadlineExce
 
 SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
 """Answers that say that a sequence is no more. To a release they are success; to a forward, a reason to prefill."""
+
+LEASE_GONE = (LeaseExpired, LeaseUnknown, InstanceMismatch)
+"""Answers to a renewal, or to a creation, that say that the lease is no more: acquire another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
-from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.items import handle_to_proto
 
 if TYPE_CHECKING:
     from ferrum_rpc.client.link import Link
@@ -62,14 +60,12 @@ class Releases:
     async def handle(self, handle: HandleRef, deadline: Deadline) -> None:
         """Release at whatever version. What is gone already counts as released."""
         link = self._link
-        request = model_executor_pb2.ReleaseRequest(
-            handle=handle_to_proto(handle), any_version=True, request_id=new_request_id()
-        )
+        request_id = new_request_id()
         pause = 0.005
         while True:
             try:
-                response = await link.calls.mutate(link.executor.Release, request, deadline)
-                link.saw(response.pressure)
+                transport = await link.transport(deadline)
+                link.saw(await transport.release(handle, request_id, deadline))
                 return
             except SEQUENCE_GONE as error:
                 link.noticed(error)
@@ -80,13 +76,21 @@ class Releases:
             await asyncio.sleep(deadline.remaining(pause) or 0.0)
             pause = min(2 * pause, 0.25)
 
-    async def all(self) -> None:
-        """Release what is still live, and wait for what is under way. Bounded in time; does not raise."""
-        deadline = Deadline.after(self.timeout_s)
-        under_way = set(self._under_way)
-        waiting = list(self.live)
+    async def settled(self, deadline: Deadline) -> None:
+        """Wait for what is under way."""
+        if self._under_way:
+            await asyncio.wait(set(self._under_way), timeout=deadline.remaining())
+
+    async def all(self, deadline: Deadline, *, but_of_lease: str = "") -> None:
+        """Release what is still live, apart from the sequences of a lease that is about to be revoked. Does not
+        raise."""
+        waiting = []
+        for state in self.live:
+            if but_of_lease and state.lease_id == but_of_lease:
+                state.released = True
+            else:
+                waiting.append(state)
+        self.live.clear()
         while waiting and not deadline.passed:
             batch, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
             await asyncio.gather(*(self.release(state) for state in batch), return_exceptions=True)
-        if under_way:
-            await asyncio.wait(under_way, timeout=deadline.remaining())

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
-from ferrum_rpc.client.link import Feed, Link
+from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.state import (
     Item,
@@ -22,6 +22,7 @@ from ferrum_rpc.client.state import (
     as_output,
     as_tokens,
 )
+from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
 from ferrum_rpc.errors import ExecutorError
 
@@ -305,7 +306,9 @@ class Sequence:
             # What was lost may have been rebuilt to exactly `truncate_to`, or to nothing at all.
             roll_back = None if truncate_to == self._state.length or self._state.handle is None else truncate_to
             through = self._link.prefill if self._state.handle is None else feed
-            return await self._link.feed(through, self._link.item(self._state, tokens, output, roll_back), deadline)
+            return await self._link.forwards.feed(
+                through, self._link.item(self._state, tokens, output, roll_back), deadline
+            )
 
         return await self._again_if_gone(send, truncate_to, deadline)
 
@@ -342,6 +345,8 @@ class Sequence:
             rest = self._owed[self._state.length :]
             if rest:
                 part = rest[: await self._chunk(_NO_ROWS, len(rest), None, deadline)]
-                await self._link.feed(self._link.prefill, self._link.item(self._state, part, _NO_ROWS), deadline)
+                await self._link.forwards.feed(
+                    self._link.prefill, self._link.item(self._state, part, _NO_ROWS), deadline
+                )
             else:
                 self._owed = None

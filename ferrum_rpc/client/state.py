@@ -127,9 +127,21 @@ def settled(
 
 
 class SequenceState:
-    """The client's view of one sequence. ``handle`` is None until the executor has answered the first item."""
+    """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
+    ``lease_id``: the client's own lease that it was created with."""
 
-    __slots__ = ("busy", "create", "creation", "doubt", "fork", "handle", "last_request_id", "released", "tokens")
+    __slots__ = (
+        "busy",
+        "create",
+        "creation",
+        "doubt",
+        "fork",
+        "handle",
+        "last_request_id",
+        "lease_id",
+        "released",
+        "tokens",
+    )
 
     def __init__(
         self, create: forward_pb2.CreateOptions, *, handle: HandleRef | None = None, tokens: list[int] | None = None
@@ -140,6 +152,7 @@ class SequenceState:
         self.busy = ""
         self.released = False
         self.last_request_id = ""
+        self.lease_id = ""
         self.doubt: Doubt | None = None
         self.creation: Doubt | None = None
         self.fork: Doubt | None = None
@@ -153,6 +166,12 @@ class SequenceState:
     def in_doubt(self) -> bool:
         """Whether the fate of a call is unknown."""
         return any(each is not None and each.unknown for each in (self.doubt, self.creation))
+
+    def lease_in_doubt(self, request_id: str) -> str:
+        """The lease that a creation of unknown fate went out with; empty where this is none."""
+        creation = self.creation
+        doubtful = creation is not None and creation.unknown and creation.request_id == request_id
+        return self.lease_id if doubtful else ""
 
     def claim(self, what: str) -> None:
         """Begin a call. One at a time."""

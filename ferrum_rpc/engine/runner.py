@@ -8,8 +8,9 @@ undo log that was taken first. Only the model thread may call a runner.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final
 
 import numpy as np
 import structlog
@@ -29,11 +30,25 @@ from ferrum_rpc.sampling.rows import select_rows
 log = structlog.get_logger("ferrum_rpc.engine")
 
 Stage = Callable[[str], None]
-"""Called with a stage's name before it runs; tests raise from it to show that every stage rolls back."""
+"""Called with a stage's name before it runs; tests and failpoints raise from it to show that everything rolls back.
+
+Stages of a step: ``reserve`` (each span), ``plan``, ``forward``, ``select``, ``commit``. Operations: ``truncate``,
+``fork`` (each child), ``release``, ``reserve_kv``.
+"""
+
+GONE: Final = (torch.AcceleratorError, DeviceLost)
+"""What means that the device is gone: the runtime's own error class, whose faults nearly all make every later call fail
+too. Out of memory is none of them (`torch.OutOfMemoryError`; the allocation did not happen and the device goes on), nor
+is a plain RuntimeError: if the device did not survive that, the undo or the next step meets it again as one."""
 
 
 def no_stage(_: str) -> None:
     """Stages without tests."""
+    return None
+
+
+def no_beat() -> None:
+    """A step that nobody watches."""
     return None
 
 
@@ -57,6 +72,7 @@ class TorchRunner:
         self.kv = kv
         self.store = store
         self.attention = attention
+        self.beat: Callable[[], None] = no_beat
         self._stage = stage
 
     def context(self) -> AbstractContextManager[object]:
@@ -135,7 +151,7 @@ class TorchRunner:
             return rows
         except BaseException as error:
             self._undo(saved, reservations, error)
-            if isinstance(error, torch.AcceleratorError):
+            if isinstance(error, GONE):
                 raise DeviceLost("the device failed during a step") from error
             if isinstance(error, Exception):
                 log.exception(
@@ -153,6 +169,7 @@ class TorchRunner:
         tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.beat()
             self.store.write(layer, slots, key, value)
             return self.attention.attend(layer, query, plan)
 
@@ -170,7 +187,7 @@ class TorchRunner:
         return [next(answers) if span.row_count else None for span in spans]
 
     def _undo(self, saved: Saved | None, reservations: Sequence[Reservation], error: BaseException) -> None:
-        if saved is not None and not isinstance(error, torch.AcceleratorError):
+        if saved is not None and not isinstance(error, GONE):
             self.store.restore(saved)
         for reservation in reservations:
             self.kv.rollback(reservation)
@@ -182,30 +199,53 @@ class TorchRunner:
 
     def truncate(self, sequence: int, length: int) -> int:
         """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
-        self.kv.truncate(sequence, length)
+        with self._operation("truncate"):
+            self._stage("truncate")
+            self.kv.truncate(sequence, length)
         return length
 
     def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
         """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
         made: list[int] = []
-        try:
-            for child in children:
-                self.kv.fork(parent, child, at)
-                made.append(child)
-        except BaseException:
-            for child in made:
-                self.kv.release(child)
-            raise
+        with self._operation("fork"):
+            try:
+                for child in children:
+                    self._stage("fork")
+                    self.kv.fork(parent, child, at)
+                    made.append(child)
+            except BaseException:
+                for child in made:
+                    self.kv.release(child)
+                if made:  # a truncation to where it stands gives back the spare that its shared block needed
+                    self.kv.truncate(parent, self.kv.length(parent))
+                raise
         return self.kv.length(parent) if at is None else at
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
-        self.kv.ensure_capacity(sequence, tokens)
+        with self._operation("reserve_kv"):
+            self._stage("reserve_kv")
+            self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> None:
         """Free sequences."""
-        for sequence in sequences:
-            self.kv.release(sequence)
+        with self._operation("release"):
+            self._stage("release")
+            for sequence in sequences:
+                self.kv.release(sequence)
+
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        """What nobody expected becomes `StepFailed`: the cache's calls change everything or nothing."""
+        try:
+            yield
+        except ExecutorError:
+            raise
+        except GONE as error:
+            raise DeviceLost(f"the device failed during a {name}") from error
+        except Exception as error:
+            log.exception("operation_failed", operation=name, action="report this stack trace: it is a bug")
+            raise StepFailed(f"the {name} failed ({type(error).__name__}); nothing changed") from error
 
     def check(self) -> None:
         """Raise unless the cache's books agree."""

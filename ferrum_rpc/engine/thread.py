@@ -16,13 +16,13 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ferrum_rpc.core import (
     CacheState,
@@ -35,6 +35,7 @@ from ferrum_rpc.core import (
     StepResult,
     StepTiming,
 )
+from ferrum_rpc.engine.heartbeat import IDLE_BEAT_S, Heartbeat
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
 
 
@@ -43,6 +44,8 @@ class Runner(Protocol):
 
     info: ModelInfo
     device: DeviceInfo
+    beat: Callable[[], None]
+    """Set by the thread; called from within a step, at every layer: a sign of life."""
 
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the thread's life."""
@@ -101,13 +104,17 @@ class EngineCounters:
     forward_s: float = 0.0
 
 
+LOOK_EVERY_S: Final = 0.25
+"""Seconds between two looks at the heartbeat while the end of the thread is waited for."""
+
 Finished = list[Callable[[], object]]
 """Completions of one turn, to be called on the event loop."""
 
 
 class ModelThread:
     """Owns the runner. ``build`` is called in the thread (loading does not block the loop, and device contexts belong
-    to the thread); ``on_ready(runner)`` and ``on_failed(error)`` are called on the loop."""
+    to the thread); ``on_ready(runner)``, ``on_failed(error)`` and, after each step's answers, ``on_step(timings)`` with
+    one timing per submission, are called on the loop."""
 
     def __init__(
         self,
@@ -118,6 +125,8 @@ class ModelThread:
         max_step_tokens: int,
         on_ready: Callable[[Runner], None],
         on_failed: Callable[[BaseException], None],
+        on_step: Callable[[Sequence[StepTiming]], None] = lambda timings: None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._build = build
         self._loop = loop
@@ -125,6 +134,8 @@ class ModelThread:
         self._max_step_tokens = max_step_tokens
         self._on_ready = on_ready
         self._on_failed = on_failed
+        self._heartbeat = heartbeat or Heartbeat()
+        self._on_step = on_step
         self._inbox: SimpleQueue[Submission | Operation | None] = SimpleQueue()
         self._backlog: deque[Submission] = deque()
         self._lock = threading.Lock()  # guards states, the queue's sums and `_closed`
@@ -171,23 +182,35 @@ class ModelThread:
                 self._forget(work)
             return True
 
-    async def stop(self) -> None:
-        """Finish what is queued, then end the thread."""
+    def trouble(self, now: float) -> str | None:
+        """Why the thread does not do its work, or None; ``now`` is on `time.monotonic`. Never waits."""
+        if not self._thread.is_alive():
+            return "it has ended"
+        return self._heartbeat.trouble(now)
+
+    async def stop(self) -> bool:
+        """Finish what is queued, then end the thread. False: it hangs, and was left behind (it is a daemon thread)."""
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        while self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, LOOK_EVERY_S)
+            if self._thread.is_alive() and self.trouble(time.monotonic()) is not None:
+                return False
+        return True
 
     # --- the model thread's side ------------------------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
             runner = self._build()
+            runner.beat = self._heartbeat.beat
+            self._heartbeat.begin()
             with runner.context():
                 self.cache = runner.cache_state()
                 self._deliver([partial(self._on_ready, runner)])
                 self._serve(runner)
         except BaseException as error:
-            self._failure = error
-            self._deliver([partial(self._on_failed, error)])
+            if self._failure is None:
+                self._broken(error, [])
         finally:
             with self._lock:
                 self._closed = True
@@ -210,8 +233,9 @@ class ModelThread:
         stopping = False
         try:
             while True:
-                work = self._inbox.get() if wait else self._inbox.get_nowait()
+                work = self._wait() if wait else self._inbox.get_nowait()
                 wait = False
+                self._heartbeat.beat()
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
@@ -224,6 +248,14 @@ class ModelThread:
             self._deliver(finished)  # what was done before the thread broke was done
             raise
 
+    def _wait(self) -> Submission | Operation | None:
+        """The next work, with a sign of life now and then until it comes."""
+        while True:
+            try:
+                return self._inbox.get(timeout=IDLE_BEAT_S)
+            except Empty:
+                self._heartbeat.beat()
+
     def _claim_operation(self, operation: Operation) -> bool:
         with self._lock:
             if operation.state is not State.QUEUED:
@@ -234,10 +266,13 @@ class ModelThread:
     def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
         try:
             return partial(operation.done, operation.run(runner))
+        except DeviceLost as error:
+            self._broken(error, [partial(operation.done, error)])
+            raise
         except ExecutorError as error:
             return partial(operation.done, error)
         except BaseException as error:
-            self._deliver([partial(operation.done, _lost(error))])
+            self._broken(error, [partial(operation.done, _lost(error))])
             raise
 
     def _claim(self, finished: Finished) -> list[Submission]:
@@ -278,14 +313,16 @@ class ModelThread:
             range(end - len(work.spans), end) for work, end in zip(claimed, ends, strict=True) if work.all_or_nothing
         )
         began = time.monotonic()
+        self._heartbeat.step_begins()
         try:
             result = runner.forward(Step(spans, atomic))
         except StepFailed as error:
             return [_refusal(work, error) for work in claimed]
         except BaseException as error:
-            self._deliver([_refusal(work, _lost(error)) for work in claimed])
+            self._broken(error, [_refusal(work, _lost(error)) for work in claimed])
             raise
         finally:
+            self._heartbeat.step_ends()
             self.cache = runner.cache_state()
         ran = [span for span, each in zip(spans, result.outcomes, strict=True) if isinstance(each, SpanResult)]
         tokens = sum(len(span.tokens) for span in ran)
@@ -297,12 +334,21 @@ class ModelThread:
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s
         finished: Finished = []
+        timings: list[StepTiming] = []
         for work, end in zip(claimed, ends, strict=True):
             timing = None
             if ran:
                 timing = StepTiming(counters.steps, len(ran), tokens, began - work.enqueued, result.forward_s)
+                timings.append(timing)
             finished.append(partial(work.done, result.outcomes[end - len(work.spans) : end], timing))
+        if timings:
+            finished.append(partial(self._on_step, timings))
         return finished
+
+    def _broken(self, error: BaseException, answers: Finished) -> None:
+        """The thread is about to end. Whoever hears of it in an answer finds the server's state changed already."""
+        self._failure = error
+        self._deliver([partial(self._on_failed, error), *answers])
 
     def _refuse_rest(self) -> None:
         """The thread has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""

@@ -26,8 +26,8 @@ ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
 
-def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, limits: Limits) -> None:
-    """Refuse a whole call: empty, above the limits, the same sequence twice, or an answer that no message holds."""
+def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, limits: Limits, max_bytes: int) -> None:
+    """Refuse a whole call: empty, above the limits, the same sequence twice, or an answer above ``max_bytes``."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
     if len(items) > limits.max_batch_items:
@@ -48,10 +48,10 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
     if len(set(ids)) < len(ids):
         raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
     size = sum(answer_bytes(item, model.vocab_size) for item in valid)
-    if size > limits.max_response_bytes:
+    if size > max_bytes:
         raise OutputTooLarge(
-            f"the answer would take {size} bytes of at most {limits.max_response_bytes}; ask for fewer rows or less",
-            metadata={"bytes": size, "max_response_bytes": limits.max_response_bytes},
+            f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
+            metadata={"bytes": size, "max_response_bytes": max_bytes},
         )
 
 

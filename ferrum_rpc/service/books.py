@@ -6,17 +6,21 @@ there are no locks; the model thread's side is read through snapshots and never 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure
+from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pressure
 from ferrum_rpc.engine.thread import ModelThread, Operation
-from ferrum_rpc.errors import DeviceLost, Draining, KvBlocksExhausted, Starting
-from ferrum_rpc.service.handles import HandleTable, Record
-from ferrum_rpc.service.replay import ReplayLog
+from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
+from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.service.accounts import Accounts
+from ferrum_rpc.service.handles import Ending, HandleTable, Record
+from ferrum_rpc.service.leases import Lease, LeaseBook
+from ferrum_rpc.service.replay import ReplayLog, scope_of
 
 RETRY_AFTER_S: Final = 0.05
 """What a refusal for want of room suggests to wait: about a step."""
@@ -43,19 +47,33 @@ class ServiceCounters:
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0
+    leases_expired: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ending.value for ending in Ending), 0))
+
+    @property
+    def sequences_expired(self) -> int:
+        """Sequences that went with their lease or that nobody used."""
+        return self.ended[Ending.EXPIRED.value] + self.ended[Ending.IDLE.value]
 
 
 class Books:
     """One executor's books. Bound to the running event loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self.limits = limits
+        self.failpoints = failpoints
         self.handles = HandleTable()
+        self.leases = LeaseBook(limits, self.handles.instance_id)
+        self.accounts = Accounts(limits)
         self.replay = ReplayLog(limits.replay_bytes)
+        self.sessions = 0
+        self.empty = asyncio.Event()
         self.counters = ServiceCounters()
         self.state = Lifecycle.STARTING
         self.started = time.monotonic()
+        self.empty.set()
         self._creating = 0
+        self._closed = False
         self._thread: ModelThread | None = None
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -69,6 +87,7 @@ class Books:
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         """The model is loaded."""
         self._model, self._device = model, device
+        self.accounts.block_size = self.thread.cache.block_size
         if self.state is Lifecycle.STARTING:
             self.state = Lifecycle.SERVING
 
@@ -77,17 +96,23 @@ class Books:
         if self.state is not Lifecycle.FAILED:
             self.state = Lifecycle.DRAINING
 
+    def close(self) -> None:
+        """The lame-duck time is over: refuse everything that is new."""
+        self._closed = True
+
     def fail(self) -> None:
         """The model thread is gone."""
         self.state = Lifecycle.FAILED
 
     @property
     def model(self) -> ModelInfo:
-        """The loaded model; raises `Starting` or `DeviceLost` before and after its life."""
+        """The loaded model; raises `Starting`, `Draining` or `DeviceLost` before and after its life."""
         if self.state is Lifecycle.FAILED:
             raise DeviceLost("the model thread is gone; the executor must be restarted")
         if self._model is None:
             raise Starting("the model is loading; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
+        if self._closed:
+            raise Draining("the executor has finished; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         return self._model
 
     @property
@@ -117,23 +142,34 @@ class Books:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def mint(self, count: int) -> list[Record]:
-        """Records of sequences to be created, or the refusal. Each must be followed by `born` or `stillborn`."""
+    def mint(self, count: int, caller: Caller = ANYBODY, lease: Lease | None = None) -> list[Record]:
+        """Records of sequences to be created, or the refusal. Each must be followed by `born` or `stillborn`. They are
+        busy, and members of their lease, from the beginning: a long prefill must not outlive it."""
         if self.state is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         if len(self.handles) + self._creating + count > self.limits.max_sequences:
-            self.counters.kv_exhausted += 1
-            raise KvBlocksExhausted(
-                f"{len(self.handles)} sequences live and {self.limits.max_sequences} may; release some",
+            raise SequencesExhausted(
+                f"{len(self.handles)} sequences live, {count} more would be above {self.limits.max_sequences}; "
+                "release some",
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )
+        self.accounts.open(caller.name, count)
         self._creating += count
-        return [self.handles.mint() for _ in range(count)]
+        self.empty.clear()
+        records = [self.handles.mint(caller.name) for _ in range(count)]
+        for record in records:
+            record.busy = True
+            if lease is not None:
+                record.lease = lease
+                lease.members[record] = None
+            record.touch()
+        return records
 
     def born(self, record: Record) -> None:
         """A minted sequence exists."""
         self._creating -= 1
+        record.busy = False
         self.handles.insert(record)
         self.counters.created += 1
 
@@ -141,24 +177,77 @@ class Books:
         """A minted sequence never came to be."""
         self._creating -= 1
         record.busy = False
+        self._part(record)
+        _mourn(record)
 
-    def bury(self, record: Record) -> bool:
+    def bury(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
         """Take a sequence out of the table; the caller sees to its blocks. False: it was not there."""
-        if not self.handles.remove(record):
+        if not self.handles.remove(record, ending):
             return False
         self.counters.released += 1
+        self.counters.ended[ending.value] += 1
+        self.replay.forget_rows(scope_of(record.owner, record.id))
+        self._part(record)
         return True
 
-    def release(self, records: Sequence[Record]) -> None:
+    def release(self, records: Sequence[Record], ending: Ending = Ending.RELEASED) -> None:
         """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
-        numbers = [record.sequence for record in records if self.bury(record)]
+        numbers = [record.sequence for record in records if self.bury(record, ending)]
 
-        def freed(_: object) -> None:
+        def free() -> None:
+            self.thread.operate(Operation(lambda runner: runner.release(numbers), freed))
+
+        def freed(result: object) -> None:
+            if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: nobody else asks again
+                asyncio.get_running_loop().call_later(RETRY_AFTER_S, free)
+                return
             for record in records:
-                while record.mourners:
-                    record.mourners.pop()()
+                _mourn(record)
 
         if numbers:
-            self.thread.operate(Operation(lambda runner: runner.release(numbers), freed))
+            free()
         else:
             freed(None)
+
+    def end(self, records: Sequence[Record], ending: Ending) -> None:
+        """Release sequences: idle ones now, those with a call in flight when it ends."""
+        for record in records:
+            record.doom = record.doom or ending
+        self.release([record for record in records if not record.busy], ending)
+
+    async def ended(self, records: Sequence[Record], ending: Ending) -> int:
+        """`end`, and wait until their blocks are free. Returns how many there were."""
+        if not records:
+            return 0
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = len(records)
+
+        def one_gone() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not done.done():
+                done.set_result(None)
+
+        for record in records:
+            record.mourners.append(one_gone)
+        self.end(records, ending)
+        await done
+        return len(records)
+
+    def end_lease(self, lease: Lease, *, expired: bool) -> list[Record]:
+        """The lease is gone. Returns its sequences, which the caller must `end`; those that are being created too."""
+        self.leases.remove(lease, expired=expired)
+        self.counters.leases_expired += expired
+        return list(lease.members)
+
+    def _part(self, record: Record) -> None:
+        self.accounts.close(record)
+        if record.lease is not None:
+            record.lease.members.pop(record, None)
+        if not self._creating and not len(self.handles):
+            self.empty.set()
+
+
+def _mourn(record: Record) -> None:
+    while record.mourners:
+        record.mourners.pop()()

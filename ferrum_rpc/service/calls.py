@@ -1,7 +1,8 @@
 """What every RPC goes through: counting, in-flight tracking, and errors as statuses.
 
 ``grpc.aio`` turns an exception that nobody mapped into UNKNOWN with the exception's text, and ``server.stop()`` returns
-before aborted handlers have finished. Both are handled here, once.
+before aborted handlers have finished. Both are handled here, once. So is whatever is told of a call: its code, its
+seconds, its refusal in the log, its span where tracing is on.
 """
 
 from __future__ import annotations
@@ -9,61 +10,158 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
-import structlog
 
 from ferrum_rpc.errors import ExecutorError, InternalError
+from ferrum_rpc.service.meters import SECONDS, Histogram
+from ferrum_rpc.service.refusals import RefusalLog
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
-
-log = structlog.get_logger("ferrum_rpc.service")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 Self = TypeVar("Self", bound="Servicer")
 
+PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
+"""When a client that retries by itself may do so; RetryInfo says the same to everybody else."""
+
+UNKNOWN_METHOD: Final = "unknown"
+"""The one name under which calls of methods that do not exist are counted: a caller's word becomes no label."""
+
+AT_DEADLINE_S: Final = 0.02
+AT_DEADLINE_SHARE: Final = 0.01
+"""A call that is cancelled this near its deadline was ended by it: client and server keep a clock each, and gRPC rounds
+a timeout up by as much as this share of it."""
+
+_CODE_NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class Span(Protocol):
+    """A call's span in a trace; see `tracing.py`."""
+
+    def end(self, code: str, message: str, response: Any) -> None:
+        """The call ended with this code; ``response`` is None where there is none."""
+
+
+class Tracer(Protocol):
+    """Begins a span per call."""
+
+    def begin(self, method: str, context: Context) -> Span:
+        """A handler has begun."""
+
 
 @dataclass(slots=True)
 class MethodCount:
-    """How often a method was called."""
+    """How often a method was called and how it ended, by name of the status code. ``seconds`` is of unary calls: a
+    stream lasts as long as its client."""
 
     calls: int = 0
     errors: int = 0
     items: int = 0
     item_errors: int = 0
+    codes: dict[str, int] = field(default_factory=dict)
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
 
 class CallLog:
-    """Calls per method, and how many are in flight."""
+    """Calls per method, how many are in flight, and what was refused. ``in_flight`` counts unary calls, ``streams`` the
+    open streams: a drain waits for the former and closes the latter."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self.methods: dict[str, MethodCount] = {}
+        self.refusals = RefusalLog()
+        self.tracer = tracer
         self.in_flight = 0
+        self.streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def method(self, name: str) -> MethodCount:
-        """The count of a method."""
-        return self.methods.setdefault(name, MethodCount())
+        """The count of a method. Only names of handlers come here: a caller cannot make new ones."""
+        count = self.methods.get(name)
+        if count is None:
+            count = self.methods[name] = MethodCount()
+        return count
 
     def enter(self) -> None:
-        """A handler has begun."""
+        """A unary handler has begun."""
         self.in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """A handler has ended."""
+        """A unary handler has ended."""
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until no handler runs."""
+        """Wait until no unary handler runs. Open streams are not waited for."""
         await self._idle.wait()
+
+    def refused_items(self, method: str, outcomes: Sequence[object], context: Context) -> None:
+        """Count and tell the refusals among the outcomes of a call of several items. ``method``: full name."""
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, ExecutorError):
+                self.method(method).item_errors += 1
+                self.refusals.note(method, outcome, context, item=index)
+
+    async def refuse(self, method: str, context: Context, error: ExecutorError) -> None:
+        """Refuse a call that reached no handler, counted and told as those are that did. ``method``: full name."""
+        call = Call(self, method, context)
+        call.failed(error)
+        call.end(None)
+        await refuse(context, error)
+
+
+class Call:
+    """One RPC, from its handler's first turn to its last."""
+
+    __slots__ = ("_began", "_code", "_context", "_count", "_log", "_message", "_method", "_span")
+
+    def __init__(self, log: CallLog, method: str, context: Context) -> None:
+        self._log = log
+        self._method = method
+        self._context = context
+        self._count = log.method(method)
+        self._count.calls += 1
+        self._code = "OK"
+        self._message = ""
+        self._span = None if log.tracer is None else log.tracer.begin(method, context)
+        self._began = time.perf_counter()
+
+    def failed(self, error: BaseException) -> ExecutorError | None:
+        """The refusal that the caller gets for what the handler raised; None: gRPC answers it already."""
+        self._count.errors += 1
+        refusal: ExecutorError | None = None
+        if isinstance(error, ExecutorError):
+            refusal = error
+            self._log.refusals.note(self._method, refusal, self._context)
+        elif isinstance(error, grpc.aio.AbortError):
+            number: Any = self._context.code()  # an int, whatever the stubs say
+            self._code = _CODE_NAMES.get(number, "UNKNOWN")
+        elif isinstance(error, Exception):
+            refusal = InternalError("the executor failed internally; its log says more")
+            self._log.refusals.note(self._method, refusal, self._context, cause=error)
+        else:  # cancelled by the client, by the deadline, or by the end of the server
+            left = self._context.time_remaining()
+            near = AT_DEADLINE_S + AT_DEADLINE_SHARE * (time.perf_counter() - self._began)
+            self._code = "CANCELLED" if left is None or left > near else "DEADLINE_EXCEEDED"
+        if refusal is not None:
+            self._code, self._message = CODE_BY_REASON[refusal.reason].name, refusal.message
+        return refusal
+
+    def end(self, response: Any, *, timed: bool = False) -> None:
+        """The handler has returned or raised."""
+        if timed:
+            self._count.seconds.observe(time.perf_counter() - self._began)
+        codes = self._count.codes
+        codes[self._code] = codes.get(self._code, 0) + 1
+        if self._span is not None:
+            self._span.end(self._code, self._message, response)
 
 
 class Servicer(Protocol):
@@ -81,32 +179,58 @@ def answers(
 
     @functools.wraps(handler)
     async def answer(self: Self, request: RequestT, context: Context) -> ResponseT:
-        count = self.calls.method(f"{self.service}/{name}")
-        count.calls += 1
+        call = Call(self.calls, f"{self.service}/{name}", context)
+        response: ResponseT | None = None
         self.calls.enter()
         try:
-            return await handler(self, request, context)
-        except ExecutorError as error:
-            count.errors += 1
-            await refuse(context, error)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            count.errors += 1
-            raise
-        except Exception:
-            count.errors += 1
-            log.exception("handler_failed", method=name, action="report this stack trace: it is a bug in the executor")
-            await refuse(context, InternalError("the executor failed internally; its log says more"))
+            response = await handler(self, request, context)
+            return response
+        except BaseException as error:
+            refusal = call.failed(error)
+            if refusal is None:
+                raise
+            await refuse(context, refusal)
+            raise AssertionError("abort raises") from None
         finally:
             self.calls.leave()
-        raise AssertionError("abort raises")
+            call.end(response, timed=True)
+
+    return answer
+
+
+def answers_stream(
+    handler: Callable[[Self, Any, Context], Awaitable[None]],
+) -> Callable[[Self, Any, Context], Any]:
+    """`answers` for a stream whose handler is a coroutine that uses ``context.read()`` and ``context.write()``.
+
+    The stubs know only handlers that are generators, hence the Any.
+    """
+    name = handler.__name__
+
+    @functools.wraps(handler)
+    async def answer(self: Self, requests: Any, context: Context) -> None:
+        call = Call(self.calls, f"{self.service}/{name}", context)
+        self.calls.streams += 1
+        try:
+            await handler(self, requests, context)
+        except BaseException as error:
+            refusal = call.failed(error)
+            if refusal is None:
+                raise
+            await refuse(context, refusal)
+        finally:
+            self.calls.streams -= 1
+            call.end(None)
 
     return answer
 
 
 async def refuse(context: Context, error: ExecutorError) -> None:
     """End the call with the error's status and details."""
-    details = status_from_error(error).SerializeToString()
-    await context.abort(CODE_BY_REASON[error.reason], error.message, ((STATUS_METADATA_KEY, details),))
+    metadata: list[tuple[str, str | bytes]] = [(STATUS_METADATA_KEY, status_from_error(error).SerializeToString())]
+    if error.retry_after_s is not None:
+        metadata.append((PUSHBACK_METADATA_KEY, str(round(error.retry_after_s * 1000))))
+    await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
 
 
 def deadline_of(context: Context) -> float | None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ferrum_rpc.core import (
+    ANYBODY,
+    Caller,
     HandleRef,
     ItemAnswer,
     ItemOutcome,
@@ -30,18 +32,20 @@ from ferrum_rpc.engine.thread import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, QueueFull
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.handles import Record
-from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint
+from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint, scope_of
 
 
 @dataclass(slots=True, eq=False)
 class Admitted:
-    """An item on its way through a step. ``entry`` is its place in the replay log, if it has a request id."""
+    """An item on its way through a step. ``entry`` is its place in the replay log, under ``scope``, if it has a request
+    id."""
 
     index: int
     item: WorkItem
     record: Record
     span: Span
+    scope: bytes
     entry: Entry | None
 
 
@@ -55,6 +59,21 @@ class Call:
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     abandoned: bool = False
     culprit: int | None = None
+
+
+class TakeBack:
+    """A way to take a call back without giving up its answer: a call that has not begun is answered with `Cancelled`,
+    one that has as usual. For callers that share a stream, where nobody's own cancellation ends the call."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.withdraw: Callable[[], object] | None = None
+
+    def __call__(self) -> None:
+        """Take it back, if it has not begun."""
+        self.asked = True
+        if self.withdraw is not None:
+            self.withdraw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +94,25 @@ class ForwardPath:
         self,
         items: Sequence[WorkItem | ExecutorError],
         *,
+        caller: Caller = ANYBODY,
         all_or_nothing: bool = False,
         deadline: float | None = None,
+        max_bytes: int | None = None,
+        origin: object | None = None,
+        take_back: TakeBack | None = None,
     ) -> ForwardAnswer:
         """Run a call's items in one forward pass.
 
         An item that is an error already (malformed on the wire) is refused alone. Raises what refuses the whole call:
         its size, the queue, and with ``all_or_nothing`` the first item's refusal. ``deadline`` is on `time.monotonic`.
+        ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that
+        creates sequences.
         """
         books = self._books
         model = books.model
-        admission.check_batch(items, model, books.limits)
+        admission.check_batch(items, model, books.limits, max_bytes or books.limits.max_response_bytes)
         if all_or_nothing:
-            await self._first_calls(items)
+            await self._first_calls(items, caller)
         outcomes: dict[int, ItemOutcome] = {}
         admitted: list[Admitted] = []
         replayed: dict[int, Ticket] = {}
@@ -97,7 +122,7 @@ class ForwardPath:
                 try:
                     if isinstance(item, ExecutorError):
                         raise item
-                    found = self._admit(index, item, model)
+                    found = self._admit(index, item, model, caller, origin)
                 except ExecutorError as error:
                     outcomes[index] = error
                     continue
@@ -118,7 +143,7 @@ class ForwardPath:
             culprit: int | None = None
             if admitted:
                 call = Call(admitted, asyncio.get_running_loop().create_future())
-                timing = await self._run(call, all_or_nothing, deadline)
+                timing = await self._run(call, all_or_nothing, deadline, take_back)
                 outcomes |= call.outcomes
                 culprit = call.culprit
             for index, ticket in replayed.items():
@@ -135,7 +160,7 @@ class ForwardPath:
             _raise_first(outcomes, culprit)
         return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
 
-    async def _first_calls(self, items: Sequence[WorkItem | ExecutorError]) -> None:
+    async def _first_calls(self, items: Sequence[WorkItem | ExecutorError], caller: Caller) -> None:
         """Wait for the calls in flight that items of an ``all_or_nothing`` call repeat, and share their refusal: the
         others must not run before it is known. Nothing is claimed meanwhile: no two calls wait for each other."""
         replay, waited = self._books.replay, True
@@ -144,7 +169,7 @@ class ForwardPath:
             for index, item in enumerate(items):
                 if isinstance(item, ExecutorError) or not item.request_id:
                     continue
-                entry = replay.in_flight(replay_scope(item.handle), item.request_id)
+                entry = replay.in_flight(_scope(item, caller), item.request_id)
                 if entry is None:
                     continue
                 waited = True
@@ -158,15 +183,21 @@ class ForwardPath:
 
     # --- admit ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, index: int, item: WorkItem, model: ModelInfo) -> Admitted | Entry:
+    def _admit(
+        self, index: int, item: WorkItem, model: ModelInfo, caller: Caller, origin: object | None
+    ) -> Admitted | Entry:
         """Turn an item into a span, or find its recorded answer. Raises its refusal, having changed nothing."""
         books = self._books
         admission.check_item(item, model, books.limits)
-        scope = replay_scope(item.handle)
+        scope = _scope(item, caller)
         fingerprint = item_fingerprint(item) if item.request_id else None
         if item.request_id and (entry := books.replay.find(scope, item.request_id, fingerprint)) is not None:
             return entry
-        record = self._mint(item, model) if item.handle is None else self._claim(item, item.handle, model)
+        if item.handle is None:
+            record = self._mint(item, model, caller)
+            record.origin = origin
+        else:
+            record = self._claim(item, item.handle, model, caller)
         span = Span(
             sequence=record.sequence,
             tokens=item.tokens,
@@ -176,20 +207,31 @@ class ForwardPath:
             reserve_tokens=item.create.reserve_tokens,
         )
         entry = books.replay.begin(scope, item.request_id, fingerprint) if item.request_id else None
-        return Admitted(index, item, record, span, entry)
+        return Admitted(index, item, record, span, scope, entry)
 
-    def _mint(self, item: WorkItem, model: ModelInfo) -> Record:
-        admission.check_context(0, len(item.tokens) + item.create.reserve_tokens, model)
-        return self._books.mint(1)[0]
+    def _mint(self, item: WorkItem, model: ModelInfo, caller: Caller) -> Record:
+        books, create = self._books, item.create
+        room = len(item.tokens) + create.reserve_tokens
+        admission.check_context(0, room, model)
+        lease = books.leases.find(create.lease_id, caller.name, field="create.lease_id") if create.lease_id else None
+        record = books.mint(1, caller, lease)[0]
+        record.held_to = room if create.reserve_tokens else 0
+        try:
+            books.accounts.charge(record, room)
+        except ExecutorError:
+            books.stillborn(record)
+            raise
+        return record
 
-    def _claim(self, item: WorkItem, handle: HandleRef, model: ModelInfo) -> Record:
-        record = self._books.handles.claim(handle)
+    def _claim(self, item: WorkItem, handle: HandleRef, model: ModelInfo, caller: Caller) -> Record:
+        record = self._books.handles.claim(handle, caller.name)
         try:
             start = record.length
             if item.truncate_to is not None:
                 admission.check_rollback(item.truncate_to, start)
                 start = item.truncate_to
             admission.check_context(start, len(item.tokens), model)
+            self._books.accounts.charge(record, start + len(item.tokens))
         except ExecutorError:
             record.busy = False
             raise
@@ -212,28 +254,42 @@ class ForwardPath:
     def _withdraw(self, admitted: Sequence[Admitted], error: ExecutorError) -> None:
         """Undo admissions: nothing happened."""
         for each in admitted:
-            self._settle(each, error)
+            self._settle(each, error, heard=not isinstance(error, Cancelled))
 
     # --- submit and commit ------------------------------------------------------------------------------------------
 
-    async def _run(self, call: Call, all_or_nothing: bool, deadline: float | None) -> StepTiming | None:
+    async def _run(
+        self, call: Call, all_or_nothing: bool, deadline: float | None, take_back: TakeBack | None
+    ) -> StepTiming | None:
         submission = Submission(
             spans=tuple(each.span for each in call.admitted),
             done=partial(self._commit, call),
             all_or_nothing=all_or_nothing,
             deadline=deadline,
         )
-        thread = self._books.thread
-        thread.submit(submission)
+        self._books.thread.submit(submission)
+        if take_back is not None:
+            take_back.withdraw = partial(self._take_back, call, submission)
+            if take_back.asked:
+                take_back()
         try:
-            return await call.done
+            timing = await call.done
         except asyncio.CancelledError:
-            awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
-            if not awaited and thread.cancel(submission):
-                self._withdraw(call.admitted, Cancelled("the call was cancelled before its step; nothing happened"))
-            else:
-                call.abandoned = True
+            call.abandoned = not self._take_back(call, submission)
             raise
+        self._books.failpoints.reach("before_reply")
+        return timing
+
+    def _take_back(self, call: Call, submission: Submission) -> bool:
+        """Take a call back that has not begun and that no duplicate waits for. False: it runs."""
+        awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
+        if awaited or not self._books.thread.cancel(submission):
+            return False
+        error = Cancelled("the call was cancelled before its step; nothing happened")
+        self._withdraw(call.admitted, error)
+        if not call.done.done():
+            call.done.set_exception(error)
+        return True
 
     def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """The step is over: make it so, whether or not the caller still listens."""
@@ -244,7 +300,7 @@ class ForwardPath:
                 if outcome.position is not None and len(outcomes) > outcome.position:
                     call.culprit = call.admitted[outcome.position].index
                 call.outcomes[each.index] = outcome
-                self._settle(each, outcome)
+                self._settle(each, outcome, heard=not call.abandoned)
                 continue
             self._books.counters.tokens_truncated += record.length - each.span.start
             record.length = outcome.length
@@ -252,28 +308,33 @@ class ForwardPath:
             if each.span.create:
                 self._books.born(record)
                 # Cancelled, and no request id to ask again with: nobody will ever learn this handle.
-                record.doomed |= call.abandoned and each.entry is None
+                if call.abandoned and each.entry is None:
+                    record.doom = record.doom or Ending.ABANDONED
             result = ItemAnswer(record.handle, outcome.rows)
             call.outcomes[each.index] = result
-            self._settle(each, result)
+            self._settle(each, result, heard=not call.abandoned)
         if not call.done.done():
             call.done.set_result(timing)
 
-    def _settle(self, each: Admitted, outcome: ItemOutcome) -> None:
-        """The item is over: the sequence is free again, and the duplicates hear of it."""
+    def _settle(self, each: Admitted, outcome: ItemOutcome, *, heard: bool = True) -> None:
+        """The item is over: the sequence is free again, and the duplicates hear of it. ``heard``: the caller still
+        listens, which is a sign of life."""
         books, record = self._books, each.record
         record.busy = False
         if each.span.create and isinstance(outcome, ExecutorError):
             books.stillborn(record)
-        elif record.doomed:
-            books.release([record])
+        else:
+            books.accounts.settle(record)
+            if heard:
+                record.touch()
+            if record.doom is not None:
+                books.release([record], record.doom)
         if each.entry is not None:
-            books.replay.finish(replay_scope(each.item.handle), each.item.request_id, outcome)
+            books.replay.finish(each.scope, each.item.request_id, outcome, creation=each.item.handle is None)
 
 
-def replay_scope(handle: HandleRef | None) -> bytes:
-    """Request ids are unique among the calls on a sequence, or among the creations."""
-    return b"" if handle is None else handle.id
+def _scope(item: WorkItem, caller: Caller) -> bytes:
+    return scope_of(caller.name, b"" if item.handle is None else item.handle.id)
 
 
 def _raise_first(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> None:

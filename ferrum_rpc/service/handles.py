@@ -1,18 +1,21 @@
 """Handles: who a sequence is to the outside, and what became of those that are gone.
 
 A handle's id is the process's instance id (8 random bytes) and 16 random bytes: unguessable, never reused, within a
-process or across restarts. A handle of an earlier process, a released and an unknown one are different answers, because
-a scheduler reacts differently to each. What was released is remembered for the last `TOMBSTONES` sequences; beyond that
-it reads as unknown. The engine never sees a handle: it knows integers.
+process or across restarts. It belongs to the caller that created it: to every other one it reads as unknown, alive or
+gone. A handle of an earlier process, an expired, a released and an unknown one are different answers, because a
+scheduler reacts differently to each. What is gone is remembered for the last `TOMBSTONES` sequences; beyond that it
+reads as unknown. The engine never sees a handle: it knows integers.
 """
 
 from __future__ import annotations
 
+import enum
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import (
@@ -21,30 +24,70 @@ from ferrum_rpc.errors import (
     HandleUnknown,
     InstanceMismatch,
     InvalidRequest,
+    LeaseExpired,
     SequenceBusy,
     SequenceVersionMismatch,
 )
+
+if TYPE_CHECKING:
+    from ferrum_rpc.service.leases import Lease
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
 TOMBSTONES: Final = 65_536
 
 
+class Ending(enum.Enum):
+    """Why a sequence is gone. The value is the word of metrics and logs."""
+
+    RELEASED = "released"
+    REVOKED = "lease_revoked"
+    EXPIRED = "lease_expired"
+    IDLE = "idle"
+    RESET = "reset"
+    ABANDONED = "abandoned"
+
+
+ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
+    Ending.RELEASED: (HandleReleased, "the sequence of this handle was released"),
+    Ending.REVOKED: (HandleReleased, "the sequence of this handle was released with its lease"),
+    Ending.EXPIRED: (LeaseExpired, "the lease of this sequence ran out; prefill it again under a new one"),
+    Ending.IDLE: (LeaseExpired, "nobody used this sequence for too long and it has no lease; prefill it again"),
+    Ending.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
+    Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
+}
+"""What the handle of a sequence answers that is gone."""
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
 
-    ``busy`` is true while a call on it is in flight. ``doomed`` asks whoever finishes that call to release it;
-    ``mourners`` are called when its blocks are free.
+    ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
+    ``doom`` asks whoever finishes that call to end it; ``mourners`` are called when its blocks are free. ``used`` is
+    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner pays for, and ``held_to``
+    the length up to which blocks were reserved. ``origin`` is the session that created it.
     """
 
     sequence: int
     id: bytes
+    owner: str = ""
     length: int = 0
     version: int = 0
     busy: bool = False
-    doomed: bool = False
+    doom: Ending | None = None
+    lease: Lease | None = None
+    used: float = 0.0
+    charged: int = 0
+    held_to: int = 0
+    origin: object | None = None
     mourners: list[Callable[[], None]] = field(default_factory=list)
+
+    def touch(self) -> None:
+        """It was used: its lease is renewed, or its idle time begins anew."""
+        now = self.used = time.monotonic()
+        if self.lease is not None:
+            self.lease.renew(now)
 
     @property
     def handle(self) -> HandleRef:
@@ -58,7 +101,7 @@ class HandleTable:
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self._live: dict[bytes, Record] = {}
-        self._gone: OrderedDict[bytes, type[ExecutorError]] = OrderedDict()
+        self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
         self._tombstones = tombstones
         self._next_sequence = 1
 
@@ -70,9 +113,9 @@ class HandleTable:
         """Names this process lifetime."""
         return self.instance.hex()
 
-    def mint(self) -> Record:
+    def mint(self, owner: str = "") -> Record:
         """A new record; it is not live before `insert`."""
-        record = Record(self._next_sequence, self.instance + secrets.token_bytes(SECRET_BYTES))
+        record = Record(self._next_sequence, self.instance + secrets.token_bytes(SECRET_BYTES), owner)
         self._next_sequence += 1
         return record
 
@@ -80,39 +123,45 @@ class HandleTable:
         """The sequence exists from now on."""
         self._live[record.id] = record
 
-    def remove(self, record: Record, answer: type[ExecutorError] = HandleReleased) -> bool:
-        """The sequence is gone; its handle answers ``answer`` as long as it is remembered. False: it was not live."""
+    def remove(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
+        """The sequence is gone; its handle says so as long as it is remembered. False: it was not live."""
         if self._live.pop(record.id, None) is None:
             return False
-        self._gone[record.id] = answer
+        self._gone[record.id] = (ending, record.owner)
         if len(self._gone) > self._tombstones:
             self._gone.popitem(last=False)
         return True
 
+    def lives(self, record: Record) -> bool:
+        """Whether the sequence is in the table."""
+        return record.id in self._live
+
     def records(self) -> list[Record]:
-        """All live sequences."""
+        """All live sequences, oldest first."""
         return list(self._live.values())
 
-    def find(self, handle: HandleRef) -> Record:
-        """The live sequence of a handle, whatever its version. Raises one of the four answers."""
+    def find(self, handle: HandleRef, owner: str = "") -> Record:
+        """The owner's live sequence of a handle, whatever its version. Raises one of the four answers."""
         record = self._live.get(handle.id)
-        if record is not None:
+        if record is not None and record.owner == owner:
             return record
         if len(handle.id) != INSTANCE_BYTES + SECRET_BYTES:
             raise InvalidRequest(
                 "this is not a handle: pass back the KvHandle that an answer carried", field="handle.id"
             )
-        gone = self._gone.get(handle.id)
-        if gone is not None:
-            raise gone("the sequence of this handle was released")
+        ending, whose = self._gone.get(handle.id, (None, ""))
+        if ending is not None and whose == owner:
+            error, message = ANSWERS[ending]
+            raise error(message)
         if handle.id[:INSTANCE_BYTES] != self.instance:
             raise InstanceMismatch("the handle is of another process lifetime; prefill the sequence again")
         raise HandleUnknown("no such sequence")
 
-    def claim(self, handle: HandleRef, *, any_version: bool = False) -> Record:
+    def claim(self, handle: HandleRef, owner: str = "", *, any_version: bool = False) -> Record:
         """`find`, and the handle must be current and no call in flight. The record is busy until the caller says
-        otherwise."""
-        record = self.find(handle)
+        otherwise. Whatever else comes of it, the sequence was used."""
+        record = self.find(handle, owner)
+        record.touch()
         if record.busy:
             raise SequenceBusy("another call on this sequence is in flight")
         if not any_version and (handle.version != record.version or handle.seq_len != record.length):

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Span, SpanOutcome
+from ferrum_rpc.core import ANYBODY, Caller, HandleRef, OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.thread import Operation, Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.handles import Record
-from ferrum_rpc.service.replay import Entry
+from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.replay import Entry, scope_of
 
 Handles = tuple[HandleRef, ...]
 
@@ -45,11 +45,13 @@ class CacheOperations:
         self._books = books
         self._warming: set[asyncio.Task[int]] = set()
 
-    async def truncate(self, handle: HandleRef, length: int, request_id: str = "") -> tuple[HandleRef, bool]:
+    async def truncate(
+        self, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
+    ) -> tuple[HandleRef, bool]:
         """Roll back to ``length``. Returns the new handle, and whether it is a recorded answer."""
 
         def prepare() -> Prepared:
-            record = self._books.handles.claim(handle)
+            record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 admission.check_rollback(length, record.length)
 
@@ -61,47 +63,75 @@ class CacheOperations:
 
             return Prepared(record, lambda runner: runner.truncate(record.sequence, length), commit)
 
-        handles, replayed = await self._once(handle.id, request_id, ("truncate", handle, length), prepare)
+        handles, replayed = await self._once(
+            scope_of(caller.name, handle.id), request_id, ("truncate", handle, length), prepare
+        )
         return handles[0], replayed
 
     async def fork(
-        self, handle: HandleRef, count: int = 1, at: int | None = None, request_id: str = ""
+        self,
+        handle: HandleRef,
+        count: int = 1,
+        at: int | None = None,
+        request_id: str = "",
+        *,
+        caller: Caller = ANYBODY,
+        lease_id: str = "",
+        origin: object | None = None,
     ) -> tuple[Handles, bool]:
-        """``count`` children of the first ``at`` tokens. The parent does not change."""
+        """``count`` children of the first ``at`` tokens, under the lease that is named or the parent's. The parent
+        does not change."""
         if not 1 <= count <= self._books.limits.max_batch_items:
             raise InvalidRequest(f"count must be 1 to {self._books.limits.max_batch_items}", field="count")
 
         def prepare() -> Prepared:
-            record = self._books.handles.claim(handle)
+            record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 length = record.length if at is None else at
                 admission.check_rollback(length, record.length)
-                children = self._books.mint(count)
+                leases = self._books.leases
+                lease = leases.find(lease_id, caller.name) if lease_id else record.lease
+                children = self._books.mint(count, caller, lease)
             numbers = [child.sequence for child in children]
-
-            def commit() -> Handles:
-                for child in children:
-                    child.length, child.version = length, 1
-                    self._books.born(child)
-                return tuple(child.handle for child in children)
 
             def refuse() -> None:
                 for child in children:
                     self._books.stillborn(child)
 
+            try:
+                for child in children:
+                    child.origin = origin
+                    self._books.accounts.charge(child, length)
+            except ExecutorError:
+                record.busy = False
+                refuse()
+                raise
+
+            def commit() -> Handles:
+                for child in children:
+                    child.length, child.version = length, 1
+                    self._books.born(child)
+                    self._books.accounts.settle(child)
+                self._books.release([child for child in children if child.doom is not None], Ending.REVOKED)
+                return tuple(child.handle for child in children)
+
             return Prepared(record, lambda runner: runner.fork(record.sequence, numbers, length), commit, refuse)
 
-        return await self._once(handle.id, request_id, ("fork", handle, count, at), prepare)
+        return await self._once(
+            scope_of(caller.name, handle.id), request_id, ("fork", handle, count, at, lease_id), prepare
+        )
 
-    async def release(self, handle: HandleRef, *, any_version: bool = False, request_id: str = "") -> bool:
+    async def release(
+        self, handle: HandleRef, *, any_version: bool = False, request_id: str = "", caller: Caller = ANYBODY
+    ) -> bool:
         """Free the sequence; returns whether this is a recorded answer. With ``any_version`` a sequence whose call is
         still in flight is released when that call ends."""
 
         def prepare() -> Prepared:
-            if any_version and (record := self._books.handles.find(handle)).busy:
-                record.doomed = True
+            if any_version and (record := self._books.handles.find(handle, caller.name)).busy:
+                record.doom = record.doom or Ending.RELEASED
                 return Prepared(record, None, tuple)
-            record = self._books.handles.claim(handle, any_version=any_version)
+            record = self._books.handles.claim(handle, caller.name, any_version=any_version)
 
             def commit() -> Handles:
                 self._books.bury(record)
@@ -109,20 +139,28 @@ class CacheOperations:
 
             return Prepared(record, lambda runner: runner.release([record.sequence]), commit)
 
-        _, replayed = await self._once(handle.id, request_id, ("release", handle, any_version), prepare)
+        _, replayed = await self._once(
+            scope_of(caller.name, handle.id), request_id, ("release", handle, any_version), prepare
+        )
         return replayed
 
-    async def reserve(self, handle: HandleRef, tokens: int) -> HandleRef:
+    async def reserve(self, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> HandleRef:
         """Hold blocks for ``tokens`` tokens beyond the present length."""
         model = self._books.model
 
         def prepare() -> Prepared:
-            record = self._books.handles.claim(handle)
+            record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 admission.check_context(record.length, tokens, model)
-            return Prepared(record, lambda runner: runner.reserve(record.sequence, tokens), lambda: (record.handle,))
+                self._books.accounts.charge(record, record.length + tokens)
 
-        handles, _ = await self._once(handle.id, "", None, prepare)
+            def commit() -> Handles:
+                record.held_to = record.length + tokens if tokens else 0
+                return (record.handle,)
+
+            return Prepared(record, lambda runner: runner.reserve(record.sequence, tokens), commit)
+
+        handles, _ = await self._once(b"", "", None, prepare)
         return handles[0]
 
     async def reset(self, instance_id: str = "") -> int:
@@ -130,23 +168,7 @@ class CacheOperations:
         _ = self._books.model
         if instance_id and instance_id != self._books.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
-        records = self._books.handles.records()
-        done = asyncio.get_running_loop().create_future()
-        left = len(records)
-
-        def one_gone() -> None:
-            nonlocal left
-            left -= 1
-            if not left and not done.done():
-                done.set_result(None)
-
-        for record in records:
-            record.doomed = True
-            record.mourners.append(one_gone)
-        self._books.release([record for record in records if not record.busy])
-        if records:
-            await done
-        return len(records)
+        return await self._books.ended(self._books.handles.records(), Ending.RESET)
 
     async def warm_up(self, batch_size: int, prefill_tokens: int) -> int:
         """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
@@ -200,15 +222,19 @@ class CacheOperations:
 
         def finish(result: object) -> None:
             outcome: Handles | ExecutorError
+            record = prepared.record
             if prepared.run is not None:
-                prepared.record.busy = False
+                record.busy = False
             if isinstance(result, ExecutorError):
                 outcome = result
                 prepared.refuse()
             else:
                 outcome = prepared.commit()
-            if prepared.record.doomed and not prepared.record.busy:
-                self._books.release([prepared.record])
+            if prepared.run is not None and self._books.handles.lives(record):
+                self._books.accounts.settle(record)
+                record.touch()
+            if record.doom is not None and not record.busy:
+                self._books.release([record], record.doom)
             if entry is not None:
                 replay.finish(scope, request_id, outcome)
             if not done.done():
@@ -229,6 +255,7 @@ class CacheOperations:
             raise
         if isinstance(outcome, ExecutorError):
             raise outcome
+        self._books.failpoints.reach("before_reply")
         return outcome, False
 
     async def _repeated(self, entry: Entry) -> Handles:

@@ -1,15 +1,19 @@
 """Recorded answers: a retry with the same request id gets what the first call got, and nothing happens twice.
 
-Keys are scoped: to the sequence for calls on one, to the creations otherwise. An entry is first in flight (a duplicate
-waits for it), then an answer, then possibly an answer without its rows, when the byte budget ran out. Refusals are not
-recorded: they changed nothing, and a retry deserves a fresh try. Both bounds are on the whole log, oldest first.
+Keys are scoped: to the sequence for calls on one, to the caller's creations otherwise. An entry is first in flight (a
+duplicate waits for it), then an answer, then possibly an answer without its rows, when the byte budget ran out or the
+sequence ended. Refusals are not recorded: they changed nothing, and a retry deserves a fresh try.
+
+Three bounds, oldest first: bytes of rows over all, answers over all, and answers of one sequence. The last may be
+small: calls on a sequence come one at a time, so a retry is of one of the latest; and a duplicate that turns up later
+still carries an old version and is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -18,6 +22,7 @@ from ferrum_rpc.core import HandleRef, ItemAnswer, Rows, WorkItem
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
 
 ENTRIES: Final = 65_536
+ENTRIES_PER_SEQUENCE: Final = 32
 Recorded = ItemAnswer | tuple[HandleRef, ...]
 """A forward's answer; or the handles that a truncate, fork or release left."""
 
@@ -56,6 +61,7 @@ class ReplayLog:
         self._in_flight: dict[Key, Entry] = {}
         self._answers: OrderedDict[Key, Entry] = OrderedDict()
         self._with_rows: OrderedDict[Key, Entry] = OrderedDict()
+        self._scopes: dict[bytes, deque[str]] = {}
         self.bytes = 0
         self.replays = 0
 
@@ -77,8 +83,11 @@ class ReplayLog:
         self._in_flight[scope, request_id] = entry
         return entry
 
-    def finish(self, scope: bytes, request_id: str, outcome: Recorded | ExecutorError) -> None:
-        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates."""
+    def finish(
+        self, scope: bytes, request_id: str, outcome: Recorded | ExecutorError, *, creation: bool = False
+    ) -> None:
+        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates. ``creation``: the
+        scope is not a sequence's, and only the bounds over all hold."""
         key = (scope, request_id)
         entry = self._in_flight.pop(key)
         if entry.pending is not None:
@@ -92,7 +101,19 @@ class ReplayLog:
             self.bytes += entry.rows_bytes
             self._with_rows[key] = entry
         self._answers[key] = entry
+        if not creation:
+            mine = self._scopes.setdefault(scope, deque())
+            mine.append(request_id)
+            if len(mine) > ENTRIES_PER_SEQUENCE:
+                self._drop((scope, mine.popleft()))
         self._evict()
+
+    def forget_rows(self, scope: bytes) -> None:
+        """The sequence ended: its rows make room. That its calls were answered is still known."""
+        for request_id in self._scopes.get(scope, ()):
+            entry = self._with_rows.pop((scope, request_id), None)
+            if entry is not None:
+                self._shed(entry)
 
     def join(self, entry: Entry) -> Ticket:
         """Ask for an entry's answer. From now until `leave` the first call is waited for, and not taken back when its
@@ -123,21 +144,41 @@ class ReplayLog:
 
     def _evict(self) -> None:
         while len(self._answers) > self._max_answers:
-            key, entry = self._answers.popitem(last=False)
-            self._with_rows.pop(key, None)
-            self.bytes -= entry.rows_bytes
+            self._drop(next(iter(self._answers)))
         while self.bytes > self._budget:
             _, entry = self._with_rows.popitem(last=False)
+            self._shed(entry)
+
+    def _drop(self, key: Key) -> None:
+        entry = self._answers.pop(key, None)
+        if entry is None:
+            return
+        if self._with_rows.pop(key, None) is not None:
             self.bytes -= entry.rows_bytes
-            entry.rows_bytes = 0
-            if isinstance(entry.answer, ItemAnswer):
-                entry.answer = replace(entry.answer, rows=None)
+        mine = self._scopes.get(key[0])
+        if mine is not None:
+            if mine and mine[0] == key[1]:  # answers are dropped oldest first, so it is the first or gone already
+                mine.popleft()
+            if not mine:
+                del self._scopes[key[0]]
+
+    def _shed(self, entry: Entry) -> None:
+        """Keep the answer, without its rows."""
+        self.bytes -= entry.rows_bytes
+        entry.rows_bytes = 0
+        if isinstance(entry.answer, ItemAnswer):
+            entry.answer = replace(entry.answer, rows=None)
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:
     """What makes two work items the same call. The item id is the caller's own business and not part of it."""
     tokens = hashlib.blake2b(item.tokens.tobytes(), digest_size=16).digest()
     return (item.handle, tokens, item.truncate_to, item.output, item.create)
+
+
+def scope_of(owner: str, handle_id: bytes = b"") -> bytes:
+    """Where a caller's request ids are unique: among the calls on one of its sequences, or among its creations."""
+    return owner.encode() + b"\0" + handle_id
 
 
 def _with_own_rows(answer: ItemAnswer, rows: Rows) -> ItemAnswer:

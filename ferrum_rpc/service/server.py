@@ -9,23 +9,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ferrum_rpc.core import Limits
+from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.thread import ModelThread, Runner
+from ferrum_rpc.errors import Draining
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2_grpc,
     kv_transfer_pb2_grpc,
     model_executor_pb2_grpc,
 )
-from ferrum_rpc.service.books import Books
+from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
 from ferrum_rpc.service.calls import CallLog
-from ferrum_rpc.service.servicers import ExecutorControlServicer, KvTransferServicer, ModelExecutorServicer
+from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
+from ferrum_rpc.service.decoding import Decoding, UnknownMethods
+from ferrum_rpc.service.guard import guarded
+from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.heartbeat import HeartbeatMonitor
+from ferrum_rpc.service.lifecycle import Drain, Sweeper
+from ferrum_rpc.service.listen import address, open_port
+from ferrum_rpc.service.meters import StepMeter
+from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.servicers import ModelExecutorServicer
+from ferrum_rpc.service.session import Sessions
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -34,21 +48,47 @@ FRAME_OVERHEAD: Final = 1 << 16
 """Bytes that a message may take above the limit on its rows: results, statuses, pressure."""
 
 
-class PortInUse(RuntimeError):
-    """Another process listens on the port."""
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """How a silent client is noticed: pinged after ``time_s`` seconds without a byte from it, given up when the ping is
+    not answered within ``timeout_s``."""
+
+    time_s: float = 30.0
+    timeout_s: float = 10.0
 
 
 class ExecutorServer:
     """One executor on one port. ``build`` makes the runner and is called in the model thread."""
 
-    def __init__(self, build: Callable[[], Runner], limits: Limits, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.books = Books(limits)
+    def __init__(
+        self,
+        build: Callable[[], Runner],
+        limits: Limits,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keepalive: Keepalive = Keepalive(),
+        grace_s: float = 30.0,
+        security: Security = Security(),  # noqa: B008 - frozen
+        heartbeat: Heartbeat | None = None,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
+        self.books = Books(limits, failpoints)
         self.calls = CallLog()
+        self.steps = StepMeter()
         self.port = port
         self._host = host
         self._build = build
         self._limits = limits
-        self._health = health.aio.HealthServicer()
+        self._keepalive = keepalive
+        self._security = security
+        self._heartbeat = heartbeat
+        self._monitor: HeartbeatMonitor | None = None
+        self.health = HealthBoard(lambda: self.books.state is Lifecycle.SERVING, SERVICES)
+        self.sessions = Sessions()
+        self.draining = Drain(self.books, self.health, self.sessions)
+        self._sweeper = Sweeper(self.books)
+        self._grace_s = grace_s
         self._ready: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
         self._failed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -56,40 +96,34 @@ class ExecutorServer:
     @property
     def target(self) -> str:
         """What a client dials."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self.port}"
+        return address(self._host, self.port)
 
     async def start(self) -> None:
-        """Bind, answer health checks, and begin to load. Raises `PortInUse`."""
+        """Bind, answer health checks, and begin to load. Raises `PortInUse` and `SecurityError`."""
         server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._limits.max_request_bytes),
                 ("grpc.max_send_message_length", self._limits.max_response_bytes + FRAME_OVERHEAD),
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.ping_timeout_ms", 10_000),
+                ("grpc.keepalive_time_ms", round(self._keepalive.time_s * 1e3)),
+                ("grpc.keepalive_timeout_ms", round(self._keepalive.timeout_s * 1e3)),
+                ("grpc.http2.ping_timeout_ms", round(self._keepalive.timeout_s * 1e3)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # Faster pings than every 5 s cost a connection its life at the third; our client pings every 10 s.
+                ("grpc.http2.max_ping_strikes", 2),
+                # A token and trace ids take hundreds of bytes; the soft limit refuses a call, the hard one always.
+                ("grpc.max_metadata_size", 16 << 10),
+                ("grpc.absolute_max_metadata_size", 32 << 10),
+                # A connection that says nothing holds a descriptor: gRPC would wait two minutes for its handshake.
+                ("grpc.server_handshake_timeout_ms", 5_000),
+                # As many calls as the queue takes by default; a client makes the others wait on its side.
+                ("grpc.max_concurrent_streams", 4_096),
             )
         )
-        model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
-            ModelExecutorServicer(self.books, self.calls), server
-        )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.calls), server)
-        executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
-            ExecutorControlServicer(self.books, self.calls), server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        try:
-            self.port = server.add_insecure_port(self.target)
-        except RuntimeError as error:
-            raise PortInUse(
-                f"cannot listen on {self.target}: another process has the port, or the address is not of this machine"
-            ) from error
+        self.register(server)
+        self.port = open_port(server, self._host, self.port, self._security)
         self._server = server
-        await self._set_health(serving=False)
         thread = ModelThread(
             self._build,
             loop=asyncio.get_running_loop(),
@@ -97,48 +131,73 @@ class ExecutorServer:
             max_step_tokens=self._limits.max_batch_tokens,
             on_ready=self._on_ready,
             on_failed=self._on_failed,
+            on_step=self.steps.observe,
+            heartbeat=self._heartbeat,
         )
         self.books.attach(thread)
         await server.start()
         thread.start()
-        log.info("listening", target=self.target)
+        self._monitor = HeartbeatMonitor(thread, self.health)
+        self._monitor.start()
+        self._sweeper.start()
+        security = self._security
+        log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
+
+    def register(self, server: Any) -> None:
+        """Add the handlers of every service to a grpc server, or to what stands in for one in a test."""
+        registrar: Any = Decoding(guarded(server, self._security, self.calls), self.calls)
+        model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
+            ModelExecutorServicer(self.books, self.calls, self.sessions), registrar
+        )
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.calls), registrar)
+        executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
+            ExecutorControlServicer(self.books, self.calls, self.drain), registrar
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, registrar)
+        reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, registrar)
+        registrar.add_generic_rpc_handlers((UnknownMethods(self.calls),))
 
     async def ready(self) -> Runner:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""
-        runner = await asyncio.shield(self._ready)
-        await self._set_health(serving=True)
-        return runner
+        return await asyncio.shield(self._ready)
 
     async def failed(self) -> None:
         """Wait until the model thread dies, which may be never."""
         await self._failed.wait()
+
+    def drain(self, grace_s: float | None = None) -> None:
+        """Begin the end, as SIGTERM does: owned sequences are served for ``grace_s`` seconds (default: the server's).
+        Wait for ``draining.done``, then `stop`."""
+        self.draining.begin(self._grace_s if grace_s is None else grace_s)
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Say NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
         self.books.drain()
         if self._server is None:
             return
-        await self._health.enter_graceful_shutdown()
+        self._sweeper.stop()
+        self.health.close()
+        self.sessions.end(Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
         await self._server.stop(grace_s)
         await self.calls.idle()
-        await self.books.thread.stop()
+        if self._monitor is not None:
+            await self._monitor.stop()
+        if not await self.books.thread.stop():
+            log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
         log.info("stopped", target=self.target, sequences=len(self.books.handles))
 
     def _on_ready(self, runner: Runner) -> None:
         self.books.serve(runner.info, runner.device)
+        self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)
 
     def _on_failed(self, error: BaseException) -> None:
         self.books.fail()
+        self.health.update()
         self._failed.set()
         if not self._ready.done():
             self._ready.set_exception(error)
             return
         log.error("model_thread_failed", error=repr(error), action="restart the executor; every handle is lost")
-        self._health_task = asyncio.ensure_future(self._set_health(serving=False))
-
-    async def _set_health(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", *SERVICES):
-            await self._health.set(service, status)

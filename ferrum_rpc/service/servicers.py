@@ -1,29 +1,30 @@
-"""The gRPC servicers: messages in, messages out. Every decision is taken on the floors around this one."""
+"""The scheduler's side of the contract: messages in, messages out. Every decision is taken on the floors around."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any
 
 from ferrum_rpc import __version__
 from ferrum_rpc.core import StepTiming, WorkItem
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import (
-    executor_control_pb2,
-    executor_control_pb2_grpc,
     forward_pb2,
     info_pb2,
-    kv_transfer_pb2_grpc,
     model_executor_pb2,
     model_executor_pb2_grpc,
     output_pb2,
     types_pb2,
 )
-from ferrum_rpc.service.books import Books, Lifecycle
-from ferrum_rpc.service.calls import CallLog, Context, Servicer, answers, deadline_of
+from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.calls import CallLog, Context, answers, answers_stream, deadline_of
+from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
 from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.handles import Ending
+from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
-from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto
+from ferrum_rpc.service.session import Session, Sessions
+from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
     fill_output,
@@ -38,39 +39,18 @@ from ferrum_rpc.wire.items import (
 from ferrum_rpc.wire.revision import MINIMUM_CLIENT_REVISION, SCHEMA_REVISION
 from ferrum_rpc.wire.rows import RowPacker
 
-STATE_TO_PROTO: Final = {
-    Lifecycle.STARTING: info_pb2.EXECUTOR_STATE_STARTING,
-    Lifecycle.SERVING: info_pb2.EXECUTOR_STATE_SERVING,
-    Lifecycle.DRAINING: info_pb2.EXECUTOR_STATE_DRAINING,
-    Lifecycle.FAILED: info_pb2.EXECUTOR_STATE_FAILED,
-}
-
-WARMUP_BATCH: Final = 8
-WARMUP_PREFILL: Final = 128
-
-
-def not_offered(name: str, capability: str) -> Any:
-    """A handler for a method that the contract has and this version has not: visibly, with the capability's name."""
-
-    async def handler(self: Servicer, request: Any, context: Context) -> None:
-        raise NotSupported(
-            f"{name} is not offered (capability {capability})", metadata={"capability": capability, "method": name}
-        )
-
-    handler.__name__ = name
-    return answers(handler)
-
 
 class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     """The scheduler's side."""
 
     service = "ferrum_rpc.executor.v1.ModelExecutor"
 
-    def __init__(self, books: Books, calls: CallLog) -> None:
+    def __init__(self, books: Books, calls: CallLog, sessions: Sessions) -> None:
         self.calls = calls
         self._books = books
         self._forward = ForwardPath(books)
         self._operations = CacheOperations(books)
+        self._sessions = sessions
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +115,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """A call of one item: its refusal is the call's."""
         self.calls.method(f"{self.service}/{method}").items += 1
         item = item_from_proto(request.item, shape)
-        answer = await self._forward.forward([item], deadline=deadline_of(context))
+        answer = await self._forward.forward([item], caller=caller(), deadline=deadline_of(context))
         outcome = answer.outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
@@ -159,9 +139,9 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             except ExecutorError as error:
                 items.append(error)
         answer = await self._forward.forward(
-            items, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
+            items, caller=caller(), all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
         )
-        count.item_errors += sum(isinstance(outcome, ExecutorError) for outcome in answer.outcomes)
+        self.calls.refused_items(f"{self.service}/{method}", answer.outcomes, context)
         results, blocks = results_to_proto(request.items, answer.outcomes)
         return results, blocks, _timing(answer.timing)
 
@@ -173,7 +153,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.TruncateKvResponse:
         """Roll back."""
         handle, replayed = await self._operations.truncate(
-            handle_from_proto(request.handle), request.length, request_id_from_proto(request.request_id)
+            handle_from_proto(request.handle),
+            request.length,
+            request_id_from_proto(request.request_id),
+            caller=caller(),
         )
         return model_executor_pb2.TruncateKvResponse(
             handle=handle_to_proto(handle), pressure=self._pressure(), replayed=replayed
@@ -184,13 +167,13 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.ForkKvRequest, context: Context
     ) -> model_executor_pb2.ForkKvResponse:
         """Share until they diverge."""
-        if request.lease_id:
-            raise NotSupported("leases are not offered (capability LEASES)", field="lease_id")
         handles, replayed = await self._operations.fork(
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
             request_id_from_proto(request.request_id),
+            caller=caller(),
+            lease_id=request.lease_id,
         )
         return model_executor_pb2.ForkKvResponse(
             handles=[handle_to_proto(handle) for handle in handles], pressure=self._pressure(), replayed=replayed
@@ -205,6 +188,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             handle_from_proto(request.handle),
             any_version=request.any_version,
             request_id=request_id_from_proto(request.request_id),
+            caller=caller(),
         )
         return model_executor_pb2.ReleaseResponse(pressure=self._pressure(), replayed=replayed)
 
@@ -213,8 +197,48 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.ReserveKvRequest, context: Context
     ) -> model_executor_pb2.ReserveKvResponse:
         """Hold blocks."""
-        handle = await self._operations.reserve(handle_from_proto(request.handle), request.tokens)
+        handle = await self._operations.reserve(handle_from_proto(request.handle), request.tokens, caller=caller())
         return model_executor_pb2.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
+
+    # --- leases and the hot path ------------------------------------------------------------------------------------
+
+    @answers
+    async def AcquireLease(  # noqa: N802
+        self, request: model_executor_pb2.AcquireLeaseRequest, context: Context
+    ) -> model_executor_pb2.AcquireLeaseResponse:
+        """A lease; its time is what was asked for, within the limits."""
+        _ = self._books.model
+        ttl = seconds(request.ttl) if request.HasField("ttl") else None
+        lease = self._books.leases.acquire(caller().name, ttl, request.client_name)
+        response = model_executor_pb2.AcquireLeaseResponse(lease_id=lease.id)
+        set_seconds(response.ttl, lease.ttl_s)
+        set_seconds(response.renew_every, lease.renew_every_s)
+        return response
+
+    @answers
+    async def KeepAlive(  # noqa: N802
+        self, request: model_executor_pb2.KeepAliveRequest, context: Context
+    ) -> model_executor_pb2.KeepAliveResponse:
+        """A sign of life."""
+        lease = self._books.leases.renew(request.lease_id, caller().name)
+        response = model_executor_pb2.KeepAliveResponse(pressure=self._pressure())
+        set_seconds(response.ttl, lease.ttl_s)
+        return response
+
+    @answers
+    async def RevokeLease(  # noqa: N802
+        self, request: model_executor_pb2.RevokeLeaseRequest, context: Context
+    ) -> model_executor_pb2.RevokeLeaseResponse:
+        """The end of a lease and of its sequences; answers when their blocks are free."""
+        books = self._books
+        lease = books.leases.find(request.lease_id, caller().name)
+        released = await books.ended(books.end_lease(lease, expired=False), Ending.REVOKED)
+        return model_executor_pb2.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
+
+    @answers_stream
+    async def Session(self, _: Any, context: Context) -> None:  # noqa: N802
+        """Frames both ways."""
+        await Session(self._books, self.calls, self._sessions, context).run()
 
     # --- what it is and how it does ---------------------------------------------------------------------------------
 
@@ -259,8 +283,12 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 queue_full=counters.queue_full,
                 tokens_truncated=counters.tokens_truncated,
                 blocks_copied=engine.blocks_copied,
+                leases_expired=counters.leases_expired,
+                sequences_expired=counters.sequences_expired,
             ),
             replay_bytes=books.replay.bytes,
+            leases=len(books.leases),
+            sessions=books.sessions,
         )
         response.counters.forward_time.FromMicroseconds(round(engine.forward_s * 1e6))
         response.uptime.FromMilliseconds(round((time.monotonic() - books.started) * 1e3))
@@ -275,67 +303,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     # --- not offered by this version --------------------------------------------------------------------------------
 
-    Session = not_offered("Session", "SESSION")
-    AcquireLease = not_offered("AcquireLease", "LEASES")
-    KeepAlive = not_offered("KeepAlive", "LEASES")
-    RevokeLease = not_offered("RevokeLease", "LEASES")
     RegisterTokenMask = not_offered("RegisterTokenMask", "TOKEN_MASKS")
-
-
-class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Moving caches: the contract is complete, this version does not offer it."""
-
-    service = "ferrum_rpc.executor.v1.KvTransfer"
-
-    def __init__(self, calls: CallLog) -> None:
-        self.calls = calls
-
-    ExportKv = not_offered("ExportKv", "KV_TRANSFER")
-    ImportKv = not_offered("ImportKv", "KV_TRANSFER")
-    WatchKvEvents = not_offered("WatchKvEvents", "KV_EVENTS")
-
-
-class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
-    """The operator's side."""
-
-    service = "ferrum_rpc.executor.v1.ExecutorControl"
-
-    def __init__(self, books: Books, calls: CallLog) -> None:
-        self.calls = calls
-        self._books = books
-        self._operations = CacheOperations(books)
-
-    @answers
-    async def Warmup(  # noqa: N802
-        self, request: executor_control_pb2.WarmupRequest, context: Context
-    ) -> executor_control_pb2.WarmupResponse:
-        """Run typical shapes."""
-        most = self._books.limits.max_batch_tokens
-        if request.prefill_tokens > most:
-            raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
-        began = time.monotonic()
-        steps = await self._operations.warm_up(
-            request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL
-        )
-        response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._books.pressure()))
-        response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
-        return response
-
-    @answers
-    async def Reset(  # noqa: N802
-        self, request: executor_control_pb2.ResetRequest, context: Context
-    ) -> executor_control_pb2.ResetResponse:
-        """Release everything."""
-        released = await self._operations.reset(request.instance_id)
-        return executor_control_pb2.ResetResponse(
-            released_sequences=released, pressure=pressure_to_proto(self._books.pressure())
-        )
-
-    Drain = not_offered("Drain", "DRAIN")
-    LoadAdapter = not_offered("LoadAdapter", "ADAPTERS")
-    UnloadAdapter = not_offered("UnloadAdapter", "ADAPTERS")
-    ListAdapters = not_offered("ListAdapters", "ADAPTERS")
-    ListSequences = not_offered("ListSequences", "LIST_SEQUENCES")
 
 
 def _timing(timing: StepTiming | None) -> types_pb2.StepTiming | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from google.protobuf import duration_pb2
+
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
 from ferrum_rpc.executor.v1 import info_pb2
 
@@ -17,8 +19,12 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_FORK,
     info_pb2.CAPABILITY_RESERVE,
     info_pb2.CAPABILITY_REPLAY,
+    info_pb2.CAPABILITY_LEASES,
+    info_pb2.CAPABILITY_SESSION,
     info_pb2.CAPABILITY_WARMUP,
     info_pb2.CAPABILITY_RESET,
+    info_pb2.CAPABILITY_DRAIN,
+    info_pb2.CAPABILITY_LIST_SEQUENCES,
 )
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
 
@@ -45,7 +51,7 @@ def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
 
 def limits_to_proto(limits: Limits) -> info_pb2.Limits:
     """Domain to wire."""
-    return info_pb2.Limits(
+    message = info_pb2.Limits(
         max_batch_items=limits.max_batch_items,
         max_batch_tokens=limits.max_batch_tokens,
         max_top_tokens=limits.max_top_tokens,
@@ -56,7 +62,27 @@ def limits_to_proto(limits: Limits) -> info_pb2.Limits:
         max_queued_items=limits.max_queued_items,
         max_queued_tokens=limits.max_queued_tokens,
         replay_bytes=limits.replay_bytes,
+        max_steps_in_flight=limits.max_steps_in_flight,
+        session_inline_bytes=limits.session_inline_bytes,
+        max_session_response_bytes=limits.max_session_response_bytes,
+        max_sequences_per_caller=limits.max_sequences_per_caller,
+        max_blocks_per_caller=limits.max_blocks_per_caller,
+        max_leases=limits.max_leases,
     )
+    set_seconds(message.lease_ttl, limits.lease_ttl_s)
+    set_seconds(message.max_lease_ttl, limits.max_lease_ttl_s)
+    set_seconds(message.idle_ttl, limits.idle_ttl_s)
+    return message
+
+
+def seconds(duration: duration_pb2.Duration) -> float:
+    """A time span's seconds, whatever a client wrote into it."""
+    return float(duration.seconds + duration.nanos / 1e9)
+
+
+def set_seconds(duration: duration_pb2.Duration, value: float) -> None:
+    """Write a time span into its message."""
+    duration.FromNanoseconds(round(value * 1e9))
 
 
 def device_to_proto(device: DeviceInfo) -> info_pb2.DeviceInfo:

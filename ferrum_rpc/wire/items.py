@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -86,13 +87,18 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
 
 
 def _options_from_proto(create: forward_pb2.CreateOptions) -> CreateOptions:
-    if create.lease_id:
-        raise NotSupported("leases are not offered (capability LEASES)", field="create.lease_id")
     if create.adapter:
         raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
     if create.cache_mode not in (forward_pb2.CACHE_MODE_UNSPECIFIED, forward_pb2.CACHE_MODE_BYPASS):
         raise NotSupported("there is no prefix cache (capability PREFIX_CACHE)", field="create.cache_mode")
-    return CreateOptions(reserve_tokens=create.reserve_tokens, cache_salt=create.cache_salt)
+    return CreateOptions(create.reserve_tokens, create.cache_salt, create.lease_id)
+
+
+def with_lease(item: WorkItem, lease_id: str) -> WorkItem:
+    """The item, a new sequence under ``lease_id`` where it names no lease of its own."""
+    if item.handle is not None or item.create.lease_id:
+        return item
+    return replace(item, create=replace(item.create, lease_id=lease_id))
 
 
 def item_to_proto(

@@ -20,8 +20,10 @@ from ferrum_rpc.errors import (
     InvalidRequest,
     NotSupported,
     OutputTooLarge,
+    PermissionDenied,
     Reason,
     TransportError,
+    Unauthenticated,
 )
 
 DOMAIN: Final = "ferrum_rpc"
@@ -33,17 +35,22 @@ CODE_BY_REASON: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.HANDLE_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.HANDLE_RELEASED: grpc.StatusCode.NOT_FOUND,
     Reason.LEASE_EXPIRED: grpc.StatusCode.NOT_FOUND,
+    Reason.LEASE_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.INSTANCE_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.SEQUENCE_VERSION_MISMATCH: grpc.StatusCode.ABORTED,
     Reason.SEQUENCE_BUSY: grpc.StatusCode.ABORTED,
     Reason.CONTEXT_LENGTH_EXCEEDED: grpc.StatusCode.OUT_OF_RANGE,
     Reason.TRUNCATE_BEYOND_LENGTH: grpc.StatusCode.OUT_OF_RANGE,
     Reason.KV_BLOCKS_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.SEQUENCES_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.OUTPUT_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.STARTING: grpc.StatusCode.UNAVAILABLE,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     Reason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.CANCELLED: grpc.StatusCode.CANCELLED,
     Reason.DEVICE_LOST: grpc.StatusCode.INTERNAL,
@@ -59,6 +66,8 @@ _BARE_STATUS: Final[dict[grpc.StatusCode, type[ExecutorError]]] = {
     grpc.StatusCode.UNIMPLEMENTED: NotSupported,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutputTooLarge,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 """What a status without ErrorInfo means: gRPC itself answered, not the executor. It has one RESOURCE_EXHAUSTED of its
 own, a message above the limit."""

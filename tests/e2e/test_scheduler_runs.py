@@ -21,14 +21,17 @@ from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.sampling import Sampler, Sampling
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy
-from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied
-from tests.serving import Served, serve_identity, serve_model
+from tests.faults.proxy import proxied as relayed
+from tests.serving import LIMITS, Served, serve_identity, serve_model
 
 GREEDY = Sampling(temperature=0)
 BUDGET = Budget(tokens=64, items=32, running=8, headroom=8)
 DEMO = Path(__file__).parents[2] / "ferrum_rpc" / "assets" / "demo"
 NEW_TOKENS = 16
+BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 
 
 class Watcher:
@@ -66,8 +69,9 @@ async def schedule(
     stop: frozenset[int] = frozenset(),
     watcher: Watcher | None = None,
     patience_s: float = 30.0,
+    session: bool = False,
 ) -> Run:
-    async with ExecutorClient(target, resend=resend) as client:
+    async with ExecutorClient(target, resend=resend, session=session) as client:
         info = await client.info()
         driver = Driver(
             client,
@@ -129,12 +133,15 @@ SHAPES: dict[str, tuple[int, Budget]] = {
 }
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(shape: str, expected: list[list[int]]) -> None:
+async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(
+    shape: str, expected: list[list[int]], session: bool
+) -> None:
     blocks, budget = SHAPES[shape]
     async with identity(kv_blocks=blocks) as served:
         work = requests(prompts(12))
-        run = await schedule(served.target, work, budget=budget)
+        run = await schedule(served.target, work, budget=budget, session=session)
         assert [each.generated for each in work] == expected
         assert all((each.stage, each.ending) == (Stage.FINISHED, Ending.LENGTH) for each in work)
         assert run.preemptions == sum(each.preemptions for each in work)
@@ -143,43 +150,69 @@ async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(shape: str,
         await assert_nothing_is_left(served)
 
 
+@BOTH_WAYS
 async def test_a_tight_pool_preempts_the_young_and_everybody_still_gets_their_tokens(
-    expected: list[list[int]],
+    expected: list[list[int]], session: bool
 ) -> None:
     async with identity(kv_blocks=30) as served:
         work = requests(prompts(12))
-        run = await schedule(served.target, work, budget=Budget(tokens=64, items=32, running=12, headroom=0))
+        run = await schedule(
+            served.target, work, budget=Budget(tokens=64, items=32, running=12, headroom=0), session=session
+        )
         assert run.preemptions > 0
         assert work[0].preemptions == 0, "the oldest is never a victim"
         assert run.peak_use > 0.9
         assert [each.generated for each in work] == expected
 
 
-async def test_the_executor_is_told_of_every_step_in_one_call(expected: list[list[int]]) -> None:
+@BOTH_WAYS
+async def test_the_executor_is_told_of_every_step_in_one_call(expected: list[list[int]], session: bool) -> None:
     async with identity(kv_blocks=512) as served, ExecutorClient(served.target) as client:
-        run = await schedule(served.target, requests(prompts(12)))
+        run = await schedule(served.target, requests(prompts(12)), session=session)
         counts = {each.method.rpartition("/")[2]: each for each in (await client.status()).methods}
-        assert counts["UnifiedForward"].calls == run.steps
-        assert counts["UnifiedForward"].items == run.sequences
-        assert counts["Release"].calls == 12
+        assert counts["Session" if session else "UnifiedForward"].items == run.sequences
+        if session:
+            assert not {"UnifiedForward", "Release"} & set(counts)
+            assert counts["Session"].calls == 1
+        else:
+            assert counts["UnifiedForward"].calls == run.steps
+            assert counts["Release"].calls == 12
         assert run.sequences / run.steps > 3
 
 
-async def test_two_schedulers_on_one_small_pool_both_finish_with_the_right_tokens(expected: list[list[int]]) -> None:
+@BOTH_WAYS
+async def test_two_schedulers_on_one_small_pool_both_finish_with_the_right_tokens(
+    expected: list[list[int]], session: bool
+) -> None:
     async with identity(kv_blocks=32) as served:
         both = [requests(prompts(12)) for _ in range(2)]
         budget = Budget(tokens=64, items=32, running=12, headroom=0)
-        await asyncio.gather(*(schedule(served.target, work, budget=budget) for work in both))
+        await asyncio.gather(*(schedule(served.target, work, budget=budget, session=session) for work in both))
         for work in both:
             assert [each.generated for each in work] == expected
         await assert_nothing_is_left(served)
 
 
-async def test_an_executor_with_fewer_sequences_than_wanted_is_still_used_to_the_end(expected: list[list[int]]) -> None:
+@BOTH_WAYS
+async def test_an_executor_with_fewer_sequences_than_wanted_is_still_used_to_the_end(
+    expected: list[list[int]], session: bool
+) -> None:
     async with identity(kv_blocks=512, max_sequences=2) as served:
         work = requests(prompts(12))
-        await schedule(served.target, work)
+        await schedule(served.target, work, session=session)
         assert [each.generated for each in work] == expected
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("quota", [{"max_sequences_per_caller": 3}, {"max_blocks_per_caller": 30}], ids=str)
+async def test_a_callers_quota_is_kept_to_and_everybody_still_gets_their_tokens(
+    quota: dict[str, int], expected: list[list[int]], session: bool
+) -> None:
+    async with identity(kv_blocks=512, **quota) as served:
+        work = requests(prompts(12))
+        await schedule(served.target, work, session=session)
+        assert [each.generated for each in work] == expected
+        await assert_nothing_is_left(served)
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -220,31 +253,69 @@ async def test_a_restart_in_the_middle_changes_no_token(expected: list[list[int]
         assert len(second.server.books.handles) == 0
 
 
-async def test_a_reset_in_the_middle_changes_no_token(expected: list[list[int]]) -> None:
+@BOTH_WAYS
+async def test_lost_connections_change_no_token(expected: list[list[int]], session: bool) -> None:
+    async with identity(kv_blocks=40) as served, relayed(served.target, seed=1) as proxy:
+        proxy.weather.resets = 0.03
+        work = requests(prompts(12))
+        run = await schedule(proxy.target, work, session=session)
+        proxy.weather.resets = 0.0
+        assert proxy.lost_connections > 0
+        assert [each.generated for each in work] == expected
+        assert run.rebuilds == 0, "resending is enough"
+
+
+async def test_a_restart_in_the_middle_of_a_session_changes_no_token(expected: list[list[int]]) -> None:
+    async with (
+        identity(kv_blocks=40) as first,
+        identity(kv_blocks=40) as second,
+        relayed(first.target) as proxy,
+    ):
+        watcher, work = Watcher(), requests(prompts(12))
+
+        def restart() -> None:
+            if len(watcher.tokens) == 40:
+                proxy.upstream = second.target
+                proxy.reset_all()
+
+        watcher.on_token = restart
+        run = await schedule(proxy.target, work, watcher=watcher, session=True)
+        assert run.rebuilds > 0
+        assert [each.generated for each in work] == expected
+        assert len(second.server.books.handles) == 0
+
+
+@BOTH_WAYS
+async def test_a_reset_in_the_middle_changes_no_token(expected: list[list[int]], session: bool) -> None:
     async with identity(kv_blocks=40) as served, ExecutorClient(served.target) as operator:
         watcher, work = Watcher(), requests(prompts(12))
         resets: list[asyncio.Task[int]] = []
         watcher.on_token = lambda: (
             resets.append(asyncio.ensure_future(operator.reset())) if len(watcher.tokens) in (30, 90) else None
         )
-        run = await schedule(served.target, work, watcher=watcher)
+        run = await schedule(served.target, work, watcher=watcher, session=session)
         await asyncio.gather(*resets)
         assert run.rebuilds > 0
         assert [each.generated for each in work] == expected
         await assert_nothing_is_left(served)
 
 
-async def test_a_full_queue_is_waited_for(expected: list[list[int]]) -> None:
+@BOTH_WAYS
+async def test_a_full_queue_is_waited_for(expected: list[list[int]], session: bool) -> None:
     async with identity(kv_blocks=512, max_queued_items=8) as served:
         both = [requests(prompts(12)) for _ in range(4)]
         runs = await asyncio.gather(
-            *(schedule(served.target, work, budget=Budget(tokens=64, items=8, running=8)) for work in both)
+            *(
+                schedule(served.target, work, budget=Budget(tokens=64, items=8, running=8), session=session)
+                for work in both
+            )
         )
         assert all([each.generated for each in work] == expected for work in both)
         assert sum(run.waits for run in runs) == served.server.books.counters.queue_full
 
 
-async def test_a_dead_executor_ends_the_run_and_says_so() -> None:
+@BOTH_WAYS
+async def test_a_dead_executor_ends_the_run_and_says_so(session: bool) -> None:
     async with identity() as served:
         watcher = Watcher()
         stops: list[asyncio.Task[None]] = []
@@ -252,23 +323,27 @@ async def test_a_dead_executor_ends_the_run_and_says_so() -> None:
             stops.append(asyncio.ensure_future(served.server.stop(grace_s=0))) if len(watcher.tokens) == 20 else None
         )
         with pytest.raises(ExecutorGone, match="no progress"):
-            await schedule(served.target, requests(prompts(12)), watcher=watcher, patience_s=0.3)
+            await schedule(served.target, requests(prompts(12)), watcher=watcher, patience_s=0.3, session=session)
         await asyncio.gather(*stops)
 
 
-async def test_a_draining_executor_finishes_what_runs_and_the_rest_is_given_up() -> None:
+@BOTH_WAYS
+async def test_a_draining_executor_finishes_what_runs_and_the_rest_is_given_up(session: bool) -> None:
     async with identity() as served:
         watcher, work = Watcher(), requests(prompts(12))
         watcher.on_token = lambda: served.server.books.drain() if len(watcher.tokens) == 20 else None
         budget = Budget(tokens=64, items=32, running=4)
         with pytest.raises(ExecutorGone, match="no new sequences"):
-            await schedule(served.target, work, budget=budget, watcher=watcher, patience_s=0.1)
+            await schedule(served.target, work, budget=budget, watcher=watcher, patience_s=0.1, session=session)
         assert [each.ending for each in work[:4]] == [Ending.LENGTH] * 4
         assert {each.stage for each in work[4:]} == {Stage.WAITING}
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("failures", [1, 3, 4])
-async def test_a_failed_step_is_tried_again_and_not_for_ever(expected: list[list[int]], failures: int) -> None:
+async def test_a_failed_step_is_tried_again_and_not_for_ever(
+    expected: list[list[int]], failures: int, session: bool
+) -> None:
     left = [failures]
 
     def stage(name: str) -> None:
@@ -278,7 +353,7 @@ async def test_a_failed_step_is_tried_again_and_not_for_ever(expected: list[list
 
     async with identity(stage=stage) as served:
         work = requests(prompts(4))
-        run = await schedule(served.target, work)
+        run = await schedule(served.target, work, session=session)
         if failures <= 3:
             assert [each.generated for each in work] == expected[:4]
         else:
@@ -287,7 +362,8 @@ async def test_a_failed_step_is_tried_again_and_not_for_ever(expected: list[list
         await assert_nothing_is_left(served)
 
 
-async def test_a_lost_device_ends_the_run_and_says_so() -> None:
+@BOTH_WAYS
+async def test_a_lost_device_ends_the_run_and_says_so(session: bool) -> None:
     class Unplugged(BaseException):
         pass
 
@@ -297,14 +373,17 @@ async def test_a_lost_device_ends_the_run_and_says_so() -> None:
 
     async with identity(stage=stage) as served:
         with pytest.raises(ExecutorGone, match="restarted"):
-            await schedule(served.target, requests(prompts(4)), patience_s=0.1)
+            await schedule(served.target, requests(prompts(4)), patience_s=0.1, session=session)
 
 
-async def test_a_cancelled_run_leaves_nothing_behind() -> None:
+@BOTH_WAYS
+async def test_a_cancelled_run_leaves_nothing_behind(session: bool) -> None:
     async with identity() as served:
         watcher, reached = Watcher(), asyncio.Event()
         watcher.on_token = lambda: reached.set() if len(watcher.tokens) == 20 else None
-        task = asyncio.create_task(schedule(served.target, requests(prompts(12), 1000), watcher=watcher))
+        task = asyncio.create_task(
+            schedule(served.target, requests(prompts(12), 1000), watcher=watcher, session=session)
+        )
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -315,7 +394,8 @@ async def test_a_cancelled_run_leaves_nothing_behind() -> None:
 # --- endings --------------------------------------------------------------------------------------------------------
 
 
-async def test_each_text_ends_for_the_right_reason() -> None:
+@BOTH_WAYS
+async def test_each_text_ends_for_the_right_reason(session: bool) -> None:
     async with identity(kv_blocks=16, max_context=60) as served:
         [[*tokens]] = await one_at_a_time(served.target, [[1, 2, 3]], 12)
         stop = tokens[6]
@@ -326,7 +406,7 @@ async def test_each_text_ends_for_the_right_reason() -> None:
             Request(3, (), 5),
             Request(4, (999,), 5),
         ]
-        await schedule(served.target, work, stop=frozenset({stop}))
+        await schedule(served.target, work, stop=frozenset({stop}), session=session)
         assert (work[0].ending, work[0].generated) == (Ending.STOP, tokens[: tokens.index(stop)])
         assert work[1].ending in (Ending.CONTEXT, Ending.STOP)
         assert work[1].ending is Ending.STOP or work[1].known == 61
@@ -336,10 +416,11 @@ async def test_each_text_ends_for_the_right_reason() -> None:
         await assert_nothing_is_left(served)
 
 
-async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_does_is_refused() -> None:
+@BOTH_WAYS
+async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_does_is_refused(session: bool) -> None:
     async with identity(kv_blocks=8) as served:
         work = [Request(0, tuple(range(20)), 100), Request(1, tuple(range(40)), 5), Request(2, (1, 2), 5)]
-        await schedule(served.target, work)
+        await schedule(served.target, work, session=session)
         assert work[0].ending is Ending.POOL
         assert work[0].known == 33, "32 tokens in the cache, and the last one that they gave"
         assert work[1].stage is Stage.FAILED
@@ -350,19 +431,25 @@ async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_
 # --- sampling -------------------------------------------------------------------------------------------------------
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(top_k=0, top_p=0.9, seed=3)])
-async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling: Sampling) -> None:
+async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling: Sampling, session: bool) -> None:
     texts = prompts(6)
     outcomes = []
     for blocks, budget in ((512, BUDGET), (40, Budget(tokens=9, items=32, running=3))):
         async with identity(kv_blocks=blocks) as served:
             work = requests(texts)
-            await schedule(served.target, work, budget=budget, sampling=sampling)
+            await schedule(served.target, work, budget=budget, sampling=sampling, session=session)
             outcomes.append([each.generated for each in work])
     assert outcomes[0] == outcomes[1]
     async with identity(kv_blocks=512) as served:
         work = requests(texts)
-        await schedule(served.target, work, sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 4))
+        await schedule(
+            served.target,
+            work,
+            sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 4),
+            session=session,
+        )
         assert [each.generated for each in work] != outcomes[0]
 
 
@@ -388,15 +475,32 @@ async def test_the_demo_model_writes_the_same_in_a_tight_pool_as_alone() -> None
         assert run.preemptions > 0
 
 
-async def test_the_program_serves_prompts_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
+@BOTH_WAYS
+async def test_the_program_serves_prompts_and_sums_up(capsys: pytest.CaptureFixture[str], session: bool) -> None:
+    way = [] if session else ["--unary"]
     async with identity() as served:
-        run = await serve(parse(["--target", served.target, "--demo", "--greedy", "--max-new-tokens", "8"]))
+        run = await serve(parse(["--target", served.target, "--demo", "--greedy", "--max-new-tokens", "8", *way]))
         assert not run.failed
         await assert_nothing_is_left(served)
     shown = capsys.readouterr().out
     assert shown.count("8 tokens, length") == 8
-    for heading in ("tokens/s", "time to first token", "mean batch", "preemptions", "cache use", "UnifiedForward"):
+    method = "Session" if session else "UnifiedForward"
+    for heading in ("tokens/s", "time to first token", "mean batch", "preemptions", "cache use", method):
         assert heading in shown
+
+
+@BOTH_WAYS
+async def test_the_program_reaches_an_executor_on_a_unix_socket(tmp_path: Path, session: bool) -> None:
+    config = BuildConfig(model="identity", device="cpu", kv_blocks=64, block_size=4)
+    server = ExecutorServer(lambda: build_runner(config), LIMITS, host=f"unix:{tmp_path / 'socket'}")
+    await server.start()
+    try:
+        await server.ready()
+        way = [] if session else ["--unary"]
+        run = await serve(parse(["--target", server.target, "--prompt", "hello", "--max-new-tokens", "4", *way]))
+        assert not run.failed
+    finally:
+        await server.stop(grace_s=1)
 
 
 async def test_the_program_runs_as_a_module_and_exits_with_0() -> None:

@@ -81,7 +81,7 @@ async def dial(target: str) -> AsyncIterator[Dialled]:
 
 
 async def test_sigterm_finishes_the_call_in_flight_says_not_serving_and_exits_0() -> None:
-    with serving("--max-batch-tokens", "8192") as process:
+    with serving("--max-batch-tokens", "8192", "--grace-s", "2") as process:
         async with dial(process.target) as client:
             watch = client.health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -109,7 +109,7 @@ async def test_a_second_sigterm_ends_it_at_once() -> None:
             ):
                 pass
             process.popen.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(process.wait_for, "stopping")
+            await asyncio.to_thread(process.wait_for, "draining")
             process.popen.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.popen.wait, 30) == 128 + signal.SIGTERM
             with pytest.raises(grpc.aio.AioRpcError):

@@ -30,6 +30,7 @@ CODE = {
     "CONTEXT_LENGTH_EXCEEDED": 11,
     "TRUNCATE_BEYOND_LENGTH": 11,
     "KV_BLOCKS_EXHAUSTED": 8,
+    "SEQUENCES_EXHAUSTED": 8,
     "QUEUE_FULL": 8,
     "OUTPUT_TOO_LARGE": 8,
     "STARTING": 14,
@@ -45,6 +46,7 @@ CODE = {
 
 INVALID = "INVALID_REQUEST"
 EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
+TOO_MANY = "SEQUENCES_EXHAUSTED"
 PER_ITEM_OVERHEAD = 1024
 """No item's result takes more bytes besides its rows. An answer within so much of the limit may be refused."""
 
@@ -374,6 +376,7 @@ class Oracle:
         self.records: dict[tuple[bytes | None, str], Record] = {}
         self.row_bytes: list[int] = []
         """Bytes of the rows of every recorded answer, in the order in which they were recorded."""
+        self.oldest_rows = 0
         self.counts: Counter[str] = Counter()
         self._names = 0
 
@@ -405,6 +408,7 @@ class Oracle:
         self.blocks.release(sequence)
         del self.live[sequence.handle.id]
         self.gone[sequence.handle.id] = sequence
+        self.forget_rows(sequence.handle.id)
         self.counts["released"] += 1
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -501,7 +505,7 @@ class Oracle:
             if len(item.tokens) + (item.reserve or 0) > limits.max_context:
                 faults.add("CONTEXT_LENGTH_EXCEEDED")
             if len(self.live) + minted >= limits.max_sequences:
-                faults.add(EXHAUSTED)
+                faults.add(TOO_MANY)
             return faults, None
         wrong = self.handle_faults(item.handle)
         faults |= wrong
@@ -596,6 +600,8 @@ class Oracle:
                     record.row_bytes = rows * item.output.row_bytes(self.limits.vocab)
                     record.serial = len(self.row_bytes)
                     self.row_bytes.append(record.row_bytes)
+                    while sum(self.row_bytes[self.oldest_rows :]) > self.limits.replay_bytes:
+                        self.oldest_rows += 1
             before = sequence.handle.version if sequence.handles else -1
             outcomes[index] = Committed(sequence, before, prefixes, item.output, record)
 
@@ -610,8 +616,14 @@ class Oracle:
         return Replayed(record)
 
     def keeps_rows(self, record: Record) -> bool:
-        """The newest rows are kept, within the byte budget."""
-        return record.serial >= 0 and sum(self.row_bytes[record.serial :]) <= self.limits.replay_bytes
+        """The newest rows are kept, within the byte budget, as long as their sequence lives."""
+        return record.serial >= self.oldest_rows and self.row_bytes[record.serial] > 0
+
+    def forget_rows(self, scope: bytes) -> None:
+        """The rows of a sequence that ended make room."""
+        for (where, _), record in self.records.items():
+            if where == scope and record.serial >= 0:
+                self.row_bytes[record.serial] = 0
 
     # --- operations: each returns the reasons of which one must be told, a record to be replayed, or what was done ----
 
@@ -652,7 +664,7 @@ class Oracle:
         if length > parent.length:
             return frozenset({"TRUNCATE_BEYOND_LENGTH"})
         if len(self.live) + number > self.limits.max_sequences:
-            return frozenset({EXHAUSTED})
+            return frozenset({TOO_MANY})
         children = [self._new() for _ in range(number)]
         for child in children:
             if not self.blocks.fork(parent, child, length):

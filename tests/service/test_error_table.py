@@ -17,7 +17,6 @@ from ferrum_rpc.executor.v1 import (
     info_pb2,
     kv_transfer_pb2,
     output_pb2,
-    session_pb2,
     types_pb2,
 )
 from ferrum_rpc.service.server import ExecutorServer
@@ -189,9 +188,9 @@ async def test_too_many_sequences_are_refused_before_memory_is(served: Served) -
         handle = await prefill(small, [1])
         await small.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=2))
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        await refused(small.executor.Prefill(pb.PrefillRequest(item=item([1]))), Reason.KV_BLOCKS_EXHAUSTED, code)
+        await refused(small.executor.Prefill(pb.PrefillRequest(item=item([1]))), Reason.SEQUENCES_EXHAUSTED, code)
         fork = small.executor.ForkKv(pb.ForkKvRequest(handle=handle))
-        error = await refused(fork, Reason.KV_BLOCKS_EXHAUSTED, code)
+        error = await refused(fork, Reason.SEQUENCES_EXHAUSTED, code)
         assert error.number("max_sequences") == 3
 
 
@@ -340,18 +339,12 @@ async def test_a_lost_device_answers_everybody_and_health_turns() -> None:
 
 
 NOT_OFFERED: dict[str, tuple[str, Any, str]] = {
-    "AcquireLease": ("executor", pb.AcquireLeaseRequest(), "LEASES"),
-    "KeepAlive": ("executor", pb.KeepAliveRequest(), "LEASES"),
-    "RevokeLease": ("executor", pb.RevokeLeaseRequest(), "LEASES"),
     "RegisterTokenMask": ("executor", pb.RegisterTokenMaskRequest(), "TOKEN_MASKS"),
-    "Drain": ("control", executor_control_pb2.DrainRequest(), "DRAIN"),
     "LoadAdapter": ("control", executor_control_pb2.LoadAdapterRequest(), "ADAPTERS"),
     "UnloadAdapter": ("control", executor_control_pb2.UnloadAdapterRequest(), "ADAPTERS"),
     "ListAdapters": ("control", executor_control_pb2.ListAdaptersRequest(), "ADAPTERS"),
-    "ListSequences": ("control", executor_control_pb2.ListSequencesRequest(), "LIST_SEQUENCES"),
 }
 NOT_OFFERED_STREAMS: dict[str, tuple[str, Any, str]] = {
-    "Session": ("executor", session_pb2.SessionRequest(), "SESSION"),
     "ExportKv": ("transfer", kv_transfer_pb2.ExportKvRequest(), "KV_TRANSFER"),
     "ImportKv": ("transfer", kv_transfer_pb2.ImportKvRequest(), "KV_TRANSFER"),
     "WatchKvEvents": ("transfer", kv_transfer_pb2.WatchKvEventsRequest(), "KV_EVENTS"),
@@ -380,8 +373,6 @@ async def test_streams_that_are_not_offered_say_so(served: Served, method: str) 
     async def run() -> None:
         if method == "ImportKv":
             await function(iter([request]))
-        elif method == "Session":
-            assert await function().read() is None
         else:
             assert not [answer async for answer in function(request)]
 
@@ -397,7 +388,6 @@ OUTPUTS_NOT_OFFERED = {
     "PENALTIES": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(repetition_penalty=1.1)),
 }
 OPTIONS_NOT_OFFERED = {
-    "LEASES": forward_pb2.CreateOptions(lease_id="x"),
     "ADAPTERS": forward_pb2.CreateOptions(adapter="x"),
     "PREFIX_CACHE": forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_READ_WRITE),
 }

@@ -36,6 +36,7 @@ from tests.service.model import (
     CODE,
     EXHAUSTED,
     INVALID,
+    TOO_MANY,
     Committed,
     Handle,
     Item,
@@ -797,7 +798,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         """Whatever it runs, and however little room it has, it leaves nothing."""
         answer = self.send("Warmup", control.WarmupRequest(batch_size=batch_size, prefill_tokens=prefill_tokens))
         if isinstance(answer, Refusal):
-            self.check_refusal(answer, Refused(frozenset({INVALID, EXHAUSTED})))
+            self.check_refusal(answer, Refused(frozenset({INVALID, EXHAUSTED, TOO_MANY})))
         else:
             self.check_pressure(answer.pressure)
         self.forgive("tokens", "rows", "kv_exhausted")

@@ -11,10 +11,11 @@ import pytest
 
 from ferrum_rpc.client import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.calls import Calls
-from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, service_config
+from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, keepalive_options, service_config
 from ferrum_rpc.client.policy import Deadline, fate_unknown
 from ferrum_rpc.errors import (
     ERROR_BY_REASON,
+    Cancelled,
     DeadlineExceeded,
     ExecutorError,
     InternalError,
@@ -143,6 +144,14 @@ async def test_a_closed_channel_is_an_error_and_not_a_cancellation_of_the_caller
         await mutate(Script(asyncio.CancelledError()), NEVER_RESEND)
 
 
+async def test_a_call_that_the_executor_cancels_as_it_goes_is_of_unknown_fate_and_sent_again() -> None:
+    script = Script(bare(grpc.StatusCode.CANCELLED), "answer")
+    assert await mutate(script) == "answer"
+    with pytest.raises(Cancelled) as cancelled:
+        await mutate(Script(bare(grpc.StatusCode.CANCELLED)), NEVER_RESEND)
+    assert fate_unknown(cancelled.value)
+
+
 async def test_the_callers_own_cancellation_stays_one() -> None:
     class Hang(Script):
         async def __call__(self, request: Any, **_: Any) -> Any:
@@ -210,6 +219,15 @@ def test_a_channel_option_of_the_caller_replaces_the_default_and_leaves_the_othe
     assert changed.pop("grpc.keepalive_time_ms") == 1
     assert default.pop("grpc.keepalive_time_ms") != 1
     assert changed == default
+
+
+def test_how_fast_a_dead_peer_is_noticed_can_be_set_and_makes_sense() -> None:
+    options = dict(keepalive_options(7.5, 0.5))
+    assert options["grpc.keepalive_time_ms"] == 7500
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == 500
+    for wrong in ((0, 1), (1, 0), (-1, 1)):
+        with pytest.raises(ValueError, match="positive"):
+            keepalive_options(*wrong)
 
 
 def test_the_default_channel_notices_a_dead_peer_and_takes_any_answer() -> None:

@@ -22,7 +22,7 @@ from ferrum_rpc.client import (
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.state import Item, SequenceState, as_output, as_tokens
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QueueFull, SequenceBusy, TransportError
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 
 LOST = TransportError("lost", metadata={"grpc_code": "UNAVAILABLE"})
 SPEC = OutputSpec()
@@ -193,16 +193,15 @@ def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
 
 
 async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
-    outcomes: list[Any] = [SequenceBusy("no"), SequenceBusy("no"), model_executor_pb2.ReleaseResponse()]
+    outcomes: list[Any] = [SequenceBusy("no"), SequenceBusy("no"), types_pb2.KvPressure()]
     sent: list[Any] = []
 
     class Link:
-        def __init__(self) -> None:
-            self.calls = self.executor = self
-            self.Release = None
+        async def transport(self, _: Any) -> Any:
+            return self
 
-        async def mutate(self, _: Any, request: Any, __: Any) -> Any:
-            sent.append(request)
+        async def release(self, _: Any, request_id: str, __: Any) -> Any:
+            sent.append(request_id)
             outcome = outcomes.pop(0)
             if isinstance(outcome, Exception):
                 raise outcome
@@ -215,5 +214,4 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
     releases = Releases(link, 5.0)
     await releases.release(state(handle=handle(3, 7)))
     assert len(sent) == 3
-    assert len({each.request_id for each in sent}) == 1
-    assert all(each.any_version for each in sent)
+    assert len(set(sent)) == 1

@@ -123,6 +123,12 @@ def test_every_variable_of_the_executor_is_one_of_its_settings(name: str) -> Non
     assert {variable for variable in given if variable.startswith(ENV_PREFIX)} <= known
 
 
+def test_metrics_are_on_the_network_of_the_stack_and_not_on_the_host() -> None:
+    executor = service("executor")
+    assert executor["environment"]["FERRUM_METRICS_PORT"] in executor["expose"]
+    assert "ports" not in executor
+
+
 def test_engine_waits_longer_than_the_calls_in_flight_may_take() -> None:
     grace = ServeSettings.model_fields["grace_s"].default
     assert seconds(service("executor")["stop_grace_period"]) >= grace + 10
@@ -137,7 +143,7 @@ def test_scheduler_is_a_job_that_waits_for_a_healthy_executor() -> None:
 
 
 def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:
-    assert service("executor")["environment"] == {"FERRUM_DEVICE": "cpu"}
+    assert service("executor")["environment"]["FERRUM_DEVICE"] == "cpu"
     assert "reservations" not in service("executor")["deploy"]["resources"]
     gpu = compose("docker-compose.gpu.yml")["services"]["executor"]
     assert gpu["environment"]["FERRUM_DEVICE"] == "cuda"

@@ -32,6 +32,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc": Floor(),
     "ferrum_rpc.errors": Floor(),
     "ferrum_rpc.core": Floor("errors", "numpy"),
+    "ferrum_rpc.failpoints": Floor("errors", "structlog"),
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
@@ -44,22 +45,24 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
-    "ferrum_rpc.engine.thread": Floor("core errors"),
+    "ferrum_rpc.engine.heartbeat": Floor(),
+    "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat"),
     "ferrum_rpc.engine": Floor(
-        "core errors kv kv.store models attention sampling weights distributed engine.thread",
+        "core errors failpoints kv kv.store models attention sampling weights distributed engine.thread",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors executor wire engine.thread",
-        "google grpc grpc_health grpc_reflection numpy structlog",
+        "ferrum_rpc core errors failpoints executor wire engine.heartbeat engine.thread",
+        "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
     # programs
     "ferrum_rpc.logs": Floor("", "structlog"),
-    "ferrum_rpc.config": Floor("core errors", "pydantic pydantic_settings"),
+    "ferrum_rpc.config": Floor("core errors failpoints", "pydantic pydantic_settings"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors models engine engine.thread service logs config", "structlog torch"
+        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config",
+        "structlog torch",
     ),
     "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask serve"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),

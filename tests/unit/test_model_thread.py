@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import CacheState, OutputSpec, Span, SpanResult, Step, StepResult
+from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.thread import ModelThread, Operation, Submission
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, KvBlocksExhausted, StepFailed
 
@@ -23,6 +25,7 @@ class FakeRunner:
         self.info: Any = None
         self.device: Any = None
         self.steps: list[Step] = []
+        self.beat: Callable[[], None] = lambda: None
         self.act: Callable[[Step], None] = lambda step: None
 
     def context(self) -> AbstractContextManager[object]:
@@ -42,7 +45,7 @@ def span(sequence: int, tokens: int = 1) -> Span:
 
 
 class Harness:
-    def __init__(self, items: int = 8, tokens: int = 64) -> None:
+    def __init__(self, items: int = 8, tokens: int = 64, heartbeat: Heartbeat | None = None) -> None:
         self.runner = FakeRunner()
         self.failures: list[BaseException] = []
         self.thread = ModelThread(
@@ -52,6 +55,7 @@ class Harness:
             max_step_tokens=tokens,
             on_ready=lambda _: None,
             on_failed=self.failures.append,
+            heartbeat=heartbeat,
         )
 
     def submit(self, *spans: Span, deadline: float | None = None) -> tuple[Submission, asyncio.Future[Any]]:
@@ -188,6 +192,50 @@ async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later() -> No
         assert isinstance(outcome, SpanResult)
     (outcome,), _ = await harness.submit(span(9))[1]
     assert isinstance(outcome, Draining)
+
+
+async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left_behind_at_the_end() -> None:
+    heartbeat = Heartbeat(stall_timeout_s=1.0)
+    harness = Harness(heartbeat=heartbeat)
+    entered, go = threading.Event(), threading.Event()
+
+    def act(step: Step) -> None:
+        harness.runner.beat()
+        entered.set()
+        go.wait(30)
+
+    async def trouble_within(seconds: float) -> str | None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if (trouble := harness.thread.trouble(time.monotonic())) is not None:
+                return trouble
+            await asyncio.sleep(0.1)
+        return None
+
+    harness.thread.start()
+    assert await trouble_within(1.5) is None, "idle for longer than the stall timeout"
+    harness.runner.act = act
+    _, done = harness.submit(span(1))
+    await asyncio.to_thread(entered.wait, 10)
+    assert await trouble_within(20) is not None
+    assert not await harness.thread.stop()
+    go.set()
+    await done
+    assert await harness.thread.stop()
+    assert harness.thread.trouble(time.monotonic()) == "it has ended"
+
+
+async def test_a_device_that_is_lost_in_an_operation_ends_the_thread() -> None:
+    harness = Harness()
+    harness.thread.start()
+
+    def lose(runner: Any) -> None:
+        raise DeviceLost("gone")
+
+    assert isinstance(await harness.operate(lose), DeviceLost)
+    (outcome,), _ = await harness.submit(span(1))[1]
+    assert isinstance(outcome, DeviceLost) and not harness.runner.steps
+    assert len(harness.failures) == 1
 
 
 async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever() -> None:

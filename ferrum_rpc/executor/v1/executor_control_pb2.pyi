@@ -118,17 +118,23 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ("label", "seq_len", "blocks", "idle", "client_name", "adapter")
+    __slots__ = ("label", "seq_len", "blocks", "idle", "client_name", "adapter", "identity", "busy", "leased")
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
     label: str
     seq_len: int
     blocks: int
     idle: _duration_pb2.Duration
     client_name: str
     adapter: str
-    def __init__(self, label: _Optional[str] = ..., seq_len: _Optional[int] = ..., blocks: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., client_name: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    identity: str
+    busy: bool
+    leased: bool
+    def __init__(self, label: _Optional[str] = ..., seq_len: _Optional[int] = ..., blocks: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., client_name: _Optional[str] = ..., adapter: _Optional[str] = ..., identity: _Optional[str] = ..., busy: bool = ..., leased: bool = ...) -> None: ...

@@ -91,7 +91,8 @@ class ExecutorControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new sequences and finishes the owned ones.
+        """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
+        ends. The same as SIGTERM.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,9 @@ class ExecutorControlStub:
     Reset: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.ResetRequest, _executor_control_pb2.ResetResponse]
     """Releases every sequence. Their handles answer HANDLE_RELEASED."""
     Drain: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.DrainRequest, _executor_control_pb2.DrainResponse]
-    """Stops taking new sequences and finishes the owned ones."""
+    """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
+    ends. The same as SIGTERM.
+    """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.LoadAdapterRequest, _executor_control_pb2.LoadAdapterResponse]
     """Loads an adapter from the server's adapter folder."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.UnloadAdapterRequest, _executor_control_pb2.UnloadAdapterResponse]
@@ -58,7 +60,9 @@ class ExecutorControlAsyncStub(ExecutorControlStub):
     Reset: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.ResetRequest, _executor_control_pb2.ResetResponse]  # type: ignore[assignment]
     """Releases every sequence. Their handles answer HANDLE_RELEASED."""
     Drain: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.DrainRequest, _executor_control_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops taking new sequences and finishes the owned ones."""
+    """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
+    ends. The same as SIGTERM.
+    """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.LoadAdapterRequest, _executor_control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads an adapter from the server's adapter folder."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.UnloadAdapterRequest, _executor_control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
@@ -93,7 +97,9 @@ class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_control_pb2.DrainResponse, _abc.Awaitable[_executor_control_pb2.DrainResponse]]:
-        """Stops taking new sequences and finishes the owned ones."""
+        """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
+        ends. The same as SIGTERM.
+        """
 
     @_abc_1.abstractmethod
     def LoadAdapter(

@@ -119,7 +119,7 @@ class KvCacheInfo(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes")
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases")
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,15 @@ class Limits(_message.Message):
     MAX_QUEUED_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSION_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TTL_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_PER_CALLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_PER_CALLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEASES_FIELD_NUMBER: _ClassVar[int]
     max_batch_items: int
     max_batch_tokens: int
     max_top_tokens: int
@@ -140,7 +149,16 @@ class Limits(_message.Message):
     max_queued_items: int
     max_queued_tokens: int
     replay_bytes: int
-    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ...) -> None: ...
+    max_steps_in_flight: int
+    session_inline_bytes: int
+    max_session_response_bytes: int
+    lease_ttl: _duration_pb2.Duration
+    max_lease_ttl: _duration_pb2.Duration
+    idle_ttl: _duration_pb2.Duration
+    max_sequences_per_caller: int
+    max_blocks_per_caller: int
+    max_leases: int
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ...) -> None: ...
 
 class DeviceInfo(_message.Message):
     __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")
@@ -181,7 +199,7 @@ class MethodCount(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., items: _Optional[int] = ..., item_errors: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied")
+    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied", "leases_expired", "sequences_expired")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +211,8 @@ class Counters(_message.Message):
     QUEUE_FULL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_COPIED_FIELD_NUMBER: _ClassVar[int]
+    LEASES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     tokens: int
     rows: int
@@ -204,4 +224,6 @@ class Counters(_message.Message):
     queue_full: int
     tokens_truncated: int
     blocks_copied: int
-    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ...) -> None: ...
+    leases_expired: int
+    sequences_expired: int
+    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ...) -> None: ...

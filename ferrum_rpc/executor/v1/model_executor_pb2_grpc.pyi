@@ -9,13 +9,16 @@ Every non-OK status carries google.rpc.ErrorInfo with domain "ferrum_rpc" and on
 means that the sequence is unchanged, unless the reason says otherwise.
 
   INVALID_ARGUMENT     INVALID_REQUEST, REQUEST_ID_REUSED
-  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED
+  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED, LEASE_UNKNOWN
   FAILED_PRECONDITION  INSTANCE_MISMATCH (the handle is of another process lifetime: prefill again)
   ABORTED              SEQUENCE_VERSION_MISMATCH (metadata: version, seq_len), SEQUENCE_BUSY
   OUT_OF_RANGE         CONTEXT_LENGTH_EXCEEDED, TRUNCATE_BEYOND_LENGTH
-  RESOURCE_EXHAUSTED   KV_BLOCKS_EXHAUSTED, QUEUE_FULL, OUTPUT_TOO_LARGE
+  RESOURCE_EXHAUSTED   KV_BLOCKS_EXHAUSTED, SEQUENCES_EXHAUSTED, QUOTA_EXCEEDED, QUEUE_FULL, OUTPUT_TOO_LARGE
   UNAVAILABLE          STARTING, DRAINING (nothing was started: the one code to retry without thought)
   DEADLINE_EXCEEDED    DEADLINE_EXCEEDED (dropped before its step)
+  CANCELLED            CANCELLED (taken back before its step)
+  UNAUTHENTICATED      UNAUTHENTICATED (no credentials, or wrong ones)
+  PERMISSION_DENIED    PERMISSION_DENIED (the method is for operators)
   UNIMPLEMENTED        NOT_SUPPORTED
   INTERNAL             DEVICE_LOST, STEP_FAILED (the step was rolled back), INTERNAL_ERROR (a bug; fate unknown)
 """

@@ -1,6 +1,9 @@
+import datetime
+
 from ferrum_rpc.executor.v1 import forward_pb2 as _forward_pb2
 from ferrum_rpc.executor.v1 import output_pb2 as _output_pb2
 from ferrum_rpc.executor.v1 import types_pb2 as _types_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.rpc import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -11,7 +14,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("step_id", "forward", "truncate", "release", "fork", "keep_alive", "hello", "close")
+    __slots__ = ("step_id", "forward", "truncate", "release", "fork", "keep_alive", "hello", "close", "cancel")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +23,7 @@ class SessionRequest(_message.Message):
     KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     forward: SessionForward
     truncate: SessionTruncate
@@ -28,27 +32,32 @@ class SessionRequest(_message.Message):
     keep_alive: SessionKeepAlive
     hello: SessionHello
     close: SessionClose
-    def __init__(self, step_id: _Optional[int] = ..., forward: _Optional[_Union[SessionForward, _Mapping]] = ..., truncate: _Optional[_Union[SessionTruncate, _Mapping]] = ..., release: _Optional[_Union[SessionRelease, _Mapping]] = ..., fork: _Optional[_Union[SessionFork, _Mapping]] = ..., keep_alive: _Optional[_Union[SessionKeepAlive, _Mapping]] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ...) -> None: ...
+    cancel: SessionCancel
+    def __init__(self, step_id: _Optional[int] = ..., forward: _Optional[_Union[SessionForward, _Mapping]] = ..., truncate: _Optional[_Union[SessionTruncate, _Mapping]] = ..., release: _Optional[_Union[SessionRelease, _Mapping]] = ..., fork: _Optional[_Union[SessionFork, _Mapping]] = ..., keep_alive: _Optional[_Union[SessionKeepAlive, _Mapping]] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ..., cancel: _Optional[_Union[SessionCancel, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("client_revision", "lease_id", "steps_in_flight", "inline_bytes")
+    __slots__ = ("client_revision", "lease_id", "steps_in_flight", "inline_bytes", "client_name")
     CLIENT_REVISION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     client_revision: int
     lease_id: str
     steps_in_flight: int
     inline_bytes: int
-    def __init__(self, client_revision: _Optional[int] = ..., lease_id: _Optional[str] = ..., steps_in_flight: _Optional[int] = ..., inline_bytes: _Optional[int] = ...) -> None: ...
+    client_name: str
+    def __init__(self, client_revision: _Optional[int] = ..., lease_id: _Optional[str] = ..., steps_in_flight: _Optional[int] = ..., inline_bytes: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class SessionForward(_message.Message):
-    __slots__ = ("items", "all_or_nothing")
+    __slots__ = ("items", "all_or_nothing", "timeout")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     ALL_OR_NOTHING_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[_forward_pb2.ForwardItem]
     all_or_nothing: bool
-    def __init__(self, items: _Optional[_Iterable[_Union[_forward_pb2.ForwardItem, _Mapping]]] = ..., all_or_nothing: bool = ...) -> None: ...
+    timeout: _duration_pb2.Duration
+    def __init__(self, items: _Optional[_Iterable[_Union[_forward_pb2.ForwardItem, _Mapping]]] = ..., all_or_nothing: bool = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionTruncate(_message.Message):
     __slots__ = ("handles", "lengths", "request_id")
@@ -84,6 +93,12 @@ class SessionKeepAlive(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SessionCancel(_message.Message):
+    __slots__ = ("step_id",)
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    def __init__(self, step_id: _Optional[int] = ...) -> None: ...
+
 class SessionClose(_message.Message):
     __slots__ = ("release_sequences",)
     RELEASE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -111,18 +126,22 @@ class SessionResponse(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., forward: _Optional[_Union[SessionForwardAnswer, _Mapping]] = ..., rows: _Optional[_Union[SessionRows, _Mapping]] = ..., handles: _Optional[_Union[SessionHandlesAnswer, _Mapping]] = ..., keep_alive: _Optional[_Union[SessionKeepAliveAnswer, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., goodbye: _Optional[_Union[SessionGoodbye, _Mapping]] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
-    __slots__ = ("schema_revision", "instance_id", "lease_id", "steps_in_flight", "inline_bytes")
+    __slots__ = ("schema_revision", "instance_id", "lease_id", "steps_in_flight", "inline_bytes", "lease_ttl", "renew_every")
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
+    RENEW_EVERY_FIELD_NUMBER: _ClassVar[int]
     schema_revision: int
     instance_id: str
     lease_id: str
     steps_in_flight: int
     inline_bytes: int
-    def __init__(self, schema_revision: _Optional[int] = ..., instance_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., steps_in_flight: _Optional[int] = ..., inline_bytes: _Optional[int] = ...) -> None: ...
+    lease_ttl: _duration_pb2.Duration
+    renew_every: _duration_pb2.Duration
+    def __init__(self, schema_revision: _Optional[int] = ..., instance_id: _Optional[str] = ..., lease_id: _Optional[str] = ..., steps_in_flight: _Optional[int] = ..., inline_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., renew_every: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionForwardAnswer(_message.Message):
     __slots__ = ("results", "row_blocks", "pressure", "timing")
@@ -137,14 +156,16 @@ class SessionForwardAnswer(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[_forward_pb2.ItemResult, _Mapping]]] = ..., row_blocks: _Optional[_Iterable[_Union[_output_pb2.RowBlock, _Mapping]]] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
 
 class SessionRows(_message.Message):
-    __slots__ = ("block", "first", "rows")
+    __slots__ = ("block", "first", "rows", "field")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
     block: int
     first: int
     rows: _types_pb2.Tensor
-    def __init__(self, block: _Optional[int] = ..., first: _Optional[int] = ..., rows: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    field: int
+    def __init__(self, block: _Optional[int] = ..., first: _Optional[int] = ..., rows: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., field: _Optional[int] = ...) -> None: ...
 
 class SessionHandlesAnswer(_message.Message):
     __slots__ = ("results", "pressure")
@@ -163,10 +184,12 @@ class HandleResult(_message.Message):
     def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class SessionKeepAliveAnswer(_message.Message):
-    __slots__ = ("pressure",)
+    __slots__ = ("pressure", "ttl")
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     pressure: _types_pb2.KvPressure
-    def __init__(self, pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    def __init__(self, pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionGoodbye(_message.Message):
     __slots__ = ("released_sequences",)

@@ -1,0 +1,191 @@
+"""Work items out, answers back, and every sequence's state in step with them.
+
+Through whatever transport the link has. A creation that is refused because the client's lease is gone goes out again
+with another, and rows that a replayed answer has lost are computed again: neither is the program's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.lending import LEASE_FIELD
+from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.transport import Fed, Feed
+from ferrum_rpc.core import HandleRef, Positions, Pressure, RowBlock, Rows, StepTiming
+from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.wire.items import handle_from_proto
+from ferrum_rpc.wire.status import error_from_status
+
+if TYPE_CHECKING:
+    from ferrum_rpc.client.link import Link
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+class Forwards:
+    """The forwards of one client."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Answer:
+        """One item through Prefill, Decode or ForwardVerify. The caller has claimed the sequence."""
+        fed = await self._link.patiently(item.state, lambda: self._feed(feed, item, deadline), deadline)
+        answer = self._answer(item, fed.output, fed.blocks, self._link.saw(fed.pressure), fed.timing)
+        if _rows_are_gone(item, answer):
+            answer = (await self._rows_again({0: (item, answer)}, deadline))[0]
+        return answer
+
+    async def _feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
+        try:
+            return await self._feed_once(feed, item, deadline)
+        except LEASE_GONE as error:
+            if not self._link.lending.returned((item,), error):
+                raise
+        return await self._feed_once(feed, item, deadline)
+
+    async def _feed_once(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
+        await self._link.lending.lend((item,), deadline)
+        transport = await self._link.transport(deadline)
+        try:
+            return await transport.feed(feed, item.proto, deadline)
+        except BaseException as error:
+            self._failed(item, error, lambda later: self._repeat(feed, item, later))
+            raise
+
+    async def batch(
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+    ) -> list[Answer | ExecutorError]:
+        """Items in one forward pass; ``results[i]`` answers ``items[i]``."""
+        claimed: list[SequenceState] = []
+        try:
+            for item in items:
+                item.state.claim(feed.name)
+                claimed.append(item.state)
+                item.state.check(item)
+            return await self._batch(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
+        finally:
+            for state in claimed:
+                state.unclaim()
+
+    async def _batch(
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+    ) -> list[Answer | ExecutorError]:
+        try:
+            results = await self._batch_once(feed, items, deadline, all_or_nothing=all_or_nothing)
+        except LEASE_GONE as error:  # one item's refusal refused them all
+            if error.field != LEASE_FIELD or not self._link.lending.returned(items, error):
+                raise
+            return await self._batch_once(feed, items, deadline, all_or_nothing=all_or_nothing)
+        again = {
+            index: item
+            for index, (item, result) in enumerate(zip(items, results, strict=True))
+            if isinstance(result, LEASE_GONE) and self._link.lending.returned((item,), result)
+        }
+        if again:
+            try:
+                fresh = await self._batch_once(feed, list(again.values()), deadline, all_or_nothing=False)
+            except ExecutorError as error:  # the others' answers stand
+                fresh = [error] * len(again)
+            for index, result in zip(again, fresh, strict=True):
+                results[index] = result
+        return results
+
+    async def _batch_once(
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+    ) -> list[Answer | ExecutorError]:
+        await self._link.lending.lend(items, deadline)
+        transport = await self._link.transport(deadline)
+        try:
+            protos = [item.proto for item in items]
+            forwarded = await transport.forward(feed, protos, deadline, all_or_nothing=all_or_nothing)
+            if [each.item_id for each in forwarded.results] != [each.item_id for each in protos]:
+                raise TransportError(
+                    f"the executor answered {len(forwarded.results)} other items than the {len(items)} that it was "
+                    "sent",
+                    metadata={"grpc_code": "INTERNAL"},
+                )
+        except BaseException as error:
+            for item in items:
+                self._failed(item, error, self._repeater(item))
+            raise
+        pressure = self._link.saw(forwarded.pressure)
+        results: list[Answer | ExecutorError] = []
+        gone: dict[int, tuple[Item, Answer]] = {}
+        for item, result in zip(items, forwarded.results, strict=True):
+            if result.HasField("output"):
+                answer = self._answer(item, result.output, forwarded.blocks, pressure, forwarded.timing)
+                if _rows_are_gone(item, answer):
+                    gone[len(results)] = (item, answer)
+                results.append(answer)
+            else:
+                refusal = error_from_status(result.error)
+                self._failed(item, refusal, self._repeater(item))
+                results.append(refusal)
+        for index, again in (await self._rows_again(gone, deadline)).items():
+            results[index] = again
+        return results
+
+    def _answer(
+        self,
+        item: Item,
+        output: forward_pb2.ForwardOutput,
+        blocks: list[RowBlock],
+        pressure: Pressure,
+        timing: StepTiming | None,
+    ) -> Answer:
+        handle = handle_from_proto(output.handle)
+        item.state.committed(item, handle)
+        if item.handle is None:
+            self._link.releases.live.add(item.state)
+        where = output.rows
+        rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
+        return Answer(handle, rows, pressure, timing, output.cached_tokens, output.replayed)
+
+    async def _rows_again(self, gone: dict[int, tuple[Item, Answer]], deadline: Deadline) -> dict[int, Answer]:
+        """A replayed answer may come without its rows: feed its last tokens once more to see them. Where that fails the
+        answers stay as they are, for the sequences did advance."""
+        if not gone:
+            return {}
+        items = []
+        for item, answer in gone.values():
+            tokens = item.tokens if item.output.positions is Positions.ALL else item.tokens[-1:]
+            items.append(self._link.item(item.state, tokens, item.output, answer.length - len(tokens)))
+        try:
+            fresh = await self._batch(self._link.forward, items, deadline, all_or_nothing=False)
+        except ExecutorError as error:
+            log.warning("the rows of a replayed answer could not be recomputed: %s", error)
+            fresh = [error] * len(items)
+        return {
+            index: answer
+            if isinstance(again, ExecutorError)
+            else replace(again, replayed=True, cached_tokens=answer.cached_tokens)
+            for (index, (_, answer)), again in zip(gone.items(), fresh, strict=True)
+        }
+
+    def _failed(self, item: Item, error: BaseException, repeat: Callable[[Deadline], Any]) -> None:
+        item.state.failed(item, error, repeat)
+        if item.state.in_doubt:
+            self._link.releases.live.add(item.state)
+        self._link.noticed(error)
+
+    def _repeater(self, item: Item) -> Callable[[Deadline], Any]:
+        return lambda later: self._repeat(self._link.forward, item, later)
+
+    async def _repeat(self, feed: Feed, item: Item, deadline: Deadline) -> list[HandleRef]:
+        """Send a doubtful creation again, to learn what it created."""
+        transport = await self._link.transport(deadline)
+        if feed is self._link.forward:
+            batch = await transport.forward(feed, [item.proto], deadline, all_or_nothing=False)
+            return [handle_from_proto(each.output.handle) for each in batch.results if each.HasField("output")]
+        return [handle_from_proto((await transport.feed(feed, item.proto, deadline)).output.handle)]
+
+
+def _rows_are_gone(item: Item, answer: Answer) -> bool:
+    return answer.replayed and answer.rows is None and item.wants_rows

@@ -1,0 +1,222 @@
+"""The client's lease: acquired with the first sequence, renewed in the background, and never lost in silence.
+
+The executor frees a client's sequences when it has heard nothing for a lease's time. So the client renews it every
+sixth of that time, whatever else it does, and says so when it cannot: a scheduler then knows before its sequences are
+gone.
+Knows nothing of sequences, nor of how a renewal travels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.shared import Shared
+from ferrum_rpc.errors import ExecutorError, TransportError
+
+MAX_CLIENT_NAME: Final = 128
+FIRST_RETRY: Final = 1 / 16
+"""Pause before a failed renewal's first retry, as a share of the period; doubled each time up to a whole one."""
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePolicy:
+    """What lease a client's sequences live with.
+
+    ``ttl_s``: seconds that it lives without a sign of life; None is the executor's default, and an executor may grant
+    less. ``attempts``: renewals that fail in a row before it counts as trouble.
+    """
+
+    ttl_s: float | None = None
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or (self.ttl_s is not None and self.ttl_s <= 0):
+            raise ValueError(f"no such policy: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What an executor granted: an opaque id, how long it lives, and how often to renew it, in seconds."""
+
+    lease_id: str
+    ttl_s: float
+    renew_every_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """The lease that a client holds. ``expires_at``: when it ends without another renewal, on `time.monotonic`; never
+    later than the executor's own reckoning. ``healthy``: the last renewals succeeded."""
+
+    lease_id: str
+    ttl_s: float
+    expires_at: float
+    healthy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTrouble:
+    """Renewals of a lease fail, or it is ``lost`` and the sequences with it. ``expires_at`` as in `LeaseState`."""
+
+    lease_id: str
+    lost: bool
+    expires_at: float
+    error: ExecutorError
+
+
+class LeaseWire(Protocol):
+    """How leases travel."""
+
+    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
+        """A new one."""
+
+    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
+        """Renew it; returns for how many seconds."""
+
+    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
+        """End it; returns how many sequences went with it."""
+
+
+class LeaseKeeper:
+    """Holds one lease at a time. ``on_trouble`` is called once when renewals begin to fail, and once when a lease is
+    lost."""
+
+    def __init__(
+        self,
+        wire: LeaseWire,
+        policy: LeasePolicy,
+        *,
+        client_name: str = "",
+        on_trouble: Callable[[LeaseTrouble], None] | None = None,
+    ) -> None:
+        self.client_name = (client_name or f"{socket.gethostname()}:{os.getpid()}")[:MAX_CLIENT_NAME]
+        self._wire = wire
+        self._policy = policy
+        self._on_trouble = on_trouble
+        self._acquiring = Shared("acquiring a lease")
+        self._lease: Lease | None = None
+        self._expires_at = 0.0
+        self._healthy = True
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def lease_id(self) -> str:
+        """The lease that is held; empty: none."""
+        return "" if self._lease is None else self._lease.lease_id
+
+    @property
+    def state(self) -> LeaseState | None:
+        """How it stands; None where none is held."""
+        lease = self._lease
+        return None if lease is None else LeaseState(lease.lease_id, lease.ttl_s, self._expires_at, self._healthy)
+
+    async def current(self, deadline: Deadline) -> str:
+        """The lease that is held, or a new one. Callers that need one at the same time share it."""
+        lease = self._lease
+        if lease is None:
+            lease = await self._acquiring.get(lambda: self._lease, lambda: self._acquire(deadline), deadline)
+        return lease.lease_id
+
+    async def _acquire(self, deadline: Deadline) -> Lease:
+        asked = time.monotonic()
+        lease = await self._wire.acquire_lease(self._policy.ttl_s, self.client_name, deadline)
+        self.adopt(lease, asked)
+        return lease
+
+    def adopt(self, lease: Lease, asked: float) -> None:
+        """Keep this lease, which was asked for at ``asked`` (monotonic seconds)."""
+        self.stop()
+        self._lease = lease
+        self._renewed(asked, lease.ttl_s)
+        self._task = asyncio.get_running_loop().create_task(self._keep(lease, asked), name="ferrum_rpc lease")
+
+    def lost(self, lease_id: str, error: ExecutorError) -> None:
+        """An answer says that this lease is gone. The next `current` acquires another."""
+        if self._lease is not None and self._lease.lease_id == lease_id:
+            self._lease = None
+            self.stop()
+            self._tell(LeaseTrouble(lease_id, True, self._expires_at, error))
+
+    async def close(self, deadline: Deadline) -> None:
+        """Revoke it, which frees its sequences in one call. Does not raise: what fails here is found by its end."""
+        lease, self._lease = self._lease, None
+        self.stop()
+        if lease is None:
+            return
+        try:
+            await self._wire.revoke_lease(lease.lease_id, deadline)
+        except LEASE_GONE:
+            pass
+        except ExecutorError as error:
+            log.warning("the lease of %s could not be revoked and runs out by itself: %s", self.client_name, error)
+
+    def stop(self) -> None:
+        """Renew it no more."""
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    # --- renewal ----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, lease: Lease, asked: float) -> None:
+        """Renew it until it is lost. No attempt takes longer than a period, and a failed one is not waited out."""
+        failures = 0
+        while True:
+            await asyncio.sleep(self._pause(lease, asked, failures))
+            asked = time.monotonic()
+            try:
+                ttl_s = await self._wire.renew_lease(lease.lease_id, Deadline.after(lease.renew_every_s))
+            except LEASE_GONE as error:
+                self.lost(lease.lease_id, error)
+                return
+            except ExecutorError as error:
+                failures += 1
+                self._failed(lease, error, failures)
+            except Exception as error:
+                # Not one that the wire is known to raise; to give up renewing would be worse than to try again.
+                failures += 1
+                self._failed(lease, TransportError(f"a renewal failed: {error!r}"), failures)
+            else:
+                failures = 0
+                self._renewed(asked, ttl_s)
+
+    def _pause(self, lease: Lease, asked: float, failures: int) -> float:
+        if failures == 0:
+            return max(0.0, asked + lease.renew_every_s - time.monotonic())
+        return lease.renew_every_s * min(1.0, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
+
+    def _renewed(self, asked: float, ttl_s: float) -> None:
+        self._expires_at = asked + ttl_s
+        self._healthy = True
+
+    def _failed(self, lease: Lease, error: ExecutorError, failures: int) -> None:
+        if failures >= self._policy.attempts and self._healthy:
+            self._healthy = False
+            self._tell(LeaseTrouble(lease.lease_id, False, self._expires_at, error))
+
+    def _tell(self, trouble: LeaseTrouble) -> None:
+        left = trouble.expires_at - time.monotonic()
+        if trouble.lost:
+            log.warning("the lease of %s is lost, prefill its sequences again: %s", self.client_name, trouble.error)
+        else:
+            log.warning(
+                "the lease of %s cannot be renewed, %.1f s are left: is the executor reachable? %s",
+                self.client_name,
+                max(0.0, left),
+                trouble.error,
+            )
+        if self._on_trouble is not None:
+            try:
+                self._on_trouble(trouble)
+            except Exception:
+                log.exception("on_lease_trouble raised")

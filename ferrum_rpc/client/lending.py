@@ -1,0 +1,102 @@
+"""Which lease a sequence lives with: the client's own, lent to every sequence that begins and names no other.
+
+Stands between the keeper (`client.lease`), which knows no sequences, and the link, which knows no leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ferrum_rpc.client.facts import Capability, seconds
+from ferrum_rpc.client.lease import Lease, LeaseKeeper, LeasePolicy, LeaseTrouble
+from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.state import Item
+from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.executor.v1 import model_executor_pb2
+from ferrum_rpc.wire.facts import set_seconds
+
+if TYPE_CHECKING:
+    from ferrum_rpc.client.link import Link
+
+LEASE_FIELD: Final = "create.lease_id"
+"""What a refusal of a whole batch names where one item's lease was the reason."""
+
+
+class Lending:
+    """A link's lease calls, and the lease that its sequences get. Without a ``policy`` they get none, and only the
+    lease that a session has of its own is kept."""
+
+    def __init__(
+        self,
+        link: Link,
+        policy: LeasePolicy | None,
+        *,
+        client_name: str,
+        on_trouble: Callable[[LeaseTrouble], None] | None,
+    ) -> None:
+        self._link = link
+        self._wanted = policy is not None
+        self.keeper = LeaseKeeper(self, policy or LeasePolicy(), client_name=client_name, on_trouble=on_trouble)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
+        """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
+        link = self._link
+        request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
+        if ttl_s is not None:
+            set_seconds(request.ttl, ttl_s)
+        answer = await link.calls.mutate(link.executor.AcquireLease, request, deadline)
+        return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
+
+    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
+        """Renew it; returns for how many seconds. Through the session where it is the session's."""
+        link = self._link
+        if link.session is not None and link.session.is_open and link.session.lease_id == lease_id:
+            return await link.session.renew(deadline)
+        request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
+        try:
+            answer = await link.calls.ask(link.executor.KeepAlive, request, deadline)
+        except ExecutorError as error:
+            link.noticed(error)
+            raise
+        link.saw(answer.pressure)
+        return seconds(answer.ttl)
+
+    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
+        """End it; returns how many sequences went with it."""
+        link = self._link
+        request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
+        answer = await link.calls.mutate(link.executor.RevokeLease, request, deadline)
+        link.saw(answer.pressure)
+        return answer.released_sequences
+
+    # --- the client's own -------------------------------------------------------------------------------------------
+
+    async def current(self, deadline: Deadline) -> str:
+        """The lease of the client's sequences; empty where it wants none, or the executor has none."""
+        if not self._wanted or Capability.LEASES not in (await self._link.info(deadline)).capabilities:
+            return ""
+        return await self.keeper.current(deadline)
+
+    async def lend(self, items: Sequence[Item], deadline: Deadline) -> None:
+        """Sequences that begin get the client's lease, unless their maker named another. A creation in doubt keeps the
+        one that it went out with: under another it would be another call."""
+        for item in items:
+            if item.handle is None and not item.proto.create.lease_id:
+                lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
+                if lease_id:
+                    item.proto.create.lease_id = item.state.lease_id = lease_id
+
+    def returned(self, items: Sequence[Item], error: ExecutorError) -> bool:
+        """Whether creations were refused only because the client's own lease is gone: then they may be lent another."""
+        return any([self._returned(item, error) for item in items])  # noqa: C419 - each is told, not only the first
+
+    def _returned(self, item: Item, error: ExecutorError) -> bool:
+        lease_id = item.state.lease_id
+        if item.handle is not None or not lease_id:
+            return False
+        self.keeper.lost(lease_id, error)
+        item.proto.create.lease_id = item.state.lease_id = ""
+        return True

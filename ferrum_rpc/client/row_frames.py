@@ -1,0 +1,100 @@
+"""A large answer comes in row frames: here they become the arrays that the answer's row blocks stand for.
+
+Each frame is copied once, from its message into its place. A frame that does not fit is an answer that nobody can read:
+`TransportError`, its step's fate unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import LogitRows, RowBlock, SelectedRows, TokenRows, TopTokenRows
+from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.rows import rows_from_proto
+from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE, ROW_DTYPE_FROM_PROTO, tensor_from_proto
+
+Array = npt.NDArray[Any]
+
+
+def blocks_with_frames(
+    row_blocks: Sequence[output_pb2.RowBlock], frames: Sequence[session_pb2.SessionRows]
+) -> list[RowBlock]:
+    """The blocks of an answer whose large tensors came in ``frames``, in any order."""
+    if not frames:
+        return rows_from_proto(row_blocks)
+    parts: dict[int, dict[int, list[session_pb2.SessionRows]]] = {}
+    for frame in frames:
+        parts.setdefault(frame.block, {}).setdefault(frame.field, []).append(frame)
+    if max(parts) >= len(row_blocks):
+        raise _unreadable(f"rows of block {max(parts)} in an answer of {len(row_blocks)}")
+    try:
+        return [
+            _block(block, parts[index]) if index in parts else rows_from_proto([block])[0]
+            for index, block in enumerate(row_blocks)
+        ]
+    except (KeyError, ValueError, TypeError) as error:
+        raise _unreadable(str(error)) from None
+    except TransportError:
+        raise
+    except ExecutorError as error:
+        raise _unreadable(error.message) from None
+
+
+def _block(block: output_pb2.RowBlock, parts: dict[int, list[session_pb2.SessionRows]]) -> RowBlock:
+    kind = block.WhichOneof("kind")
+    if kind is None:
+        raise _unreadable("row frames of a block without a kind")
+    message: Any = getattr(block, kind)
+    tensors: dict[str, Array | None] = {}
+    for field in message.DESCRIPTOR.fields:
+        tensor: types_pb2.Tensor = getattr(message, field.name)
+        if field.number in parts:
+            tensors[field.name] = _joined(tensor, parts[field.number])
+        else:
+            tensors[field.name] = tensor_from_proto(tensor) if message.HasField(field.name) else None
+    match kind:
+        case "tokens":
+            return TokenRows(_there(tensors, "token_ids"), tensors["logprobs"])
+        case "top_tokens":
+            return TopTokenRows(*(_there(tensors, name) for name in ("token_ids", "logits", "logsumexp")))
+        case "selected_tokens":
+            return SelectedRows(_there(tensors, "logits"), _there(tensors, "logsumexp"))
+        case "logits":
+            return LogitRows(ROW_DTYPE_FROM_PROTO[message.logits.dtype], _there(tensors, "logits"))
+        case _:
+            raise _unreadable(f"an answer carries rows of a kind that this client does not know: {kind}")
+
+
+def _joined(tensor: types_pb2.Tensor, frames: list[session_pb2.SessionRows]) -> Array:
+    """The array of the announced shape, filled without gap or overlap."""
+    array = np.empty(tuple(tensor.shape), NUMPY_BY_DTYPE[tensor.dtype])
+    filled = 0
+    for frame in sorted(frames, key=lambda each: each.first):
+        rows = tensor_from_proto(frame.rows)
+        end = filled + len(rows)
+        if frame.first != filled or end > len(array) or rows.dtype != array.dtype or rows.shape[1:] != array.shape[1:]:
+            raise _unreadable(
+                f"row frame {list(rows.shape)} at {frame.first} does not fit {list(array.shape)} after {filled}"
+            )
+        array[filled:end] = rows
+        filled = end
+    if filled != len(array):
+        raise _unreadable(f"{filled} of {len(array)} rows came")
+    array.flags.writeable = False
+    return array
+
+
+def _there(tensors: dict[str, Array | None], name: str) -> Array:
+    array = tensors[name]
+    if array is None:
+        raise _unreadable(f"an answer's rows have no {name}")
+    return array
+
+
+def _unreadable(what: str) -> TransportError:
+    return TransportError(f"the executor's row frames cannot be read: {what}", metadata={"grpc_code": "INTERNAL"})

@@ -1,0 +1,238 @@
+"""A client's requests as frames of one session stream: the hot path. Same messages, answers and errors as unary calls.
+
+The stream opens with the first request and again after it broke, with the same lease; requests of unknown fate go out
+again under their request ids, and the executor replays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from ferrum_rpc.client.calls import Metadata
+from ferrum_rpc.client.facts import seconds
+from ferrum_rpc.client.lease import Lease
+from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.row_frames import blocks_with_frames
+from ferrum_rpc.client.shared import Shared
+from ferrum_rpc.client.stream import Answered, SessionStream
+from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, UnaryTransport, timing_of
+from ferrum_rpc.core import HandleRef
+from ferrum_rpc.errors import Draining, ExecutorError, QueueFull, Starting, TransportError
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.status import error_from_status
+
+if TYPE_CHECKING:
+    from ferrum_rpc.client.link import Link
+
+STEPS_IN_FLIGHT: Final = 8
+OPENINGS: Final = 4
+"""Attempts to open a stream that nobody answers, as gRPC makes for a unary call (`channel.service_config`)."""
+FIRST_BACKOFF_S: Final = 0.05
+
+Frame = session_pb2.SessionRequest
+
+
+class SessionTransport:
+    """Sends through a session of ``steps_in_flight`` steps at most, or what the executor grants of them."""
+
+    def __init__(self, link: Link, channel: grpc.aio.Channel, unary: UnaryTransport, steps_in_flight: int) -> None:
+        self._link = link
+        self._unary = unary
+        self._calls = link.calls
+        self._channel = channel
+        self._steps_in_flight = steps_in_flight
+        self._stream: SessionStream | None = None
+        self._opening = Shared("opening the session")
+        self.lease_id = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream stands."""
+        return self._stream is not None and self._stream.alive
+
+    # --- what a transport does ----------------------------------------------------------------------------------
+
+    async def feed(self, feed: Feed, item: forward_pb2.ForwardItem, deadline: Deadline) -> Fed:
+        """One item as a batch of one."""
+        frame = Frame()
+        frame.forward.items.append(item)
+        response, rows = await self._calls.mutate(self._ask_one, frame, deadline)
+        answer = response.forward
+        blocks = blocks_with_frames(answer.row_blocks, rows)
+        return Fed(answer.results[0].output, blocks, answer.pressure, timing_of(answer))
+
+    async def forward(
+        self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
+    ) -> Forwarded:
+        """A batch."""
+        frame = Frame()
+        frame.forward.items.extend(items)
+        frame.forward.all_or_nothing = all_or_nothing
+        response, rows = await self._calls.mutate(self._ask, frame, deadline)
+        answer = response.forward
+        blocks = blocks_with_frames(answer.row_blocks, rows)
+        return Forwarded(answer.results, blocks, answer.pressure, timing_of(answer))
+
+    async def truncate(self, handle: HandleRef, length: int, request_id: str, deadline: Deadline) -> Handles:
+        """Roll back."""
+        frame = Frame()
+        frame.truncate.handles.append(handle_to_proto(handle))
+        frame.truncate.lengths.append(length)
+        frame.truncate.request_id = request_id
+        return await self._handles(frame, deadline)
+
+    async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
+        """Make children. In a session they live with its lease; with another, they are asked for in a unary call."""
+        if request.lease_id:
+            return await self._unary.fork(request, deadline)
+        frame = Frame()
+        frame.fork.handle.CopyFrom(request.handle)
+        frame.fork.count = request.count
+        if request.HasField("at_length"):
+            frame.fork.at_length = request.at_length
+        frame.fork.request_id = request.request_id
+        return await self._handles(frame, deadline)
+
+    async def release(self, handle: HandleRef, request_id: str, deadline: Deadline) -> types_pb2.KvPressure:
+        """Free. What was freed before counts as freed, so the frame needs no request id."""
+        frame = Frame()
+        frame.release.handles.append(handle_to_proto(handle))
+        frame.release.any_version = True
+        return (await self._handles(frame, deadline))[1]
+
+    async def renew(self, deadline: Deadline) -> float:
+        """Renew the session's lease; returns for how many seconds. The stream must be open."""
+        stream = self._stream
+        assert stream is not None  # noqa: S101 - the caller asked `is_open`
+        frame = Frame(keep_alive=session_pb2.SessionKeepAlive())
+        answer = (await stream.ask(frame, deadline.remaining(), counted=False))[0].keep_alive
+        self._link.saw(answer.pressure)
+        return seconds(answer.ttl)
+
+    async def close(self, deadline: Deadline) -> bool:
+        """End the session and release its sequences; whether the executor said that it did. Does not raise."""
+        stream, self._stream = self._stream, None
+        if stream is None or not stream.alive:
+            return False
+        try:
+            await stream.close(deadline, release_sequences=True)
+        except ExecutorError:
+            return False
+        return True
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    async def _ask(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+        """One attempt."""
+        deadline = Deadline.after(timeout)
+        while True:
+            stream = self._standing() or await self._open(deadline)
+            if not await stream.slot(deadline):
+                continue
+            left = deadline.remaining()
+            if left is not None and frame.HasField("forward"):
+                whole = int(left)
+                frame.forward.timeout.seconds, frame.forward.timeout.nanos = whole, int((left - whole) * 1e9)
+            try:
+                return await stream.ask(frame, left)
+            except QueueFull as error:
+                # The executor counts a step until its answer is written, which it may learn after this client has read
+                # it. Any other full queue is the caller's business.
+                if "steps_in_flight" not in error.metadata or deadline.passed:
+                    raise
+            await asyncio.sleep(0.001)
+
+    async def _ask_one(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+        """One attempt of a single item, whose refusal is the call's."""
+        answered = await self._ask(frame, timeout=timeout, metadata=metadata)
+        results = answered[0].forward.results
+        if [each.item_id for each in results] != [frame.forward.items[0].item_id]:
+            raise _other_answer(f"{len(results)} results for another item")
+        if results[0].HasField("error"):
+            raise error_from_status(results[0].error)
+        return answered
+
+    async def _ask_handles(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+        """One attempt of an operation on one handle, whose refusal is the call's."""
+        answered = await self._ask(frame, timeout=timeout, metadata=metadata)
+        results = answered[0].handles.results
+        if not results:
+            raise _other_answer("no results for an operation")
+        for result in results:
+            if result.HasField("error"):
+                raise error_from_status(result.error)
+        return answered
+
+    async def _handles(self, frame: Frame, deadline: Deadline) -> Handles:
+        answer = (await self._calls.mutate(self._ask_handles, frame, deadline))[0].handles
+        return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _standing(self) -> SessionStream | None:
+        """The stream that stands. One whose lease is no longer the client's is ended."""
+        stream = self._stream
+        if stream is None or not stream.alive:
+            return None
+        if self.lease_id != self._link.lending.keeper.lease_id:
+            stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
+            return None
+        return stream
+
+    async def _open(self, deadline: Deadline) -> SessionStream:
+        """A stream that is open. Nothing was sent where this raises: no fate is unknown."""
+        return await self._opening.get(self._standing, lambda: self._opened(deadline), deadline)
+
+    async def _opened(self, deadline: Deadline) -> SessionStream:
+        for attempt in range(OPENINGS):
+            try:
+                return await self._hello(deadline)
+            except (TransportError, Starting, Draining) as error:
+                if isinstance(error, TransportError) and error.metadata.get("grpc_code") != "UNAVAILABLE":
+                    raise
+                if attempt == OPENINGS - 1 or deadline.passed:
+                    raise
+            except LEASE_GONE as error:
+                if not self.lease_id:
+                    raise
+                self._link.lending.keeper.lost(self.lease_id, error)
+                self._link.noticed(error)
+                continue
+            await asyncio.sleep(FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
+        raise TransportError("the executor knows none of the leases that it grants", metadata={"grpc_code": "INTERNAL"})
+
+    async def _hello(self, deadline: Deadline) -> SessionStream:
+        keeper = self._link.lending.keeper
+        self.lease_id = await self._link.lending.current(deadline) or keeper.lease_id
+        asked = time.monotonic()
+        hello = Frame(
+            hello=session_pb2.SessionHello(
+                client_revision=SCHEMA_REVISION,
+                lease_id=self.lease_id,
+                steps_in_flight=self._steps_in_flight,
+                client_name=keeper.client_name,
+            )
+        )
+        stream = SessionStream(self._channel, self._calls.metadata)
+        try:
+            welcome = await stream.open(hello, deadline)
+        except BaseException:
+            stream.end(TransportError("the session could not be opened"))
+            raise
+        self._stream, self.lease_id = stream, welcome.lease_id
+        if welcome.lease_id and not keeper.lease_id:
+            keeper.adopt(Lease(welcome.lease_id, seconds(welcome.lease_ttl), seconds(welcome.renew_every)), asked)
+        self._link.met(welcome.instance_id)
+        return stream
+
+
+def _other_answer(what: str) -> TransportError:
+    return TransportError(f"the executor's answer is not to what was asked: {what}", metadata={"grpc_code": "INTERNAL"})

@@ -1,0 +1,144 @@
+"""The operator's side of the contract, and the services of which this version has none.
+
+What an operator does is for everybody: a reset releases every caller's sequences. Who is an operator is decided by the
+guard in front of the handlers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
+from ferrum_rpc.service.books import Books, Lifecycle
+from ferrum_rpc.service.calls import CallLog, Context, Servicer, answers
+from ferrum_rpc.service.handles import Record
+from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.wire.facts import seconds, set_seconds
+from ferrum_rpc.wire.items import pressure_to_proto
+
+STATE_TO_PROTO: Final = {
+    Lifecycle.STARTING: info_pb2.EXECUTOR_STATE_STARTING,
+    Lifecycle.SERVING: info_pb2.EXECUTOR_STATE_SERVING,
+    Lifecycle.DRAINING: info_pb2.EXECUTOR_STATE_DRAINING,
+    Lifecycle.FAILED: info_pb2.EXECUTOR_STATE_FAILED,
+}
+
+WARMUP_BATCH: Final = 8
+WARMUP_PREFILL: Final = 128
+
+
+def not_offered(name: str, capability: str) -> Any:
+    """A handler for a method that the contract has and this version has not: visibly, with the capability's name."""
+
+    async def handler(self: Servicer, request: Any, context: Context) -> None:
+        raise NotSupported(
+            f"{name} is not offered (capability {capability})", metadata={"capability": capability, "method": name}
+        )
+
+    handler.__name__ = name
+    return answers(handler)
+
+
+LIST_PAGE: Final = 100
+LIST_PAGE_MOST: Final = 1000
+
+
+class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
+    """Moving caches: the contract is complete, this version does not offer it."""
+
+    service = "ferrum_rpc.executor.v1.KvTransfer"
+
+    def __init__(self, calls: CallLog) -> None:
+        self.calls = calls
+
+    ExportKv = not_offered("ExportKv", "KV_TRANSFER")
+    ImportKv = not_offered("ImportKv", "KV_TRANSFER")
+    WatchKvEvents = not_offered("WatchKvEvents", "KV_EVENTS")
+
+
+class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
+    """The operator's side."""
+
+    service = "ferrum_rpc.executor.v1.ExecutorControl"
+
+    def __init__(self, books: Books, calls: CallLog, drain: Callable[[float | None], None]) -> None:
+        self.calls = calls
+        self._books = books
+        self._operations = CacheOperations(books)
+        self._drain = drain
+
+    @answers
+    async def Warmup(  # noqa: N802
+        self, request: executor_control_pb2.WarmupRequest, context: Context
+    ) -> executor_control_pb2.WarmupResponse:
+        """Run typical shapes."""
+        most = self._books.limits.max_batch_tokens
+        if request.prefill_tokens > most:
+            raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
+        began = time.monotonic()
+        steps = await self._operations.warm_up(
+            request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL
+        )
+        response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._books.pressure()))
+        response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
+        return response
+
+    @answers
+    async def Reset(  # noqa: N802
+        self, request: executor_control_pb2.ResetRequest, context: Context
+    ) -> executor_control_pb2.ResetResponse:
+        """Release everything."""
+        released = await self._operations.reset(request.instance_id)
+        return executor_control_pb2.ResetResponse(
+            released_sequences=released, pressure=pressure_to_proto(self._books.pressure())
+        )
+
+    @answers
+    async def Drain(  # noqa: N802
+        self, request: executor_control_pb2.DrainRequest, context: Context
+    ) -> executor_control_pb2.DrainResponse:
+        """Begin the end: as SIGTERM does."""
+        grace = seconds(request.grace) if request.HasField("grace") else None
+        if grace is not None and grace < 0:
+            raise InvalidRequest("a grace is not negative", field="grace")
+        self._drain(grace)
+        return executor_control_pb2.DrainResponse(
+            state=STATE_TO_PROTO[self._books.state], sequences=len(self._books.handles)
+        )
+
+    @answers
+    async def ListSequences(  # noqa: N802
+        self, request: executor_control_pb2.ListSequencesRequest, context: Context
+    ) -> executor_control_pb2.ListSequencesResponse:
+        """Live sequences in the order of their creation, a page at a time."""
+        if request.page_token and not request.page_token.isdecimal():
+            raise InvalidRequest("this is not a page token of an earlier answer", field="page_token")
+        after = int(request.page_token or 0)
+        most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
+        records = [record for record in self._books.handles.records() if record.sequence > after]
+        records.sort(key=lambda record: record.sequence)
+        response = executor_control_pb2.ListSequencesResponse()
+        for record in records[:most]:
+            self._describe(record, response.sequences.add())
+        if len(records) > most:
+            response.next_page_token = str(records[most - 1].sequence)
+        return response
+
+    def _describe(self, record: Record, info: executor_control_pb2.SequenceInfo) -> None:
+        block_size = self._books.thread.cache.block_size
+        info.label = f"sequence-{record.sequence}"
+        info.seq_len = record.length
+        info.blocks = -(-max(record.length, record.held_to) // block_size)
+        info.identity = record.owner
+        info.busy = record.busy
+        info.leased = record.lease is not None
+        if record.lease is not None:
+            info.client_name = record.lease.client_name
+        set_seconds(info.idle, max(0.0, time.monotonic() - record.used))
+
+    LoadAdapter = not_offered("LoadAdapter", "ADAPTERS")
+    UnloadAdapter = not_offered("UnloadAdapter", "ADAPTERS")
+    ListAdapters = not_offered("ListAdapters", "ADAPTERS")

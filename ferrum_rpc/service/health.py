@@ -1,0 +1,98 @@
+"""The standard health service, and the one place that decides what it says.
+
+Serving means: the life-cycle serves, and the model thread lives. Whoever changes one of the two calls `update`; nobody
+else names a health status.
+
+The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
+takes the condition along on which the others wait, so they never hear of a change again, and one that does not read
+holds the lock that a change needs. Here every watcher waits on its own, and a change waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+Status = health_pb2.HealthCheckResponse
+
+WHOLE_SERVER: Final = ""
+"""The service name that stands for the whole server."""
+
+
+class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
+    """``grpc.health.v1.Health`` of one server. ``serving`` says whether its life-cycle serves; call `update` when that
+    may have changed. Bound to the running event loop."""
+
+    def __init__(self, serving: Callable[[], bool], services: Iterable[str]) -> None:
+        self._life_cycle = serving
+        self._services = frozenset((WHOLE_SERVER, *services))
+        self._serving = False
+        self._trouble: str | None = None
+        self._closed = False
+        self._changed = asyncio.Event()  # a new one after every change
+
+    @property
+    def serving(self) -> bool:
+        """What a check is told now."""
+        return self._serving
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the model thread does not live, or None."""
+        return self._trouble
+
+    def update(self) -> None:
+        """Look again; tell the watchers if it changed."""
+        serving = self._life_cycle() and self._trouble is None and not self._closed
+        if serving != self._serving:
+            self._serving = serving
+            self._tell()
+
+    def report(self, trouble: str | None) -> None:
+        """What the heartbeat says of the model thread: why it does not live, or None."""
+        self._trouble = trouble
+        self.update()
+
+    def close(self) -> None:
+        """Not serving, for good. Watchers are told and their streams end: no watch holds up the end of the server."""
+        self._closed = True
+        self.update()
+        self._tell()
+
+    async def Check(  # noqa: N802 - the name in the standard proto
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        """The status of a service now; NOT_FOUND for one that is not here."""
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return Status(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """The status of a service now and at every change. What comes and goes while a watcher does not read is left
+        out."""
+        told: int | None = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != told:
+                await context.write(Status(status=status))
+                told = status
+            elif self._closed:
+                return
+            else:
+                await changed.wait()
+
+    def _status(self, service: str) -> int:
+        if service not in self._services:
+            return int(Status.SERVICE_UNKNOWN)
+        return int(Status.SERVING if self._serving else Status.NOT_SERVING)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,60 @@
+"""Looks at the model thread's heartbeat, and has the health service say so when it stops.
+
+On the event loop, a few times a second: a hang is told within 2 s (`engine.heartbeat`), and taken back when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Final
+
+import structlog
+
+from ferrum_rpc.engine.thread import ModelThread
+from ferrum_rpc.service.health import HealthBoard
+
+log = structlog.get_logger("ferrum_rpc.server")
+
+PERIOD_S: Final = 0.1
+"""Seconds between two looks. A sign of life may be so much older than the look that sees it, and the end of patience so
+much older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
+
+
+class HeartbeatMonitor:
+    """Watches ``thread`` for ``board`` from `start` to `stop`."""
+
+    def __init__(self, thread: ModelThread, board: HealthBoard) -> None:
+        self._thread = thread
+        self._board = board
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._watch(), name="ferrum-heartbeat")
+
+    async def stop(self) -> None:
+        """Look no longer."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self.look()
+
+    def look(self) -> None:
+        """Ask once; log when it changes what the health service says."""
+        before = self._board.serving
+        self._board.report(self._thread.trouble(time.monotonic()))
+        if before and not self._board.serving:
+            log.error(
+                "model_thread_hangs",
+                trouble=self._board.trouble,
+                action="restart the executor if it does not go on by itself; look at the device's own log",
+            )
+        elif self._board.serving and not before:
+            log.info("model_thread_goes_on")

@@ -1,0 +1,18 @@
+"""Who is calling. Decided once per call by the guard in front of the handlers, read by whoever owns something.
+
+grpc.aio runs every handler in a task of its own, so a context variable set before the handler is the handler's alone.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final
+
+from ferrum_rpc.core import ANYBODY, Caller
+
+CALLER: Final[ContextVar[Caller]] = ContextVar("ferrum_caller", default=ANYBODY)
+
+
+def caller() -> Caller:
+    """Who makes the present call; `ANYBODY` where no credentials are asked for."""
+    return CALLER.get()

@@ -1,0 +1,131 @@
+"""Leases: a scheduler's sequences live while it gives a sign of life, and are freed when it is gone.
+
+One lease per scheduler. Any call on one of its sequences renews it; a scheduler that has nothing to say sends a
+keep-alive every sixth of its time (etcd renews every third; a sixth survives lost ones and a client whose loop stalls).
+Time is the monotonic clock's. Like a handle, a lease is its caller's, and one of an earlier process is told apart.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from ferrum_rpc.core import Limits
+from ferrum_rpc.errors import (
+    ExecutorError,
+    InstanceMismatch,
+    InvalidRequest,
+    LeaseExpired,
+    LeaseUnknown,
+    SequencesExhausted,
+)
+
+if TYPE_CHECKING:
+    from ferrum_rpc.service.handles import Record
+
+RENEWALS_PER_TTL: Final = 6
+TOMBSTONES: Final = 4096
+SECRET_BYTES: Final = 16
+MAX_CLIENT_NAME: Final = 128
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A sign of life that is due before ``expires`` (monotonic seconds). ``members``: the sequences that live with it,
+    those being created included."""
+
+    id: str
+    owner: str
+    client_name: str
+    ttl_s: float
+    expires: float
+    members: dict[Record, None] = field(default_factory=dict)
+
+    @property
+    def renew_every_s(self) -> float:
+        """How often its holder should renew it."""
+        return self.ttl_s / RENEWALS_PER_TTL
+
+    def renew(self, now: float) -> None:
+        """Its holder gave a sign of life."""
+        self.expires = now + self.ttl_s
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a call on one of its sequences is in flight."""
+        return any(record.busy for record in self.members)
+
+
+class LeaseBook:
+    """The leases that live, and which of the others expired."""
+
+    def __init__(self, limits: Limits, instance_id: str) -> None:
+        self._limits = limits
+        self._instance = instance_id
+        self._live: dict[str, Lease] = {}
+        self._expired: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def acquire(self, owner: str, ttl_s: float | None = None, client_name: str = "") -> Lease:
+        """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `SequencesExhausted`."""
+        limits = self._limits
+        if ttl_s is not None and ttl_s <= 0:
+            raise InvalidRequest("a lease lives for a positive time", field="ttl")
+        if len(client_name) > MAX_CLIENT_NAME:
+            raise InvalidRequest(f"client_name is longer than {MAX_CLIENT_NAME} characters", field="client_name")
+        if len(self._live) >= limits.max_leases:
+            raise SequencesExhausted(
+                f"{len(self._live)} leases live and {limits.max_leases} may; revoke some",
+                metadata={"max_leases": limits.max_leases},
+                retry_after_s=1.0,
+            )
+        ttl = limits.lease_ttl_s if ttl_s is None else min(max(ttl_s, limits.min_lease_ttl_s), limits.max_lease_ttl_s)
+        lease = Lease(
+            f"{self._instance}-{secrets.token_hex(SECRET_BYTES)}", owner, client_name, ttl, time.monotonic() + ttl
+        )
+        self._live[lease.id] = lease
+        return lease
+
+    def find(self, lease_id: str, owner: str, *, field: str = "lease_id") -> Lease:
+        """The owner's lease. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch` (another process's)."""
+        lease = self._live.get(lease_id)
+        if lease is not None and lease.owner == owner:
+            return lease
+        error: ExecutorError
+        if self._expired.get(lease_id) == owner:
+            error = LeaseExpired("the lease ran out and its sequences were freed; acquire a new one", field=field)
+        elif "-" in lease_id and lease_id.partition("-")[0] != self._instance:
+            error = InstanceMismatch("the lease is of another process lifetime; acquire a new one", field=field)
+        else:
+            error = LeaseUnknown("no such lease", field=field)
+        raise error
+
+    def renew(self, lease_id: str, owner: str) -> Lease:
+        """A sign of life. Raises what `find` raises."""
+        lease = self.find(lease_id, owner)
+        lease.renew(time.monotonic())
+        return lease
+
+    def due(self, now: float) -> list[Lease]:
+        """The leases whose time is over and that no call in flight pins. A full sweep: leases are few."""
+        return [lease for lease in self._live.values() if lease.expires <= now and not lease.pinned]
+
+    def remove(self, lease: Lease, *, expired: bool) -> bool:
+        """It is gone; its sequences are the caller's business. False: it was gone already."""
+        if self._live.pop(lease.id, None) is None:
+            return False
+        if expired:
+            self._expired[lease.id] = lease.owner
+            if len(self._expired) > TOMBSTONES:
+                self._expired.popitem(last=False)
+        return True
+
+    def extend(self, seconds: float) -> None:
+        """This process heard nobody for so long: nobody's silence counts."""
+        for lease in self._live.values():
+            lease.expires += seconds

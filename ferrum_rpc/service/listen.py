@@ -1,0 +1,141 @@
+"""Opening the port: where a server may listen without credentials, TCP and unix sockets, and who had the place first.
+
+An executor gives whoever reaches it the model and the cache. So it is reachable from this machine alone, until somebody
+has set up TLS or tokens, or says in so many words that the network around it is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+
+from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.tls import ServerCertificates
+
+UNIX: Final = "unix:"
+
+log = structlog.get_logger("ferrum_rpc.security")
+
+
+class PortInUse(RuntimeError):
+    """Another process listens on the port, or on the unix socket."""
+
+
+def socket_path(host: str) -> Path | None:
+    """The path of ``unix:path`` or ``unix:///path``, or None where ``host`` is none."""
+    if not host.startswith(UNIX):
+        return None
+    path = host.removeprefix(UNIX)
+    return Path(path.removeprefix("//") if path.startswith("///") else path)
+
+
+def address(host: str, port: int) -> str:
+    """What gRPC binds and a client dials: ``host:port``, ``[v6]:port`` or ``unix:path``."""
+    path = socket_path(host)
+    if path is not None:
+        return f"{UNIX}{path}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can dial it. A host name, but for ``localhost``, is not: a resolver says what it is."""
+    if host == "localhost" or socket_path(host) is not None:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, security: Security) -> None:
+    """Refuse to be reachable from other machines without credentials (`SecurityError`), and log what is allowed but
+    weak."""
+    if is_loopback(host):
+        return
+    if not security.encrypted and not security.asks:
+        if not security.insecure:
+            raise SecurityError(
+                f"{host} can be reached from other machines, and neither TLS nor tokens are set: whoever reaches it "
+                "could use the model and read the cache; set --tls-cert and --tls-key, or --tokens, or listen on "
+                "127.0.0.1, or say --insecure where the network itself is trusted"
+            )
+        log.warning("insecure", host=host, action="let nobody but the schedulers reach this address")
+    elif not security.encrypted:
+        log.warning("tokens_in_plain_text", host=host, action="set --tls-cert and --tls-key: tokens can be overheard")
+    elif not security.asks:
+        log.warning("anybody_may_call", host=host, action="set --tokens or --tls-client-ca: TLS alone asks nobody")
+
+
+def open_port(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:
+    """Bind and listen; connections wait until the server starts. Returns the port, 0 for a unix socket. Raises
+    `PortInUse` and `SecurityError`."""
+    check_bind(host, security)
+    certificates = ServerCertificates(security) if security.encrypted else None
+    path = socket_path(host)
+    target = address(host, port)
+    try:
+        with contextlib.nullcontext() if path is None else _place(path):
+            if certificates is None:
+                bound = server.add_insecure_port(target)
+            else:
+                bound = server.add_secure_port(target, certificates.credentials())
+    except RuntimeError as error:
+        if isinstance(error, PortInUse):
+            raise
+        why = "another process has the port, or the address is not of this machine"
+        if path is not None:
+            why = "the folder does not exist or may not be written, or the path is longer than 107 bytes"
+        raise PortInUse(f"cannot listen on {target}: {why}") from error
+    return bound if path is None else 0
+
+
+@contextlib.contextmanager
+def _place(path: Path) -> Iterator[None]:
+    """Hold the place of a unix socket while it is bound: nobody else's, and open to this user alone.
+
+    gRPC unlinks whatever socket it finds there, a living server's too. So a server is asked first whether it lives, and
+    the folder is locked from the question to the answer, against one that starts at the same time.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise PortInUse(f"cannot listen on {UNIX}{path}: {path.parent}: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if _taken(path):
+            raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")
+        before = os.umask(0o177)  # the socket is born with mode 0600; a chmod later would leave a gap
+        try:
+            yield
+        finally:
+            os.umask(before)
+    finally:
+        os.close(folder)
+
+
+def _taken(path: Path) -> bool:
+    """Whether something is there that is not a socket that a dead server left."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return True
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # its queue is full, or it is another user's: somebody is there
+            return True
+    return True

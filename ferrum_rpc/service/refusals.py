@@ -1,0 +1,121 @@
+"""Every refusal is counted, and told in the log once: why, to whom, and what an operator should do about it.
+
+A scheduler that is refused in a loop must not fill the disk of the machine that refuses it: per reason `BURST` events,
+then one a second, and that one says how many were left out. The counts leave nothing out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from ferrum_rpc.errors import ExecutorError, Reason
+from ferrum_rpc.service.correlation import Context, ids_of
+from ferrum_rpc.service.identity import caller
+
+log = structlog.get_logger("ferrum_rpc.service")
+
+BURST: Final = 20
+PER_SECOND: Final = 1.0
+MESSAGE_CHARACTERS: Final = 300
+"""A message may quote the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """How loud a refusal is, and what an operator should do. info: the caller's own doing. warning: the operator's too,
+    want of room above all. error: the executor is ill."""
+
+    level: str
+    action: str
+
+
+ADVICE: Final[dict[Reason, Advice]] = {
+    Reason.INVALID_REQUEST: Advice("info", "correct the scheduler: the message names the field"),
+    Reason.REQUEST_ID_REUSED: Advice("info", "give every new operation of the scheduler a new request id"),
+    Reason.HANDLE_UNKNOWN: Advice("info", "look for a scheduler that keeps handles after it released them"),
+    Reason.HANDLE_RELEASED: Advice("info", "look for a scheduler that uses a sequence after it released it"),
+    Reason.LEASE_EXPIRED: Advice("info", "see why the scheduler did not renew in time, or raise lease_ttl_s"),
+    Reason.LEASE_UNKNOWN: Advice("info", "none: the scheduler acquires a new lease"),
+    Reason.INSTANCE_MISMATCH: Advice("info", "none after a restart: the scheduler prefills again"),
+    Reason.SEQUENCE_VERSION_MISMATCH: Advice("info", "look for two schedulers that share a sequence"),
+    Reason.SEQUENCE_BUSY: Advice("info", "look for a scheduler that sends two calls on a sequence at once"),
+    Reason.CONTEXT_LENGTH_EXCEEDED: Advice("info", "let the scheduler stop at max_context of GetInfo"),
+    Reason.TRUNCATE_BEYOND_LENGTH: Advice("info", "correct the scheduler's idea of the sequence's length"),
+    Reason.KV_BLOCKS_EXHAUSTED: Advice("warning", "raise kv_memory, or let the scheduler run fewer sequences at once"),
+    Reason.SEQUENCES_EXHAUSTED: Advice("warning", "raise max_sequences or max_leases, or find who does not release"),
+    Reason.QUOTA_EXCEEDED: Advice("warning", "raise the caller's quota, or let it release sequences of its own"),
+    Reason.QUEUE_FULL: Advice("warning", "slow the schedulers down, add an executor, or raise max_queued_items"),
+    Reason.OUTPUT_TOO_LARGE: Advice("info", "ask for fewer rows or less per row, or raise max_response_bytes"),
+    Reason.STARTING: Advice("info", "wait until the health check says SERVING"),
+    Reason.DRAINING: Advice("info", "send new sequences to another executor"),
+    Reason.NOT_SUPPORTED: Advice("info", "let the scheduler read the capabilities of GetInfo first"),
+    Reason.UNAUTHENTICATED: Advice("warning", "give the scheduler valid credentials, or find who is probing"),
+    Reason.PERMISSION_DENIED: Advice("warning", "name the caller among the operators if it should be one"),
+    Reason.DEADLINE_EXCEEDED: Advice("warning", "allow more time, or slow the schedulers down: the queue is too long"),
+    Reason.CANCELLED: Advice("info", "none: the caller gave up before its step"),
+    Reason.DEVICE_LOST: Advice("error", "restart the executor; every handle is lost"),
+    Reason.STEP_FAILED: Advice("error", "read the message: the forward pass raised; the sequences are unchanged"),
+    Reason.INTERNAL_ERROR: Advice("error", "report this stack trace: it is a bug in the executor"),
+    Reason.TRANSPORT: Advice("error", "none: only a client says this"),
+}
+"""The log's side of the error table; its wire side is ``wire/status.py``."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Events that may still be written for a reason."""
+
+    left: float
+    since: float
+    suppressed: int = 0
+
+    def take(self, now: float) -> bool:
+        self.left = min(float(BURST), self.left + (now - self.since) * PER_SECOND)
+        self.since = now
+        if self.left < 1.0:
+            self.suppressed += 1
+            return False
+        self.left -= 1.0
+        return True
+
+
+class RefusalLog:
+    """Counts refusals by reason, and writes them down within bounds. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        now = clock()
+        self.counts: dict[Reason, int] = dict.fromkeys(ADVICE, 0)
+        self._buckets = {reason: _Bucket(float(BURST), now) for reason in ADVICE}
+
+    def note(
+        self,
+        method: str,
+        error: ExecutorError,
+        context: Context,
+        *,
+        item: int | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        """A call was refused, or the ``item`` of one. ``cause``: what the handler raised where that was no refusal."""
+        reason = error.reason
+        self.counts[reason] += 1
+        bucket = self._buckets[reason]
+        if not bucket.take(self._clock()):
+            return
+        advice = ADVICE[reason]
+        fields: dict[str, Any] = {"reason": reason.value, "method": method, "message": error.message}
+        fields["message"] = fields["message"][:MESSAGE_CHARACTERS]
+        if item is not None:
+            fields["item"] = item
+        if bucket.suppressed:
+            fields["suppressed"] = bucket.suppressed
+            bucket.suppressed = 0
+        if cause is not None:
+            fields["exc_info"] = cause
+        getattr(log, advice.level)("refused", **fields, **ids_of(context), caller=caller().name, action=advice.action)

@@ -1,0 +1,363 @@
+"""One bidirectional stream of one scheduler: frames in, answers out, several steps in flight.
+
+A frame is taken in its turn, runs in a task of its own and is answered when it is done, by the same paths as the unary
+calls. What the stream adds: a lease that every frame renews, a bound on the steps in flight (a step counts until its
+answer is written, so a client that does not read holds its own answers and nobody else's), and large answers in parts.
+
+The end of the stream is not the client's word: killed, cut off and half-closed look the same. Steps that have not begun
+are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from ferrum_rpc.core import WorkItem
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull
+from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.service.books import RETRY_AFTER_S, Books
+from ferrum_rpc.service.calls import CallLog, Context
+from ferrum_rpc.service.forward import ForwardPath, TakeBack
+from ferrum_rpc.service.handles import Ending
+from ferrum_rpc.service.identity import caller
+from ferrum_rpc.service.leases import Lease
+from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.wire.facts import seconds, set_seconds
+from ferrum_rpc.wire.items import (
+    Shape,
+    handle_from_proto,
+    handle_to_proto,
+    item_from_proto,
+    pressure_to_proto,
+    request_id_from_proto,
+    results_to_proto,
+    timing_to_proto,
+    with_lease,
+)
+from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.status import status_from_error
+
+log = structlog.get_logger("ferrum_rpc.session")
+
+DEFAULT_STEPS: Final = 4
+LEAST_INLINE_BYTES: Final = 256
+METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
+
+Answer = session_pb2.SessionResponse
+
+
+class Sessions:
+    """The open sessions of a server."""
+
+    def __init__(self) -> None:
+        self._open: set[Session] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session) -> None:
+        """It is open."""
+        self._open.add(session)
+
+    def discard(self, session: Session) -> None:
+        """It is over."""
+        self._open.discard(session)
+
+    def end(self, error: ExecutorError) -> None:
+        """End every session with a status: the server goes."""
+        for session in list(self._open):
+            session.end(error)
+
+
+class Session:
+    """One stream. ``run`` serves it to its end."""
+
+    def __init__(self, books: Books, calls: CallLog, sessions: Sessions, context: Context) -> None:
+        self._books = books
+        self._calls = calls
+        self._sessions = sessions
+        self._context = context
+        self._forward = ForwardPath(books)
+        self._operations = CacheOperations(books)
+        self._caller = caller()
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._steps: dict[int, asyncio.Task[None]] = {}
+        self._take_backs: dict[int, TakeBack] = {}
+        self._leaving: int | None = None  # the step whose answer is being written: its client may know before we do
+        self._last = 0
+        self._most = self._inline = 0
+        self._lease: Lease
+        self._own_lease = False
+        self._task: asyncio.Task[Any] | None = None
+        self._ending: ExecutorError | None = None
+
+    # --- the stream -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
+        frame = await self._context.read()
+        if frame is grpc.aio.EOF:
+            return
+        welcome = self._hello(frame)
+        self._task = asyncio.current_task()
+        self._sessions.add(self)
+        self._books.sessions += 1
+        try:
+            await self._write(welcome)
+            while (frame := await self._context.read()) is not grpc.aio.EOF:
+                if not await self._take(frame):
+                    return
+            # Not told to close. If the client only half-closed, it still reads: let it have its answers.
+            await asyncio.gather(*self._steps.values())
+        except asyncio.CancelledError:
+            if self._ending is None:
+                raise
+            raise self._ending from None
+        finally:
+            for task in self._steps.values():
+                task.cancel()
+            self._books.sessions -= 1
+            self._sessions.discard(self)
+
+    def end(self, error: ExecutorError) -> None:
+        """End the stream with a status."""
+        if self._task is not None and self._ending is None:
+            self._ending = error
+            self._task.cancel()
+
+    def _hello(self, frame: session_pb2.SessionRequest) -> Answer:
+        """Open the session, or raise why not."""
+        _ = self._books.model
+        if frame.WhichOneof("frame") != "hello":
+            raise InvalidRequest("the first frame of a session is `hello`", field="frame")
+        hello, limits, leases = frame.hello, self._books.limits, self._books.leases
+        self._last = frame.step_id
+        self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
+        self._inline = max(
+            LEAST_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
+        )
+        if hello.lease_id:
+            self._lease = leases.renew(hello.lease_id, self._caller.name)
+        else:
+            self._lease = leases.acquire(self._caller.name, client_name=hello.client_name)
+            self._own_lease = True
+        welcome = session_pb2.SessionWelcome(
+            schema_revision=SCHEMA_REVISION,
+            instance_id=self._books.handles.instance_id,
+            lease_id=self._lease.id,
+            steps_in_flight=self._most,
+            inline_bytes=self._inline,
+        )
+        set_seconds(welcome.lease_ttl, self._lease.ttl_s)
+        set_seconds(welcome.renew_every, self._lease.renew_every_s)
+        return Answer(step_id=frame.step_id, welcome=welcome)
+
+    async def _take(self, frame: session_pb2.SessionRequest) -> bool:
+        """Begin what a frame asks for. False: it was the last. Raises what ends the stream: a client that breaks the
+        frame order cannot be told which of its steps an answer is for."""
+        kind = frame.WhichOneof("frame")
+        if frame.step_id <= self._last:
+            raise InvalidRequest(f"step_id must grow: {frame.step_id} after {self._last}", field="step_id")
+        self._last = step = frame.step_id
+        self._lease.renew(time.monotonic())
+        match kind:
+            case "forward":
+                take_back = self._take_backs[step] = TakeBack()
+                await self._begin(step, lambda: self._on_forward(step, frame.forward, take_back))
+            case "truncate":
+                await self._begin(step, lambda: self._on_truncate(step, frame.truncate))
+            case "fork":
+                await self._begin(step, lambda: self._on_fork(step, frame.fork))
+            case "release":
+                await self._begin(step, lambda: self._on_release(step, frame.release))
+            case "keep_alive":
+                await self._answered(step, lambda: self._on_keep_alive(step))
+            case "cancel":
+                take_back_now = self._take_backs.get(frame.cancel.step_id)
+                if take_back_now is not None:
+                    take_back_now()
+            case "close":
+                await asyncio.gather(*self._steps.values())
+                await self._write(await self._on_close(step, frame.close))
+                return False
+            case _:
+                raise InvalidRequest("a frame is empty, or a second `hello`", field="frame")
+        return True
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    async def _begin(self, step: int, answer: Callable[[], Awaitable[Answer]]) -> None:
+        if len(self._steps) - (self._leaving is not None) >= self._most:
+            self._take_backs.pop(step, None)
+            await self._write(self._refusal(step, self._too_many()))
+            return
+        task = self._steps[step] = asyncio.create_task(self._answered(step, answer))
+        task.add_done_callback(lambda _: self._ended(step))
+
+    def _ended(self, step: int) -> None:
+        del self._steps[step]
+        if self._leaving == step:
+            self._leaving = None
+        self._take_backs.pop(step, None)
+
+    async def _answered(self, step: int, answer: Callable[[], Awaitable[Answer]]) -> None:
+        """Run a step and write its answer, whatever it is."""
+        try:
+            response = await answer()
+        except ExecutorError as error:
+            response = self._refusal(step, error)
+        except Exception as error:
+            internal = InternalError("the executor failed internally; its log says more")
+            response = self._refusal(step, internal, cause=error)
+        try:
+            if response.WhichOneof("frame") == "forward":
+                for part in self._parts(response):
+                    await self._write(part)
+            await self._write(response, leaving=step if step in self._steps else None)
+        except Exception as error:  # the stream is over: nobody is there to be told
+            log.debug("session_answer_not_written", step=step, error=repr(error))
+
+    async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Answer:
+        count = self._calls.method(METHOD)
+        count.items += len(request.items)
+        items: list[WorkItem | ExecutorError] = []
+        for each in request.items:
+            try:
+                items.append(with_lease(item_from_proto(each, Shape.ANY), self._lease.id))
+            except ExecutorError as error:
+                items.append(error)
+        answer = await self._forward.forward(
+            items,
+            caller=self._caller,
+            all_or_nothing=request.all_or_nothing,
+            deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
+            max_bytes=self._books.limits.max_session_response_bytes,
+            origin=self,
+            take_back=take_back,
+        )
+        self._calls.refused_items(METHOD, answer.outcomes, self._context)
+        results, blocks = results_to_proto(request.items, answer.outcomes)
+        forward = session_pb2.SessionForwardAnswer(
+            results=results,
+            row_blocks=blocks,
+            pressure=pressure_to_proto(self._books.pressure()),
+            timing=None if answer.timing is None else timing_to_proto(answer.timing),
+        )
+        return Answer(step_id=step, forward=forward)
+
+    async def _on_truncate(self, step: int, request: session_pb2.SessionTruncate) -> Answer:
+        if len(request.handles) != len(request.lengths):
+            raise InvalidRequest("`lengths` has one for every handle", field="lengths")
+        request_id = request_id_from_proto(request.request_id)
+        return await self._each(
+            step,
+            [
+                self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
+                for handle, length in zip(request.handles, request.lengths, strict=True)
+            ],
+            lambda _, result: result[0],
+        )
+
+    async def _on_release(self, step: int, request: session_pb2.SessionRelease) -> Answer:
+        handles = [handle_from_proto(handle) for handle in request.handles]
+        return await self._each(
+            step,
+            [
+                self._operations.release(handle, any_version=request.any_version, caller=self._caller)
+                for handle in handles
+            ],
+            lambda index, _: handles[index],
+        )
+
+    async def _each(self, step: int, calls: list[Any], handle: Callable[[int, Any], Any]) -> Answer:
+        """One outcome per handle."""
+        most = self._books.limits.max_batch_items
+        if len(calls) > most:
+            for call in calls:
+                call.close()
+            raise InvalidRequest(f"{len(calls)} handles exceed the limit of {most}", field="handles")
+        answer = session_pb2.SessionHandlesAnswer()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        self._calls.refused_items(METHOD, outcomes, self._context)
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, ExecutorError):
+                answer.results.add(error=status_from_error(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                answer.results.add(handle=handle_to_proto(handle(index, outcome)))
+        answer.pressure.CopyFrom(pressure_to_proto(self._books.pressure()))
+        return Answer(step_id=step, handles=answer)
+
+    async def _on_fork(self, step: int, request: session_pb2.SessionFork) -> Answer:
+        children, _ = await self._operations.fork(
+            handle_from_proto(request.handle),
+            request.count or 1,
+            request.at_length if request.HasField("at_length") else None,
+            request_id_from_proto(request.request_id),
+            caller=self._caller,
+            origin=self,
+        )
+        answer = session_pb2.SessionHandlesAnswer(pressure=pressure_to_proto(self._books.pressure()))
+        for child in children:
+            answer.results.add(handle=handle_to_proto(child))
+        return Answer(step_id=step, handles=answer)
+
+    async def _on_keep_alive(self, step: int) -> Answer:
+        lease = self._books.leases.renew(self._lease.id, self._caller.name)
+        answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
+        set_seconds(answer.ttl, lease.ttl_s)
+        return Answer(step_id=step, keep_alive=answer)
+
+    async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
+        books, released = self._books, 0
+        if request.release_sequences:
+            mine = [record for record in books.handles.records() if record.origin is self]
+            released = await books.ended(mine, Ending.RELEASED)
+        if self._own_lease and not self._lease.members:
+            books.leases.remove(self._lease, expired=False)
+        return Answer(step_id=step, goodbye=session_pb2.SessionGoodbye(released_sequences=released))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    async def _write(self, answer: Answer, leaving: int | None = None) -> None:
+        async with self._writing:
+            self._leaving = leaving
+            await self._context.write(answer)
+
+    def _parts(self, response: Answer) -> Iterator[Answer]:
+        """The row frames of a large answer; takes their bytes out of it."""
+        for index, block in enumerate(response.forward.row_blocks):
+            rows = getattr(block, block.WhichOneof("kind"))
+            for field, tensor in rows.ListFields():
+                data = tensor.data
+                if len(data) <= self._inline:
+                    continue
+                tensor.ClearField("data")
+                count = tensor.shape[0]
+                row_bytes = len(data) // count
+                together = max(1, self._inline // row_bytes)
+                for first in range(0, count, together):
+                    last = min(first + together, count)
+                    part = session_pb2.SessionRows(block=index, first=first, field=field.number)
+                    part.rows.dtype = tensor.dtype
+                    part.rows.shape.extend((last - first, *tensor.shape[1:]))
+                    part.rows.data = data[first * row_bytes : last * row_bytes]
+                    yield Answer(step_id=response.step_id, rows=part)
+
+    def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
+        self._calls.refusals.note(METHOD, error, self._context, cause=cause)
+        return Answer(step_id=step, error=status_from_error(error))
+
+    def _too_many(self) -> QueueFull:
+        return QueueFull(
+            f"{len(self._steps)} steps are in flight and {self._most} may; await one",
+            metadata={"steps_in_flight": self._most},
+            retry_after_s=RETRY_AFTER_S,
+        )

@@ -1,0 +1,147 @@
+"""A span per RPC, child of the caller's ``traceparent``, sent to an OpenTelemetry collector.
+
+Off unless an endpoint is set, and OpenTelemetry is an extra: nothing of it is imported before. The spans carry what the
+answer tells anyway (step number, sizes, times); the steps themselves have no spans, a step being of many callers.
+Names of attributes: https://opentelemetry.io/docs/specs/semconv/rpc/
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import structlog
+
+from ferrum_rpc import __version__
+from ferrum_rpc.service.correlation import OWN_TRACE, Context, traceparent_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+log = structlog.get_logger("ferrum_rpc.tracing")
+
+SERVICE_NAME: Final = "ferrum-rpc"
+TRACES_PATH: Final = "/v1/traces"
+FLUSH_S: Final = 2.0
+"""What the last spans may cost at the end of the process."""
+
+SERVER_ERRORS: Final = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+)
+"""Codes that are an error of the server's span; the others are the caller's business (the conventions say which)."""
+
+
+class TracingError(RuntimeError):
+    """Tracing was asked for and cannot be had; the message says what would help."""
+
+
+class Tracing:
+    """Begins the spans of one server. ``provider`` samples and exports; it is shut down by `stop`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import trace
+
+        self._otel = trace
+        self._provider = provider
+        self._tracer = provider.get_tracer("ferrum_rpc", __version__)
+
+    def begin(self, method: str, context: Context) -> CallSpan:
+        """A handler has begun. ``method``: full name."""
+        otel = self._otel
+        parent = traceparent_of(context)
+        within = None
+        if parent is not None:
+            place = otel.SpanContext(
+                int(parent.trace_id, 16), int(parent.span_id, 16), True, otel.TraceFlags(parent.flags)
+            )
+            within = otel.set_span_in_context(otel.NonRecordingSpan(place))
+        span = self._tracer.start_span(
+            method, within, otel.SpanKind.SERVER, {"rpc.system.name": "grpc", "rpc.method": method}
+        )
+        OWN_TRACE.set(otel.format_trace_id(span.get_span_context().trace_id))
+        return CallSpan(span, otel.Status(otel.StatusCode.ERROR))
+
+    def stop(self) -> None:
+        """Send what is left, for `FLUSH_S` at most: the exporter would try a collector that is gone for 10 s and more.
+        Blocks: not for the event loop."""
+        flush = threading.Thread(target=self._provider.shutdown, name="ferrum-traces", daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)
+
+
+class CallSpan:
+    """One call's span."""
+
+    __slots__ = ("_error", "_span")
+
+    def __init__(self, span: Span, error: Any) -> None:
+        self._span = span
+        self._error = error
+
+    def end(self, code: str, message: str, response: Any) -> None:
+        """The call ended with this code; ``response`` is None where there is none."""
+        span = self._span
+        if span.is_recording():
+            span.set_attribute("rpc.response.status_code", code)
+            if message:
+                span.set_attribute("ferrum.message", message)
+            if code in SERVER_ERRORS:
+                span.set_status(self._error)
+            span.set_attributes(_step_attributes(response))
+        span.end()
+
+
+def _step_attributes(response: Any) -> dict[str, int | float]:
+    """What a forward's answer says of its step; of other answers, nothing."""
+    if response is None or "timing" not in response.DESCRIPTOR.fields_by_name or not response.HasField("timing"):
+        return {}
+    timing = response.timing
+    return {
+        "ferrum.step": timing.step,
+        "ferrum.step_sequences": timing.step_sequences,
+        "ferrum.step_tokens": timing.step_tokens,
+        "ferrum.queue_seconds": timing.queue_micros / 1e6,
+        "ferrum.forward_seconds": timing.forward_micros / 1e6,
+    }
+
+
+def connect(endpoint: str, instance_id: str) -> Tracing:
+    """Spans to the OTLP/HTTP collector at ``endpoint``, in batches, from a thread of its own. A collector that is not
+    there costs a log line. Raises `TracingError`: no such address, or the extra is not installed."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TracingError("otel_endpoint is no address: write http://collector:4318")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise TracingError(
+            "otel_endpoint is set and OpenTelemetry is not installed: pip install 'ferrum-rpc[otel]'"
+        ) from error
+    if parts.path in ("", "/"):
+        endpoint = parts._replace(path=TRACES_PATH).geturl()
+    _tell_in_our_log()
+    resource = Resource.create(
+        {"service.name": SERVICE_NAME, "service.version": __version__, "service.instance.id": instance_id}
+    )
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    return Tracing(provider)
+
+
+class _OurLog(logging.Handler):
+    """What OpenTelemetry logs, as events of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.warning("tracing_trouble", message=record.getMessage(), action="check otel_endpoint and the collector")
+
+
+def _tell_in_our_log() -> None:
+    logger = logging.getLogger("opentelemetry")
+    logger.handlers = [_OurLog(logging.WARNING)]
+    logger.propagate = False

@@ -1,0 +1,95 @@
+"""R10: HTTP/2 abuse does not hurt others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+import grpc
+
+from tests.faults.abuser import IDLE_CONNECTIONS
+from tests.faults.figures import Figure, Figures, at_least, at_most, exactly, quantile
+from tests.faults.process import Dialled, ServerProcess, dial, program, serving
+from tests.faults.sizes import Size
+from tests.wiring import item, pb, prefill
+
+KINDS: Final = ("rapid_resets", "ping_flood", "large_metadata", "garbage", "idle_connections")
+SLOWER: Final = 2.0
+MEMORY: Final = 50 << 20
+DESCRIPTORS_S: Final = 2.0
+PAUSE_S: Final = 0.002
+
+
+class Honest:
+    """A client that decodes, one token after the other."""
+
+    def __init__(self, client: Dialled, handle: Any) -> None:
+        self._client = client
+        self._handle = handle
+        self.failed = 0
+
+    async def p99(self, seconds: float) -> float:
+        """Seconds that all but one of a hundred calls take at most."""
+        began, waits = time.monotonic(), []
+        while time.monotonic() - began < seconds:
+            request = pb.DecodeRequest(item=item([1], self._handle, truncate_to=4))
+            at = time.monotonic()
+            try:
+                self._handle = (await self._client.executor.Decode(request)).output.handle
+            except grpc.aio.AioRpcError:
+                self.failed += 1
+            waits.append(time.monotonic() - at)
+            await asyncio.sleep(PAUSE_S)
+        return quantile(waits, 0.99)
+
+
+async def r10_abuse_does_not_hurt_others(size: Size) -> Figures:
+    """One kind of abuse after the other, each between two measurements of an honest client. Where others use the
+    machine too, the slower of the two is what it was like without."""
+    figures: list[Figure] = []
+    facts: dict[str, object] = {}
+    async with serving() as server, dial(server.target) as client:
+        honest = Honest(client, await prefill(client, [1, 2, 3, 4]))
+        await honest.p99(size.abuse_s)
+        memory = server.rss_bytes()
+        for kind in KINDS:
+            figures += await _abused(server, honest, kind, size, facts)
+        grown = server.rss_bytes() - memory
+        await client.status()
+    figures += [
+        exactly("calls of the honest client that failed", honest.failed, 0),
+        at_most("memory that all of it took", grown, MEMORY, "bytes"),
+    ]
+    return Figures("R10", "HTTP/2 abuse does not hurt others", tuple(figures), facts)
+
+
+async def _abused(
+    server: ServerProcess, honest: Honest, kind: str, size: Size, facts: dict[str, object]
+) -> list[Figure]:
+    host, _, port = server.target.rpartition(":")
+    before = await honest.p99(size.abuse_s)
+    descriptors = server.descriptors()
+    worked = server.cpu_s()
+    async with program("tests.faults.abuser", host, port, kind) as abuser:
+        assert abuser.stdout is not None
+        assert await abuser.stdout.readline() == b"begun\n"
+        during = await honest.p99(size.abuse_s)
+        held = server.descriptors() - descriptors
+    worked = server.cpu_s() - worked
+    left, seconds = await server.settled_descriptors(descriptors, 2 * DESCRIPTORS_S)
+    after = await honest.p99(size.abuse_s)
+    quiet = max(before, after, size.p99_floor_s)
+    facts[kind] = {
+        "p99 before ms": round(before * 1e3, 2),
+        "p99 during ms": round(during * 1e3, 2),
+        "p99 after ms": round(after * 1e3, 2),
+        "descriptors held": held,
+        "server cpu s": round(worked, 2),
+    }
+    return [
+        at_most(f"p99 under {kind}, in p99s before and after", during / quiet, SLOWER),
+        at_most(f"descriptors back after {kind}", seconds, DESCRIPTORS_S, "s"),
+        at_most(f"descriptors kept after {kind}", left - descriptors, 0),
+        *([at_least("connections held open", held, 0.9 * IDLE_CONNECTIONS)] if kind == "idle_connections" else []),
+    ]

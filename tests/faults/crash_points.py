@@ -1,0 +1,135 @@
+"""R16: a crash at any point is survivable.
+
+Every failpoint of a real server fires with every action under a scheduler that notices what is wrong (`verses`). A
+server that died is started again for the scheduler with its old handles, which prefills all tokens anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ferrum_rpc.failpoints import OF_THE_DEVICE, Action, Failpoint, Failpoints, parse_failpoints
+from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.process import Dialled, dial, serving
+from tests.faults.sizes import Size
+from tests.faults.verses import Gone, Life, Scheduler, Tally
+from tests.serving import serve_identity
+
+ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
+FATAL: Final = (Action.CRASH, Action.DEVICE_LOST)
+VERSES: Final = 10
+"""Verses within which a point is reached often enough; a rule that has not fired by then is a violation."""
+SPACING: Final = {Failpoint.BEFORE_REPLY: 11}
+"""Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
+answers are lost of steps that did not fail."""
+FLAGS: Final = ("--identity-positional", "--block-size", "4", "--kv-blocks", "64")
+
+
+def actions(point: Failpoint) -> list[Action]:
+    """What can happen at a point and be survived."""
+    every = [*ROLLED_BACK, *FATAL]
+    return [each for each in every if point is not Failpoint.BEFORE_REPLY or each not in OF_THE_DEVICE]
+
+
+async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
+    """Errors and out of memory on one server; crashes and lost devices on a server each. The chains run side by side:
+    what takes time is the start of so many processes."""
+    tally = Tally()
+    points = [point for _ in range(size.crash_rounds) for point in Failpoint]
+    await asyncio.gather(
+        _fail_and_go_on(size.crash_rounds, seed, tally),
+        _die_and_restart(Action.CRASH, points[0::2], seed, tally),
+        _die_and_restart(Action.CRASH, points[1::2], seed + 1, tally),
+        _die_and_restart(Action.DEVICE_LOST, points, seed, tally),
+    )
+    expected = {(point.value, action.value) for point in Failpoint for action in actions(point)}
+    short = [pair for pair in expected if tally.fired[pair] < size.crash_rounds]
+    return Figures(
+        "R16",
+        "A crash at any point is survivable",
+        (
+            exactly("violations", len(tally.wrong), 0),
+            exactly("failpoints and actions that fired less than once a round", len(short), 0),
+            at_least("answers lost after the commit and replayed", tally.replays, 1),
+            exactly("old handles that did not answer INSTANCE_MISMATCH", tally.old_handles - tally.mismatches, 0),
+        ),
+        {
+            "rounds": size.crash_rounds,
+            "failpoints": len(Failpoint),
+            "pairs": len(expected),
+            "fired": sum(tally.fired.values()),
+            "rows compared": tally.rows,
+            "old handles": tally.old_handles,
+            "replays": tally.replays,
+            "refusals": {str(reason): count for reason, count in tally.refusals.items()},
+            "wrong": tally.wrong[:10],
+            "short": sorted(short),
+        },
+    )
+
+
+async def _fail_and_go_on(rounds: int, seed: int, tally: Tally) -> None:
+    """One server, at which every point fails with every action that is rolled back, once a round."""
+    rules = [
+        f"{point}={action}@{2 + SPACING.get(point, 3) * (n * len(ROLLED_BACK) + index)}"
+        for point in Failpoint
+        for index, action in enumerate(ROLLED_BACK)
+        if action in actions(point)
+        for n in range(rounds)
+    ]
+    async with serving(*FLAGS, "--failpoints", ";".join(rules)) as server, dial(server.target) as client:
+        scheduler = Scheduler(client, [], random.Random(seed), tally)
+        for _ in range(VERSES * rounds):
+            await scheduler.verse()
+            if server.count("failpoint_fired") >= len(rules):
+                break
+        await scheduler.verse()  # and without failures
+        tally.hear(server)
+
+
+async def _die_and_restart(action: Action, points: list[Failpoint], seed: int, tally: Tally) -> None:
+    """A server for every point, which dies there; the next one gets the scheduler with its old handles."""
+    start = _process if action is Action.CRASH else _in_process
+    dice = random.Random(f"{seed} {action}")
+    lives: list[Life] = []
+    for point in [*(each for each in points if action in actions(each)), None]:
+        rule = "" if point is None else f"{point}={action}@{dice.randint(1, 4)}"
+        async with start(rule, tally) as client:
+            scheduler = Scheduler(client, lives, dice, tally)
+            try:
+                await scheduler.recover()
+                for _ in range(1 if point is None else VERSES):
+                    await scheduler.verse()
+            except Gone:
+                if point is None:
+                    tally.wrong.append(f"{action}: a server without failpoints died")
+
+
+@asynccontextmanager
+async def _process(rule: str, tally: Tally) -> AsyncIterator[Dialled]:
+    """A process that SIGKILL may end."""
+    flags = ("--failpoints", rule) if rule else ()
+    async with serving(*FLAGS, *flags) as server:
+        async with dial(server.target) as client:
+            yield client
+        if rule and (status := await server.ended()) != -signal.SIGKILL:
+            tally.wrong.append(f"{rule}: the process ended with {status}")
+        tally.hear(server)
+
+
+@asynccontextmanager
+async def _in_process(rule: str, tally: Tally) -> AsyncIterator[Dialled]:
+    """A server of this process, whose model thread may end; R19 has a process that loses its device."""
+    failpoints = Failpoints(parse_failpoints(rule))
+    async with serve_identity(positional=True, kv_blocks=64, failpoints=failpoints) as served:
+        yield Dialled(served.channel)
+        if rule and served.server.health.serving:
+            tally.wrong.append(f"{rule}: the health service says that it serves")
+    tally.fired.update(
+        (each.point.value, each.action.value) for each in failpoints.rules if failpoints.fired[each.point]
+    )

@@ -1,0 +1,191 @@
+"""R6: deadlines and cancellations are honoured: what has not begun by then never does, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2, types_pb2
+from tests.faults.figures import Figures, at_least, at_most, exactly
+from tests.faults.gate import StepGate
+from tests.faults.raw_session import raw_session
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.serving import Served, serve_identity
+from tests.wiring import item, pb, prefill
+
+STEP_S: Final = 0.01
+CALLERS: Final = 12
+QUEUED: Final = 20
+SLACK_S: Final = 0.02
+"""Between the claim of a step, which looks at the clock, and the measurement, two threads may take turns four times."""
+
+
+@dataclass
+class Watch:
+    """What the model thread was given, and when it began."""
+
+    deadline: dict[int, float] = field(default_factory=dict)
+    begun: dict[int, float] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+    """The spans, so that no other gets the identity of one."""
+
+    def lateness(self) -> float:
+        """The most seconds by which a step began after the deadline of one of its calls; negative is early."""
+        return max(self.begun[span] - self.deadline[span] for span in self.begun.keys() & self.deadline.keys())
+
+    def never_begun(self) -> int:
+        return len(self.deadline.keys() - self.begun.keys())
+
+
+@asynccontextmanager
+async def _watched(served: Served) -> AsyncIterator[Watch]:
+    watch = Watch()
+    thread, runner = served.server.books.thread, served.runner
+    submit, forward = thread.submit, runner.forward
+
+    def submitted(submission: Any) -> None:
+        if submission.deadline is not None:
+            for span in submission.spans:
+                watch.deadline[id(span)] = submission.deadline
+                watch.kept.append(span)
+        submit(submission)
+
+    def ran(step: Any) -> Any:
+        now = time.monotonic()
+        for span in step.spans:
+            watch.begun[id(span)] = now
+        time.sleep(STEP_S)  # in the model thread: a step that takes its time, so that there is a queue
+        return forward(step)
+
+    thread.submit, runner.forward = submitted, ran  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        thread.submit, runner.forward = submit, forward  # type: ignore[method-assign]
+
+
+async def _late_calls(served: Served, count: int, seed: int) -> Counter[str]:
+    """Unary calls, batches and session frames with deadlines from none to ample; how they ended."""
+    dice = random.Random(seed)
+    ends: Counter[str] = Counter()
+    left = count
+
+    async def unary(handle: Any) -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            timeout = dice.choice((0.002, STEP_S, 3 * STEP_S, 20 * STEP_S))
+            one = item([1], handle, truncate_to=2)
+            try:
+                if dice.random() < 0.5:
+                    answer = await served.executor.Decode(pb.DecodeRequest(item=one), timeout=timeout)
+                    handle = answer.output.handle
+                else:
+                    request = pb.UnifiedForwardRequest(items=[one, item([1, 2])])
+                    response = await served.executor.UnifiedForward(request, timeout=timeout)
+                    if response.results[0].HasField("error"):
+                        ends["items late"] += 1
+                        handle = await _where(served, handle)
+                        continue
+                    handle = response.results[0].output.handle
+                    await _release(served, response.results[1].output.handle)
+                ends["in time"] += 1
+            except grpc.aio.AioRpcError as error:
+                ends[error.code().name] += 1
+                handle = await _where(served, handle)
+        await _release(served, handle)
+
+    async def session() -> None:
+        nonlocal left
+        async with raw_session(served.executor) as stream:
+            while left > 0:
+                left -= 1
+                frame = session_pb2.SessionForward(items=[item([1, 2])])
+                frame.timeout.FromMilliseconds(dice.choice((1, 10, 30, 200)))
+                answer = await stream.ask(forward=frame)
+                failed = answer.HasField("error") or answer.forward.results[0].HasField("error")
+                ends["frame late" if failed else "frame in time"] += 1
+            await stream.ask(close=session_pb2.SessionClose(release_sequences=True))
+
+    handles = [await prefill(served, [1, 2]) for _ in range(CALLERS)]
+    await asyncio.gather(*[unary(handle) for handle in handles], *[session() for _ in range(3)])
+    return ends
+
+
+async def _where(served: Served, handle: Any) -> Any:
+    """The current handle of a sequence whose call was given up: the server says where it stands."""
+    [record] = [each for each in served.server.books.handles.records() if each.id == handle.id]
+    await until(lambda: not record.busy)
+    return types_pb2.KvHandle(id=handle.id, seq_len=record.length, version=record.version)
+
+
+async def _release(served: Served, handle: Any) -> None:
+    await served.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True))
+
+
+async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
+    """Cancel calls that wait behind a step, and that step's own creation. Items that were still queued when the callers
+    knew, before the step ended; and seconds from the step's end until every block was free."""
+    books = served.server.books
+    calls = [
+        lambda: served.executor.Prefill(pb.PrefillRequest(item=item([1] * 8))),
+        lambda: served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[item([1] * 8), item([2] * 8)])),
+    ]
+    async with gate.closed():
+        running = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([3] * 8))))
+        await gate.reached()
+        tasks = [asyncio.ensure_future(calls[number % 2]()) for number in range(QUEUED)]
+        await until(lambda: books.thread.queued_items >= QUEUED * 3 // 2)
+        for task in (running, *tasks):
+            task.cancel()
+        await asyncio.gather(running, *tasks, return_exceptions=True)
+        await until(lambda: served.server.calls.in_flight == 0)
+        queued = books.thread.queued_items
+    return queued, await until(lambda: books._creating == 0 and _free(books))
+
+
+def _free(books: Any) -> bool:
+    pressure = books.pressure()
+    return bool(pressure.sequences == 0 and pressure.free_blocks == pressure.total_blocks)
+
+
+async def r6_deadlines_and_cancels_are_honoured(size: Size) -> Figures:
+    """A slow server under calls that do not wait for it, then under callers who change their mind."""
+    gate = StepGate()
+    queued: list[int] = []
+    freed: list[float] = []
+    async with serve_identity(stage=gate, kv_blocks=512, max_batch_items=4) as served:
+        async with _watched(served) as watch:
+            ends = await _late_calls(served, size.deadlines, seed=6)
+        await served.check()
+        lateness, never = watch.lateness(), watch.never_begun()
+        books = served.server.books
+        # A creation whose answer was on its way when its caller gave up waits for its idle time-out.
+        await served.control.Reset(executor_control_pb2.ResetRequest())
+        left = books.pressure().total_blocks - books.pressure().free_blocks
+        for _ in range(max(3, size.deadlines // 100)):
+            items, seconds = await _cancelled_queue(served, gate)
+            queued.append(items)
+            freed.append(seconds)
+        await served.check()
+    return Figures(
+        "R6",
+        "Deadlines and cancels are honoured",
+        (
+            at_most("a step began after the deadline of its call", lateness, SLACK_S, "s"),
+            at_least("calls that were dropped before their step", never, 5),
+            exactly("blocks left behind", left, 0),
+            at_most("cancelled items that still waited, before the running step ended", max(queued), 0),
+            at_most("from the end of the step to the blocks' freedom", max(freed), 0.05, "s"),
+        ),
+        {"ends": dict(ends), "step s": STEP_S},
+    )

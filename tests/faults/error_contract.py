@@ -1,0 +1,217 @@
+"""R17: the error contract is true: every refusal has the code of the table and says its reason in ErrorInfo."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import grpc
+from google.rpc import status_pb2
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, code_number, error_from_status
+from tests.faults.any_bytes import has_error_info
+from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.gate import StepGate
+from tests.faults.raw_session import raw_session
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.serving import Served, serve_identity
+from tests.wiring import full, item, pb, prefill
+
+SHORT_LEASE_S: Final = 0.05
+RETRY_HELPS: Final = frozenset({Reason.SEQUENCES_EXHAUSTED, Reason.QUEUE_FULL, Reason.DRAINING})
+"""Refusals that pass without the caller's doing: they say when to come back."""
+LIMITS: Final[dict[str, Any]] = {
+    "kv_blocks": 16,
+    "max_context": 64,
+    "max_sequences": 8,
+    "max_sequences_per_caller": 6,
+    "max_queued_items": 2,
+    "max_response_bytes": 8192,
+    "max_leases": 1,
+    "lease_ttl_s": SHORT_LEASE_S,
+    "min_lease_ttl_s": SHORT_LEASE_S,
+}
+
+
+class Provoked:
+    """The refusals of one server, each as its status."""
+
+    def __init__(self, served: Served, gate: StepGate) -> None:
+        self.served = served
+        self.executor = served.executor
+        self.gate = gate
+        self.seen: dict[Reason, list[status_pb2.Status]] = {}
+        self.bare: list[str] = []
+
+    async def refused(self, call: Awaitable[Any]) -> None:
+        """Await a call that must be refused, and keep its status."""
+        try:
+            answer = await call
+        except grpc.aio.AioRpcError as error:
+            trailing = error.trailing_metadata()
+            if not has_error_info(trailing):
+                self.bare.append(f"{error.code().name} {error.details()}")
+                return
+            status = status_pb2.Status.FromString(dict(trailing or ())[STATUS_METADATA_KEY])
+            if status.code != code_number(error.code()):
+                self.bare.append(f"{error.code().name} on the wire, {status.code} in the details")
+            self.note(status)
+        else:
+            self.bare.append(f"not refused: {str(answer)[:100]}")
+
+    def note(self, status: status_pb2.Status) -> None:
+        self.seen.setdefault(error_from_status(status).reason, []).append(status)
+
+    @asynccontextmanager
+    async def busy(self) -> AsyncIterator[types_pb2.KvHandle]:
+        """While a step on the sequence of this handle is held."""
+        handle = await prefill(self.served, [1, 2, 3])
+        async with self.gate.closed():
+            running = asyncio.ensure_future(self.executor.Decode(pb.DecodeRequest(item=item([4], handle))))
+            await self.gate.reached()
+            yield handle
+        await self.release((await running).output.handle)
+
+    async def release(self, handle: types_pb2.KvHandle) -> None:
+        await self.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True))
+
+
+def _prefill(tokens: int = 1, **fields: Any) -> Any:
+    return pb.PrefillRequest(item=item([1] * tokens, **fields))
+
+
+async def _requests(world: Provoked) -> None:
+    ask = world.executor
+    await world.refused(ask.Prefill(pb.PrefillRequest(item=item([9999]))))
+    await world.refused(world.served.channel.unary_unary(DECODE)(b"\xff\xff\xff"))
+    await world.refused(world.served.channel.unary_unary(DECODE.replace("Decode", "Nope"))(b""))
+    await world.refused(world.served.channel.unary_unary("/no.such.Service/Method")(b""))
+    await world.refused(world.served.control.LoadAdapter(executor_control_pb2.LoadAdapterRequest(name="a")))
+    handle = (await ask.Prefill(_prefill(request_id="same"))).output.handle
+    await world.refused(ask.Prefill(_prefill(2, request_id="same")))
+    await world.refused(ask.Prefill(_prefill(40, output=full(positions=2))))
+    await world.refused(ask.Prefill(_prefill(65)))
+    await world.refused(ask.TruncateKv(pb.TruncateKvRequest(handle=handle, length=9)))
+    await world.release(handle)
+
+
+async def _handles(world: Provoked) -> None:
+    ask = world.executor
+    handle = await prefill(world.served, [1, 2, 3])
+    old = types_pb2.KvHandle(id=handle.id, seq_len=3, version=handle.version + 1)
+    unknown = types_pb2.KvHandle(id=handle.id[:-16] + bytes(16), seq_len=3, version=1)
+    foreign = types_pb2.KvHandle(id=bytes(8) + handle.id[8:], seq_len=3, version=1)
+    await world.release(handle_ := await prefill(world.served, [1]))
+    for bad in (old, unknown, foreign, handle_, types_pb2.KvHandle(id=b"seven")):
+        await world.refused(ask.Decode(pb.DecodeRequest(item=item([1], bad))))
+    await world.release(handle)
+    async with world.busy() as handle:
+        await world.refused(ask.Decode(pb.DecodeRequest(item=item([4], handle))))
+
+
+async def _leases(world: Provoked) -> None:
+    ask = world.executor
+    lease = (await ask.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    await world.refused(ask.AcquireLease(pb.AcquireLeaseRequest()))
+    await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id="no such")))
+    leased = await prefill(world.served, [1], create=forward_pb2.CreateOptions(lease_id=lease))
+    await until(lambda: not len(world.served.server.books.leases))
+    await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id=lease)))
+    await world.refused(ask.Decode(pb.DecodeRequest(item=item([1], leased))))
+
+
+async def _room(world: Provoked) -> None:
+    ask = world.executor
+    handles = [await prefill(world.served, [1] * 12) for _ in range(5)]
+    await world.refused(ask.Prefill(_prefill(12)))
+    one = await prefill(world.served, [1])
+    await world.refused(ask.Prefill(_prefill(1)))
+    for handle in (*handles, one):
+        await world.release(handle)
+    async with world.busy():
+        waiting = [asyncio.ensure_future(ask.Prefill(_prefill())) for _ in range(2)]
+        await until(lambda: world.served.server.books.thread.queued_items == 2)
+        await world.refused(ask.Prefill(_prefill()))
+    for each in await asyncio.gather(*waiting):
+        await world.release(each.output.handle)
+
+
+async def _sessions(world: Provoked) -> None:
+    async with raw_session(world.executor) as session:
+        async with world.busy():
+            late = session_pb2.SessionForward(items=[item([1])])
+            late.timeout.FromMilliseconds(1)
+            _, too_late = await session.send(forward=late)
+            step, taken_back = await session.send(forward=session_pb2.SessionForward(items=[item([1])]))
+            await session.send(cancel=session_pb2.SessionCancel(step_id=step))
+            world.note((await taken_back).error)
+            await asyncio.sleep(0.02)
+        answer = await too_late
+        world.note(answer.error if answer.HasField("error") else answer.forward.results[0].error)
+        await session.ask(close=session_pb2.SessionClose(release_sequences=True))
+    stream = world.executor.Session()
+    await stream.write(session_pb2.SessionRequest(step_id=1, keep_alive=session_pb2.SessionKeepAlive()))
+    await world.refused(stream.read())
+
+
+async def _draining(world: Provoked) -> None:
+    world.served.server.drain(10.0)
+    await world.refused(world.executor.Prefill(_prefill()))
+
+
+DECODE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Decode"
+PROVOCATIONS: Final[tuple[Callable[[Provoked], Awaitable[None]], ...]] = (
+    _requests,
+    _handles,
+    _leases,
+    _room,
+    _sessions,
+    _draining,
+)
+ELSEWHERE: Final = frozenset(
+    {
+        Reason.STARTING,  # tests/service/test_error_table.py
+        Reason.UNAUTHENTICATED,  # R12
+        Reason.PERMISSION_DENIED,  # R12
+        Reason.DEVICE_LOST,  # R16
+        Reason.STEP_FAILED,  # R16
+        Reason.INTERNAL_ERROR,  # R16
+        Reason.TRANSPORT,  # what a client says
+    }
+)
+"""Reasons that need a server of their own, and who provokes them."""
+
+
+async def r17_the_error_contract_is_true(size: Size) -> Figures:
+    """Provoke every reason of the table, and what gRPC itself would answer to nonsense."""
+    gate = StepGate()
+    async with serve_identity(stage=gate, **LIMITS) as served:
+        world = Provoked(served, gate)
+        for provoke in PROVOCATIONS:
+            await provoke(world)
+        await served.check()
+    wrong_code, no_retry = [], []
+    for reason, statuses in world.seen.items():
+        for status in statuses:
+            if status.code != code_number(CODE_BY_REASON[reason]):
+                wrong_code.append(f"{reason}: {status.code}")
+            if reason in RETRY_HELPS and not error_from_status(status).retry_after_s:
+                no_retry.append(str(reason))
+    missing = set(Reason) - ELSEWHERE - world.seen.keys()
+    return Figures(
+        "R17",
+        "The error contract is true",
+        (
+            exactly("reasons that could not be provoked", len(missing), 0),
+            at_least("refusals", sum(map(len, world.seen.values())), 24),
+            exactly("refusals without ErrorInfo, or none where one was due", len(world.bare), 0),
+            exactly("codes unlike the table", len(wrong_code), 0),
+            exactly("refusals that pass by themselves, without RetryInfo", len(no_retry), 0),
+        ),
+        {"missing": sorted(missing), "bare": world.bare, "wrong": wrong_code + no_retry},
+    )

@@ -1,0 +1,71 @@
+"""What was measured beside what was promised. One type, so that a test and the soak report judge alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+_HOLDS: Final[dict[str, Callable[[float, float], bool]]] = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, and the number that it is held to."""
+
+    name: str
+    measured: float
+    relation: str
+    bound: float
+    unit: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return _HOLDS[self.relation](self.measured, self.bound)
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.name}: {_short(self.measured)}{unit}, promised {self.relation} {_short(self.bound)}{unit}"
+
+
+def at_most(name: str, measured: float, bound: float, unit: str = "") -> Figure:
+    return Figure(name, measured, "<=", bound, unit)
+
+
+def at_least(name: str, measured: float, bound: float, unit: str = "") -> Figure:
+    return Figure(name, measured, ">=", bound, unit)
+
+
+def exactly(name: str, measured: float, bound: float, unit: str = "") -> Figure:
+    return Figure(name, measured, "=", bound, unit)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one promise. ``facts``: what was done to get them, for the report."""
+
+    promise: str
+    title: str
+    figures: tuple[Figure, ...]
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def broken(self) -> list[str]:
+        """The figures that do not hold, as text. A promise without figures does not hold either."""
+        if not self.figures:
+            return ["nothing was measured"]
+        return [str(each) for each in self.figures if not each.holds]
+
+    def check(self) -> None:
+        """Raise AssertionError that names what does not hold."""
+        assert not self.broken(), f"{self.promise}: {'; '.join(self.broken())} ({self.facts})"
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The value below which a share ``q`` of the values lies; of the values themselves, nothing interpolated."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"

@@ -1,0 +1,132 @@
+"""A server's handlers, called as grpc.aio calls them but without sockets between."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from ferrum_rpc.service.server import ExecutorServer
+
+Answer = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
+
+
+class Context:
+    """As much of a servicer context as the handlers use. ``messages`` are the requests of a stream."""
+
+    def __init__(self, messages: AsyncIterator[Any], enough: int) -> None:
+        self.answer: Answer = (grpc.StatusCode.OK, "", ())
+        self.left = enough
+        self._messages = messages
+        self._trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def set_trailing_metadata(self, trailing: tuple[tuple[str, str | bytes], ...]) -> None:
+        self._trailing = trailing
+
+    def code(self) -> grpc.StatusCode:
+        return self.answer[0]
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing
+
+    def peer(self) -> str:
+        return "test"
+
+    def add_done_callback(self, callback: Any) -> None:
+        """Calls end when their handlers do; nobody hangs up before."""
+
+    def cancelled(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return False
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        self.answer = (code, details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError
+
+    async def read(self) -> Any:
+        return await anext(self._messages, grpc.aio.EOF)
+
+    async def write(self, _: Any) -> None:
+        """The caller hangs up when it has read enough: its handler is cancelled, as grpc.aio does it."""
+        self.left -= 1
+        task = asyncio.current_task()
+        if not self.left and task is not None:
+            task.cancel()
+
+    async def send_initial_metadata(self, _: Any) -> None:
+        """Nobody reads it."""
+
+
+class Registered:
+    """One method's handler."""
+
+    def __init__(self, handler: grpc.RpcMethodHandler) -> None:
+        self._handler = handler
+
+    async def call(self, requests: Sequence[bytes], enough: int = 1 << 30) -> Answer:
+        """What the handler answers to these bytes, until ``enough`` messages came. An exception that it lets out is
+        UNKNOWN, as grpc.aio makes it."""
+        handler = self._handler
+
+        async def parsed() -> AsyncIterator[Any]:
+            for each in requests:
+                yield handler.request_deserializer(each)
+
+        context = Context(parsed(), enough)
+        try:
+            await asyncio.create_task(self._serve(context, requests))
+        except grpc.aio.AbortError:
+            return context.answer
+        except asyncio.CancelledError:
+            if context.left > 0:
+                raise
+        except Exception as error:
+            return (grpc.StatusCode.UNKNOWN, repr(error), ())
+        return context.answer
+
+    async def _serve(self, context: Context, requests: Sequence[bytes]) -> None:
+        handler = self._handler
+        serve = next(
+            each
+            for each in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+            if each is not None
+        )
+        request = context._messages if handler.request_streaming else handler.request_deserializer(requests[0])
+        if inspect.isasyncgenfunction(serve):
+            async for each in serve(request, context):
+                handler.response_serializer(each)
+            return
+        response = await serve(request, context)
+        if not handler.response_streaming:
+            handler.response_serializer(response)
+
+
+class _Collector:
+    """Takes the place of the grpc server while the servicers register."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Registered] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """The same methods come registered; the rest is for methods that do not exist."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+        self.handlers |= {f"/{service}/{name}": Registered(handler) for name, handler in handlers.items()}
+
+
+def registered_handlers(server: ExecutorServer) -> dict[str, Registered]:
+    """Handlers over the books of a running server, by full method name."""
+    collector = _Collector()
+    server.register(collector)
+    return collector.handlers

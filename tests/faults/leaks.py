@@ -1,0 +1,150 @@
+"""R15: nothing leaks, however a call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+
+from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2
+from ferrum_rpc.service.handles import TOMBSTONES
+from ferrum_rpc.service.replay import ENTRIES
+from tests.faults.endings import ENDINGS, World
+from tests.faults.figures import Figures, at_least, at_most, exactly
+from tests.faults.gate import StepGate
+from tests.faults.process import Dialled, dial, serving
+from tests.faults.raw_session import raw_session
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.serving import serve_identity
+from tests.wiring import item, pb, prefill
+
+SHORT_LEASE_S: Final = 0.2
+SETTLED_S: Final = 5.0
+"""For the short lease, a sweep, and a machine that is busy elsewhere."""
+FILL_BATCH: Final = 256
+LEAK_PER_100_000: Final = 1 << 20
+"""What R15 allows 100,000 calls."""
+NOISE_BYTES: Final = 512 << 10
+"""What allocators and page granularity move a process by without a leak: no bound is held below it."""
+
+
+async def r15_nothing_leaks(size: Size) -> Figures:
+    """Every ending in turn: afterwards no sequence, no block, no lease, no session and no queued work is left."""
+    gate = StepGate()
+    left: Counter[str] = Counter()
+    async with serve_identity(
+        stage=gate, kv_blocks=64, lease_ttl_s=SHORT_LEASE_S, min_lease_ttl_s=SHORT_LEASE_S
+    ) as served:
+        world = World(served, gate)
+        books = served.server.books
+        for _ in range(size.endings):
+            for ending in ENDINGS:
+                await ending(world)
+                try:
+                    await until(lambda: _clean(books), SETTLED_S)
+                except TimeoutError:
+                    left[ending.__name__] += 1
+                    await served.control.Reset(executor_control_pb2.ResetRequest())
+            await served.check()
+        created, released = books.counters.created, books.counters.released
+    grown, warm = await _growth(size.leak_calls, whole_lives=size.leak_whole_lives)
+    bound = max(NOISE_BYTES, round(LEAK_PER_100_000 * size.leak_calls / 100_000))
+    return Figures(
+        "R15",
+        "Nothing leaks",
+        (
+            at_least("endings", len(ENDINGS), 13),
+            exactly("sequences created and not released", created - released, 0),
+            exactly("endings that left something behind", sum(left.values()), 0),
+            at_most("memory that calls after warm-up took", grown, bound, "bytes"),
+        ),
+        {"rounds": size.endings, "sequences": created, "calls": size.leak_calls, "rss bytes": warm, "left": dict(left)},
+    )
+
+
+def _clean(books: Any) -> bool:
+    """Nothing is held, and nothing waits."""
+    pressure = books.pressure()
+    return (
+        pressure.sequences == 0
+        and pressure.free_blocks == pressure.total_blocks
+        and pressure.queued_items == 0
+        and len(books.leases) == 0
+        and books.sessions == 0
+        and books.counters.created == books.counters.released
+    )
+
+
+async def _growth(calls: int, *, whole_lives: bool) -> tuple[int, int]:
+    """Bytes by which a server process grew over so many calls after warm-up, and its size after warm-up. With
+    ``whole_lives`` calls create and release sequences, and what is bounded by design (recorded answers, tombstones) is
+    filled first; else they are calls on sequences that live on."""
+    flags = ("--replay-bytes", "64KiB", "--max-sequences", "512", "--max-batch-items", str(FILL_BATCH))
+    async with serving(*flags, kv_blocks=1024) as server, dial(server.target) as client:
+        if whole_lives:
+            await _fill(client)
+        live = _whole_lives if whole_lives else _long_lives
+        await live(client, max(1_000, calls // 5))
+        warm = server.rss_bytes()
+        await live(client, calls)
+        await asyncio.sleep(0.3)  # what was freed has gone back
+        return max(0, server.rss_bytes() - warm), warm
+
+
+async def _fill(client: Dialled) -> None:
+    """Twice as many sequences as are remembered, each with a recorded creation and a recorded step."""
+    async with raw_session(client.executor) as session:
+        for first in range(0, 2 * max(ENTRIES, TOMBSTONES), FILL_BATCH):
+            items = [item([1], request_id=f"fill:{first + number}") for number in range(FILL_BATCH)]
+            answer = await session.ask(forward=session_pb2.SessionForward(items=items))
+            items = [item([1], each.output.handle, request_id="d") for each in answer.forward.results]
+            answer = await session.ask(forward=session_pb2.SessionForward(items=items))
+            handles = [each.output.handle for each in answer.forward.results]
+            await session.ask(release=session_pb2.SessionRelease(handles=handles))
+        await session.ask(close=session_pb2.SessionClose())
+
+
+async def _whole_lives(client: Dialled, count: int) -> None:
+    """Good and bad calls of sequences from their creation to their release, eight at a time."""
+    run, left = uuid.uuid4().hex, count
+
+    async def worker(number: int) -> None:
+        nonlocal left
+        while left > 0:
+            left -= 5
+            handle = await prefill(client, [1, 2, 3, number], request_id=f"{run}:{left}")
+            handle = await _step(client, handle, "d")
+            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+
+    await asyncio.gather(*[worker(number) for number in range(8)])
+
+
+async def _long_lives(client: Dialled, count: int) -> None:
+    """Good and bad calls on eight sequences."""
+    left = count
+
+    async def worker(number: int) -> None:
+        nonlocal left
+        handle = await prefill(client, [1, 2, 3, number])
+        while left > 0:
+            left -= 3
+            handle = await _step(client, handle, str(left), truncate_to=4)
+        await client.executor.Release(pb.ReleaseRequest(handle=handle))
+
+    await asyncio.gather(*[worker(number) for number in range(8)])
+
+
+async def _step(client: Dialled, handle: Any, request_id: str, **fields: Any) -> Any:
+    """Three calls: a step, one with the handle that it has made stale, and one whose caller does not wait."""
+    request = pb.DecodeRequest(item=item([4], handle, request_id=request_id, **fields))
+    answer = await client.executor.Decode(request)
+    with suppress(grpc.aio.AioRpcError):
+        await client.executor.Decode(pb.DecodeRequest(item=item([4], handle)))
+    with suppress(grpc.aio.AioRpcError):
+        await client.executor.ReserveKv(pb.ReserveKvRequest(handle=handle), timeout=0.0005)
+    return answer.output.handle

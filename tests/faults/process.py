@@ -1,0 +1,167 @@
+"""A real `ferrum-rpc serve` process: started, watched from outside, signalled, and gone at the end of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc
+from tests.faults.waiting import until
+
+ROOT: Final = Path(__file__).parents[2]
+START_S: Final = 120.0
+UNLIMITED: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+class ServerProcess:
+    """The process, seen from outside: its log events, its memory, its descriptors, its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._heard = asyncio.Condition()
+        self.target = ""
+        self.events: list[dict[str, Any]] = []
+        self.other_lines: list[str] = []
+        self.reading = asyncio.create_task(self._read())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.target.rpartition(":")[2])
+
+    async def event(self, name: str, timeout_s: float = START_S) -> dict[str, Any]:
+        """The first log event of a name; waits for it. Raises AssertionError when the process ends without."""
+        async with asyncio.timeout(timeout_s), self._heard:
+            while True:
+                for each in self.events:
+                    if each.get("event") == name:
+                        return each
+                if self.reading.done():
+                    raise AssertionError(f"no {name!r}: {self.events[-5:]} {self.other_lines[-10:]}")
+                await self._heard.wait()
+
+    def count(self, name: str) -> int:
+        return Counter(each.get("event") for each in self.events)[name]
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self.ended()
+
+    async def ended(self, timeout_s: float = 60.0) -> int:
+        """Wait for the exit status."""
+        async with asyncio.timeout(timeout_s):
+            status = await self._process.wait()
+            await asyncio.wait([self.reading])
+        return status
+
+    def rss_bytes(self) -> int:
+        """Resident memory."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) << 10
+        raise AssertionError("the process is gone")
+
+    def cpu_s(self) -> float:
+        """CPU time that it has used, of all threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def descriptors(self) -> int:
+        """Open file descriptors."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    async def settled_descriptors(self, at_most: int, timeout_s: float) -> tuple[int, float]:
+        """Wait until no more than so many are open; how many are, and after how many seconds."""
+        began = time.monotonic()
+        with suppress(TimeoutError):
+            await until(lambda: self.descriptors() <= at_most, timeout_s, every_s=0.02)
+        return self.descriptors(), time.monotonic() - began
+
+    async def _read(self) -> None:
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            async with self._heard:
+                try:
+                    self.events.append(json.loads(line))
+                except ValueError:
+                    self.other_lines.append(line.decode(errors="replace").rstrip())
+                self._heard.notify_all()
+        async with self._heard:
+            self._heard.notify_all()
+
+
+def environment() -> dict[str, str]:
+    """This process's, without settings: a test's server has the flags that the test wrote."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("FERRUM_")}
+
+
+@asynccontextmanager
+async def serving(
+    *flags: str, port: int = 0, model: str = "identity", kv_blocks: int = 4096, prefix: Sequence[str] = ()
+) -> AsyncIterator[ServerProcess]:
+    """A server process that is ready. ``prefix``: a command before it, such as ``ip netns exec``."""
+    command = [*prefix, sys.executable, "-m", "ferrum_rpc.cli", "serve", model, "--port", str(port)]
+    command += ["--log-format", "json", "--threads", "1", "--kv-blocks", str(kv_blocks), "--no-warmup", *flags]
+    server = ServerProcess(
+        await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environment(), stderr=asyncio.subprocess.PIPE, limit=1 << 22
+        )
+    )
+    try:
+        server.target = (await server.event("ready"))["target"]
+        yield server
+    finally:
+        await server.kill()
+
+
+@asynccontextmanager
+async def program(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """``python -m MODULE``, its standard output as a pipe; killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments, cwd=ROOT, env=environment(), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+class Dialled:
+    """A channel and its stubs."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.executor: Any = model_executor_pb2_grpc.ModelExecutorStub(channel)
+        self.control: Any = executor_control_pb2_grpc.ExecutorControlStub(channel)
+
+    async def status(self) -> model_executor_pb2.GetStatusResponse:
+        return await self.executor.GetStatus(model_executor_pb2.GetStatusRequest())
+
+
+@asynccontextmanager
+async def dial(target: str, *options: tuple[str, Any]) -> AsyncIterator[Dialled]:
+    """A connection of its own: without the option, grpc shares one among the channels of a process."""
+    chosen = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1), *options)
+    async with grpc.aio.insecure_channel(target, options=chosen) as channel:
+        yield Dialled(channel)

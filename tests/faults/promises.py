@@ -1,0 +1,56 @@
+"""Every promise and the function that tries to break it: what `make soak` runs, and the tests at CI size."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from tests.faults.abuse import r10_abuse_does_not_hurt_others
+from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
+from tests.faults.crash_points import r16_a_crash_is_survivable
+from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
+from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
+from tests.faults.drain import r5_a_drain_loses_nothing
+from tests.faults.error_contract import r17_the_error_contract_is_true
+from tests.faults.exactly_once import r2_exactly_once, r2_under_packet_loss
+from tests.faults.figures import Figures
+from tests.faults.handles import r1_handles_cannot_be_forged
+from tests.faults.health import r19_health_tells_the_truth
+from tests.faults.leaks import r15_nothing_leaks
+from tests.faults.one_port import r18_one_server_per_port
+from tests.faults.orphans import r3_orphans_are_freed
+from tests.faults.overload import r9_overload_bends
+from tests.faults.restart import r4_a_restart_is_never_mistaken
+from tests.faults.retries import r7_retries_are_safe
+from tests.faults.security import r11_only_the_right_certificates_get_in, r12_every_method_asks_who_calls
+from tests.faults.sizes import Size
+from tests.faults.weights import r13_weights_are_data
+
+PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
+    r1_handles_cannot_be_forged,
+    r2_exactly_once,
+    r2_under_packet_loss,
+    r3_orphans_are_freed,
+    r4_a_restart_is_never_mistaken,
+    r5_a_drain_loses_nothing,
+    r6_deadlines_and_cancels_are_honoured,
+    r7_retries_are_safe,
+    r8_a_dead_peer_is_noticed,
+    r9_overload_bends,
+    r10_abuse_does_not_hurt_others,
+    r11_only_the_right_certificates_get_in,
+    r12_every_method_asks_who_calls,
+    r13_weights_are_data,
+    r14_any_bytes_get_a_canonical_answer,
+    r15_nothing_leaks,
+    r16_a_crash_is_survivable,
+    r17_the_error_contract_is_true,
+    r18_one_server_per_port,
+    r19_health_tells_the_truth,
+)
+"""In the order of their numbers."""
+
+
+def number(promise: Callable[[Size], Awaitable[Figures]]) -> str:
+    """``R9`` of ``r9_overload_bends``."""
+    return promise.__name__.partition("_")[0].upper()

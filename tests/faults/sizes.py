@@ -1,0 +1,120 @@
+"""How much of each fault: what fits CI, and what `make soak` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Size:
+    """Counts of every promise's test. What is promised does not depend on the size, only how hard it is tried."""
+
+    name: str
+    handles: int
+    """R1: handles that must not be accepted."""
+    calls_under_loss: int
+    """R2: steps under duplication, reordering, time-outs and dead connections."""
+    calls_under_packet_loss: int
+    """R2, in a network namespace that drops packets: steps."""
+    lease_s: float
+    stall_s: float
+    """R3: a lease, and for how long its owner's event loop stands still."""
+    old_handles: int
+    """R4: handles of the killed process."""
+    drains: int
+    """R5."""
+    deadlines: int
+    """R6: calls with deadlines and cancellations."""
+    retried_calls: int
+    """R7."""
+    silences: int
+    """R8: rounds of each kind of silence."""
+    peak_s: float
+    overload_s: float
+    """R9: seconds of measuring the peak, and of four times that."""
+    goodput_share: float
+    """R9: what must be left of the peak. 0.9 is promised; where tests share two cores, a fifth of that is theirs."""
+    abuse_s: float
+    """R10: seconds of each abuse."""
+    p99_floor_s: float
+    """R10: a p99 below this counts as this: it is the scheduler's, where tests share two cores."""
+    weight_files: int
+    """R13: mutated weight files."""
+    fuzz_direct: int
+    """R14: messages for each handler, past gRPC."""
+    fuzz_wire: int
+    """R14: messages for each handler, through gRPC."""
+    endings: int
+    """R15: rounds of all endings."""
+    leak_calls: int
+    """R15: calls after warm-up that may not take memory."""
+    leak_whole_lives: bool
+    """R15: whether those calls create and release sequences; what is remembered of them takes a minute to fill."""
+    refused_dials: int
+    """R11, R12: rounds of every wrong way to come in."""
+    crash_rounds: int
+    """R16: rounds over all failpoints and actions."""
+    second_servers: int
+    """R18: attempts to bind a port that is taken."""
+    hangs: int
+    """R19: hangs that end."""
+
+
+CI: Final = Size(
+    name="ci",
+    handles=20_000,
+    calls_under_loss=2_000,
+    calls_under_packet_loss=300,
+    lease_s=1.5,
+    stall_s=0.5,
+    old_handles=200,
+    drains=2,
+    deadlines=300,
+    retried_calls=5,
+    silences=1,
+    peak_s=2.4,
+    overload_s=3.6,
+    goodput_share=0.72,
+    abuse_s=0.8,
+    p99_floor_s=0.1,
+    weight_files=2_000,
+    fuzz_direct=2_000,
+    fuzz_wire=100,
+    endings=2,
+    leak_calls=5_000,
+    leak_whole_lives=False,
+    refused_dials=1,
+    crash_rounds=1,
+    second_servers=1,
+    hangs=1,
+)
+
+FULL: Final = Size(
+    name="full",
+    handles=1_000_000,
+    calls_under_loss=100_000,
+    calls_under_packet_loss=10_000,
+    lease_s=30.0,
+    stall_s=10.0,
+    old_handles=10_000,
+    drains=100,
+    deadlines=10_000,
+    retried_calls=100,
+    silences=20,
+    peak_s=10.0,
+    overload_s=60.0,
+    goodput_share=0.9,
+    abuse_s=20.0,
+    p99_floor_s=0.002,
+    weight_files=100_000,
+    fuzz_direct=1_000_000,
+    fuzz_wire=5_000,
+    endings=100,
+    leak_calls=100_000,
+    leak_whole_lives=True,
+    refused_dials=50,
+    crash_rounds=100,
+    second_servers=20,
+    hangs=20,
+)

@@ -1,0 +1,104 @@
+"""R19, and what the health service does that no figure says."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.server import SERVICES
+from tests.faults.health import NOT_SERVING, SERVING, Watcher, r19_health_tells_the_truth
+from tests.faults.process import dial, serving
+from tests.faults.sizes import CI
+from tests.serving import serve_identity
+from tests.wiring import item, pb, prefill
+
+LIMIT_S = 30.0
+
+
+async def test_r19_health_tells_the_truth() -> None:
+    (await r19_health_tells_the_truth(CI)).check()
+
+
+async def test_a_server_whose_device_hangs_ends_when_it_is_told_to() -> None:
+    async with serving("--failpoints", "before_forward=hang", "--grace-s", "0.2") as server:
+        async with dial(server.target) as client:
+            call = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+            await server.event("failpoint_fired")
+            server.signal(signal.SIGTERM)
+            await server.ended(LIMIT_S)
+            assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], grpc.aio.AioRpcError)
+        assert server.count("model_thread_left_behind") == 1
+
+
+async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> None:
+    failpoints = Failpoints(parse_failpoints("before_forward=hang@2"))
+    async with serve_identity(failpoints=failpoints) as served:
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        streams = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", *SERVICES)]
+        assert {(await each.read()).status for each in streams} == {SERVING}
+        handle = await prefill(served, [1, 2])
+        call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([3], handle))))
+        assert {(await each.read()).status for each in streams} == {NOT_SERVING}
+        failpoints.release()
+        assert {(await each.read()).status for each in streams} == {SERVING}
+        assert (await call).output.handle.seq_len == 3
+        await served.check()
+
+
+@asynccontextmanager
+async def board_alone() -> AsyncIterator[tuple[HealthBoard, Any]]:
+    """A board that nobody but the test tells anything, and a stub that asks it."""
+    board = HealthBoard(lambda: True, SERVICES)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(board, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield board, health_pb2_grpc.HealthStub(channel)
+    await server.stop(0)
+
+
+async def test_a_watcher_that_leaves_takes_nobody_along_and_one_that_comes_late_hears_the_present() -> None:
+    async with board_alone() as (board, health):
+        board.update()
+        stays, leaves = Watcher(health), Watcher(health)
+        await stays.until(SERVING)
+        await leaves.until(SERVING)
+        leaves.reading.cancel()
+        await asyncio.gather(leaves.reading, return_exceptions=True)
+        board.report("asleep")
+        await stays.until(NOT_SERVING)
+        await Watcher(health).until(NOT_SERVING)
+        board.report(None)
+        await stays.until(SERVING)
+        assert stays.alarms() == 1
+
+
+async def test_a_service_that_is_not_here_is_unknown() -> None:
+    async with board_alone() as (_, health):
+        request = health_pb2.HealthCheckRequest(service="nobody")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(request)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        assert (await health.Watch(request).read()).status == unknown
+
+
+async def test_a_watch_does_not_hold_up_the_end_of_the_server() -> None:
+    async with asyncio.timeout(LIMIT_S):
+        async with serve_identity() as served:
+            health: Any = health_pb2_grpc.HealthStub(served.channel)
+            watcher = Watcher(health)
+            await watcher.until(SERVING)
+            await served.server.stop(grace_s=3600)
+            await watcher.until(NOT_SERVING)
+            await watcher.reading

@@ -1,0 +1,49 @@
+"""Promises that need a server process to kill, stop, drain and overload, at the size of CI."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.abuse import r10_abuse_does_not_hurt_others
+from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
+from tests.faults.drain import r5_a_drain_loses_nothing
+from tests.faults.exactly_once import r2_exactly_once, r2_under_packet_loss
+from tests.faults.netns import missing
+from tests.faults.orphans import r3_orphans_are_freed
+from tests.faults.overload import r9_overload_bends
+from tests.faults.restart import r4_a_restart_is_never_mistaken
+from tests.faults.sizes import CI
+
+
+async def test_r2_a_step_is_applied_exactly_once() -> None:
+    (await r2_exactly_once(CI)).check()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+async def test_r2_a_step_is_applied_exactly_once_over_a_network_that_loses_packets() -> None:
+    (await r2_under_packet_loss(CI)).check()
+
+
+async def test_r3_orphans_are_freed_and_the_living_are_not() -> None:
+    (await r3_orphans_are_freed(CI)).check()
+
+
+async def test_r4_a_restart_is_never_mistaken() -> None:
+    (await r4_a_restart_is_never_mistaken(CI)).check()
+
+
+async def test_r5_a_drain_loses_nothing() -> None:
+    (await r5_a_drain_loses_nothing(CI)).check()
+
+
+async def test_r8_a_dead_peer_is_noticed() -> None:
+    (await r8_a_dead_peer_is_noticed(CI)).check()
+
+
+async def test_r9_overload_bends_and_never_breaks() -> None:
+    (await r9_overload_bends(CI)).check()
+
+
+async def test_r10_http2_abuse_does_not_hurt_others() -> None:
+    (await r10_abuse_does_not_hurt_others(CI)).check()

@@ -1,0 +1,231 @@
+"""A scheduler of few words: it lives the same short history of sequences again and again, notes what it was told, knows
+what every row must be, and holds every answer and every refusal to its word.
+
+What it may conclude from a refusal is the contract: STEP_FAILED, nothing changed, the same request again;
+INTERNAL_ERROR, nobody knows, the same request again finds out; a dead process or device, every handle is gone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from ferrum_rpc.errors import ExecutorError, Reason
+from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.wire.rows import float_rows, rows_from_proto
+from ferrum_rpc.wire.status import error_from_rpc, error_from_status
+from tests.faults.process import Dialled, ServerProcess
+from tests.identity_oracle import OracleConfig, identity_logits
+from tests.wiring import full, item, pb
+
+ALL: Final = output_pb2.POSITIONS_ALL
+ORACLE: Final = OracleConfig(positional=True)
+TOLERANCE: Final = 1e-5
+ATTEMPTS: Final = 20
+"""Times that a request is sent before it counts as refused for good."""
+
+
+class Gone(Exception):
+    """The process or its device is."""
+
+
+@dataclass
+class Tally:
+    """What happened over all servers."""
+
+    fired: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    rows: int = 0
+    old_handles: int = 0
+    mismatches: int = 0
+    replays: int = 0
+
+    def hear(self, server: ServerProcess) -> None:
+        """Count what the log of a server says that fired."""
+        for each in server.events:
+            if each.get("event") == "failpoint_fired":
+                self.fired[each["failpoint"], each["effect"]] += 1
+
+
+@dataclass
+class Life:
+    """A sequence as the scheduler knows it: its newest handle, and every token that it fed and kept."""
+
+    handle: types_pb2.KvHandle
+    tokens: list[int]
+
+
+class Scheduler:
+    """Lives verses on one server; ``lives`` are the sequences that it owns, from a dead server perhaps."""
+
+    def __init__(self, client: Dialled, lives: list[Life], dice: random.Random, tally: Tally) -> None:
+        self._client = client
+        self._lives = lives
+        self._dice = dice
+        self._tally = tally
+
+    # --- histories --------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Every old handle is of another instance; a prefill of all tokens brings its sequence back."""
+        for life in self._lives:
+            self._tally.old_handles += 1
+            try:
+                await self._client.executor.Decode(pb.DecodeRequest(item=item([1], life.handle)))
+            except grpc.aio.AioRpcError as error:
+                self._tally.mismatches += error_from_rpc(error).reason is Reason.INSTANCE_MISMATCH
+        old, self._lives[:] = list(self._lives), []
+        for index, life in enumerate(old):
+            try:
+                await self.create(life.tokens)
+            except Gone:
+                self._lives += old[index:]
+                raise
+        await self.release_all()
+
+    async def verse(self) -> None:
+        """Every method that changes a sequence, over sequences that share blocks."""
+        one = await self.create(self._tokens(6))
+        two, three = await self.fork(one, 2)
+        await self.reserve(one, 9)
+        await self.feed({one_of: self._tokens(1) for one_of in (0, 1, 2)})
+        await self.truncate(two, 3)
+        await self.feed({0: self._tokens(3), 1: self._tokens(5)})
+        await self.feed({2: self._tokens(2)}, truncate_to=5)
+        assert three.tokens[:5] == one.tokens[:5]
+        await self.release_all()
+        pressure = (await self._client.status()).pressure
+        if pressure.free_blocks != pressure.total_blocks or pressure.sequences:
+            self._tally.wrong.append(
+                f"after a verse {pressure.sequences} sequences, {pressure.free_blocks} free blocks"
+            )
+
+    async def create(self, tokens: Sequence[int]) -> Life:
+        request = pb.PrefillRequest(item=item(tokens, output=full(positions=ALL), request_id=self._id()))
+        response = await self._settle("Prefill", request)
+        self._compare(response, [(list(tokens), 0)])
+        self._lives.append(Life(self._once(response.output.handle, len(tokens), 1), list(tokens)))
+        return self._lives[-1]
+
+    async def fork(self, life: Life, count: int) -> list[Life]:
+        request = pb.ForkKvRequest(handle=life.handle, count=count, request_id=self._id())
+        handles = (await self._settle("ForkKv", request)).handles
+        children = [Life(self._once(each, len(life.tokens), 1), list(life.tokens)) for each in handles]
+        self._lives += children
+        return children
+
+    async def feed(self, tokens: dict[int, list[int]], truncate_to: int | None = None) -> None:
+        """One step for the lives of these numbers."""
+        lives = [self._lives[index] for index in tokens]
+        items = [
+            item(each, life.handle, output=full(positions=ALL), request_id=self._id(), truncate_to=truncate_to)
+            for life, each in zip(lives, tokens.values(), strict=True)
+        ]
+        response = await self._settle("UnifiedForward", pb.UnifiedForwardRequest(items=items))
+        expected = []
+        for life, new, result in zip(lives, tokens.values(), response.results, strict=True):
+            kept = life.tokens[:truncate_to]
+            life.tokens = kept + new
+            life.handle = self._once(result.output.handle, len(life.tokens), life.handle.version + 1)
+            expected.append((life.tokens, len(kept)))
+        self._compare(response, expected)
+
+    async def truncate(self, life: Life, length: int) -> None:
+        request = pb.TruncateKvRequest(handle=life.handle, length=length, request_id=self._id())
+        handle = (await self._settle("TruncateKv", request)).handle
+        life.handle = self._once(handle, length, life.handle.version + 1)
+        del life.tokens[length:]
+
+    async def reserve(self, life: Life, tokens: int) -> None:
+        await self._settle("ReserveKv", pb.ReserveKvRequest(handle=life.handle, tokens=tokens))
+
+    async def release_all(self) -> None:
+        while self._lives:
+            request = pb.ReleaseRequest(handle=self._lives[-1].handle, request_id=self._id())
+            await self._settle("Release", request)
+            self._lives.pop()
+
+    # --- one call ---------------------------------------------------------------------------------------------------
+
+    async def _settle(self, method: str, request: Any) -> Any:
+        """Send a request until it is answered, and hold every refusal to its word."""
+        free = (await self._status()).free_blocks
+        unknown = False
+        for _ in range(ATTEMPTS):
+            response, error = await self._send(method, request)
+            if error is None:
+                replayed = _replayed(response)
+                self._tally.replays += bool(replayed)
+                if replayed and not unknown:
+                    self._tally.wrong.append(f"{method}: was refused as not applied, and is replayed")
+                return response
+            self._tally.refusals[error.reason] += 1
+            if error.reason is Reason.INTERNAL_ERROR:
+                unknown = True
+                free = (await self._status()).free_blocks
+            elif error.reason is Reason.STEP_FAILED:
+                after = (await self._status()).free_blocks
+                if after != free:
+                    self._tally.wrong.append(f"{method}: {free} free blocks before it failed, {after} after")
+            elif error.reason in (Reason.DEVICE_LOST, Reason.TRANSPORT):
+                raise Gone
+            else:
+                break
+        raise AssertionError(f"{method} is refused for good: {error}")
+
+    async def _send(self, method: str, request: Any) -> tuple[Any, ExecutorError | None]:
+        try:
+            response = await getattr(self._client.executor, method)(request)
+        except grpc.aio.AioRpcError as error:
+            return None, error_from_rpc(error)
+        refused = [each.error for each in getattr(response, "results", ()) if each.HasField("error")]
+        if not refused:
+            return response, None
+        if len(refused) < len(response.results):
+            self._tally.wrong.append(f"{method}: a failed step failed for some of its sequences only")
+        return None, error_from_status(refused[0])
+
+    async def _status(self) -> types_pb2.KvPressure:
+        try:
+            return (await self._client.status()).pressure
+        except grpc.aio.AioRpcError as error:
+            raise Gone from error
+
+    def _once(self, handle: types_pb2.KvHandle, length: int, version: int) -> types_pb2.KvHandle:
+        """Every change counts one version: a change that was made twice or not at all shows."""
+        if (handle.seq_len, handle.version) != (length, version):
+            seen = f"length {handle.seq_len}, version {handle.version}"
+            self._tally.wrong.append(f"{seen} in place of {length}, {version}")
+        return handle
+
+    def _compare(self, response: Any, expected: list[tuple[list[int], int]]) -> None:
+        """The rows are those of the tokens from a position on, sequence by sequence."""
+        rows = np.concatenate([float_rows(block) for block in rows_from_proto(response.row_blocks)])
+        wanted = np.concatenate(
+            [identity_logits(tokens, range(start, len(tokens)), ORACLE) for tokens, start in expected]
+        )
+        self._tally.rows += len(rows)
+        if rows.shape != wanted.shape or np.abs(rows - wanted).max() > TOLERANCE:
+            self._tally.wrong.append(f"rows of {[len(tokens) for tokens, _ in expected]} tokens are not the oracle's")
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._dice.randrange(256) for _ in range(count)]
+
+    def _id(self) -> str:
+        return f"{self._dice.getrandbits(64):x}"
+
+
+def _replayed(response: Any) -> bool | None:
+    """Whether it is a recorded answer; None for a method that records none."""
+    if hasattr(response, "results"):
+        return all(each.output.replayed for each in response.results)
+    if hasattr(response, "output"):
+        return bool(response.output.replayed)
+    return bool(response.replayed) if hasattr(response, "replayed") else None

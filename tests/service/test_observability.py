@@ -1,0 +1,300 @@
+"""What a running server shows: its numbers under load, its refusals in the log, its calls as spans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MetricsServer
+from ferrum_rpc.service.refusals import ADVICE
+from ferrum_rpc.service.tracing import Tracing
+from tests.exposition import Series, fetch, problems, series, value
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import item, pb, prefill, refused, until
+
+SERVICE = "ferrum_rpc.executor.v1.ModelExecutor"
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+IDS = (("x-request-id", "r-7"), ("traceparent", f"00-{TRACE}-{SPAN}-01"))
+NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
+
+
+@contextmanager
+def scrapes(served: Served) -> Iterator[Any]:
+    """A metrics port beside the server; yields a coroutine function that scrapes it, and has its ``url``."""
+    server = served.server
+    metrics = MetricsServer(registry_of(Metrics(server.books, server.calls, server.steps)), "127.0.0.1", 0)
+
+    async def scrape() -> Series:
+        text = await asyncio.to_thread(fetch, metrics.url)
+        assert problems(text) == []
+        return series(text)
+
+    scrape.url = metrics.url  # type: ignore[attr-defined]
+    try:
+        yield scrape
+    finally:
+        metrics.stop()
+
+
+@contextmanager
+def logged() -> Iterator[list[Any]]:
+    """Everything that is logged, whatever the level."""
+    before = structlog.get_config()
+    structlog.reset_defaults()
+    try:
+        with structlog.testing.capture_logs() as events:
+            yield events
+    finally:
+        structlog.configure(**before)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serve_identity() as served:
+        yield served
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+async def conversation(served: Served, number: int) -> None:
+    """1 prefill of 5, 4 decodes (one twice under its request id), a fork, a truncate by 3, 2 releases."""
+    handle = await prefill(served, [number, 1, 2, 3, 4])
+    for token in range(4):
+        request = pb.DecodeRequest(item=item([token], handle, request_id=f"{token}"))
+        handle = (await served.executor.Decode(request)).output.handle
+    assert (await served.executor.Decode(request)).output.replayed
+    child = (await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1))).handles[0]
+    handle = (await served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=6))).handle
+    for each in (handle, child):
+        await served.executor.Release(pb.ReleaseRequest(handle=each))
+
+
+async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
+    conversations = 25
+    with scrapes(served) as scrape:
+        before = await scrape()
+        load = asyncio.gather(*(conversation(served, number) for number in range(conversations)))
+        during = [before]
+        while not load.done():
+            during.append(await scrape())
+        await load
+        unknown = types_pb2.KvHandle(id=served.server.books.handles.instance + bytes(16), seq_len=5, version=1)
+        batch = pb.BatchDecodeRequest(items=[item([1], unknown), item([2], await prefill(served, [1]))])
+        assert (await served.executor.BatchDecode(batch)).results[0].HasField("error")
+        await refused(
+            served.executor.Decode(pb.DecodeRequest(item=item([1], unknown))), Reason.HANDLE_UNKNOWN, NOT_FOUND
+        )
+        after = await scrape()
+    assert len(during) > 1
+    for earlier, later in zip(during, [*during[1:], after], strict=True):
+        for (name, labels), count in earlier.items():
+            if name.endswith(("_total", "_bucket", "_count")):
+                assert later[name, labels] >= count, name
+    assert value(after, "ferrum_sequences") == 1
+    assert value(after, "ferrum_sequences_created_total") == 2 * conversations + 1
+    assert value(after, "ferrum_sequences_ended_total", cause="released") == 2 * conversations
+    assert value(after, "ferrum_step_tokens_total") == 9 * conversations + 2
+    assert value(after, "ferrum_tokens_truncated_total") == 3 * conversations
+    assert value(after, "ferrum_replays_total") == conversations
+    assert value(after, "ferrum_kv_blocks", state="used") == 1
+    assert value(after, "ferrum_refusals_total", reason="HANDLE_UNKNOWN") == 2
+    assert value(after, "ferrum_queue_items") == value(after, "ferrum_rpcs_in_flight") == 0
+    methods = {"Prefill": 1, "Decode": 5, "ForkKv": 1, "TruncateKv": 1, "Release": 2}
+    for method, calls in methods.items():
+        ok = value(after, "ferrum_rpcs_total", method=f"{SERVICE}/{method}", code="OK")
+        assert ok == calls * conversations + (method == "Prefill")
+        timed = value(after, "ferrum_rpc_seconds_count", method=f"{SERVICE}/{method}")
+        assert timed == ok + (method == "Decode")
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="NOT_FOUND") == 1
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/BatchDecode", code="OK") == 1
+    assert value(after, "ferrum_items_total", method=f"{SERVICE}/BatchDecode") == 2
+    assert value(after, "ferrum_item_errors_total", method=f"{SERVICE}/BatchDecode") == 1
+    steps = served.server.books.thread.counters
+    assert value(after, "ferrum_steps_total") == value(after, "ferrum_step_seconds_count") == steps.steps
+    assert value(after, "ferrum_step_seconds_sum") == pytest.approx(steps.forward_s)
+    assert value(after, "ferrum_step_size_tokens_sum") == value(after, "ferrum_step_tokens_total")
+
+
+async def test_a_scrape_answers_while_the_event_loop_stands_still(served: Served) -> None:
+    with scrapes(served) as scrape:
+        assert "ferrum_sequences 0.0" in fetch(scrape.url)  # called on the loop, which does nothing else meanwhile
+
+
+async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> None:
+    async def trouble(number: int) -> None:
+        name = f"{number:032x}"
+        ids = (("x-request-id", name), ("traceparent", f"00-{name}-{SPAN}-01"), (f"x-{name}", name))
+        handle = types_pb2.KvHandle(id=served.server.books.handles.instance + number.to_bytes(16, "big"), version=1)
+        decode = pb.DecodeRequest(item=item([1], handle, request_id=name, item_id=number))
+        await refused(served.executor.Decode(decode, metadata=ids), Reason.HANDLE_UNKNOWN, NOT_FOUND)
+        for path in (f"/{SERVICE}/M{number}", f"/s{number}/Decode"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await served.channel.unary_unary(path)(b"", metadata=ids)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.channel.unary_unary(f"/{SERVICE}/Decode")(b"\xff" + name.encode(), metadata=ids)
+
+    with scrapes(served) as scrape:
+        await trouble(1)
+        before = await scrape()
+        for first in range(2, 1002, 50):
+            await asyncio.gather(*(trouble(number) for number in range(first, first + 50)))
+        after = await scrape()
+    assert set(after) == set(before)
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="NOT_FOUND") == 1001
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="INVALID_ARGUMENT") == 1001
+    assert value(after, "ferrum_rpcs_total", method="unknown", code="UNIMPLEMENTED") == 2002
+
+
+async def test_how_a_call_ended_is_its_code() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        count = served.server.calls.method(f"{SERVICE}/Prefill")
+        running = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        late = served.executor.Prefill(pb.PrefillRequest(item=item([2])), timeout=0.05)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await late
+        given_up = served.executor.Prefill(pb.PrefillRequest(item=item([3])))
+        await until(lambda: count.calls == 3)
+        given_up.cancel()
+        await until(lambda: "CANCELLED" in count.codes)
+        gate.open()
+        await running
+        await until(lambda: sum(count.codes.values()) == 3)
+        assert count.codes == {"DEADLINE_EXCEEDED": 1, "CANCELLED": 1, "OK": 1}
+
+
+async def test_an_open_stream_is_counted_and_not_waited_for(served: Served) -> None:
+    calls = served.server.calls
+    stream = served.executor.Session()
+    await stream.write(session_pb2.SessionRequest(hello=session_pb2.SessionHello(client_revision=2)))
+    await stream.read()
+    assert (calls.streams, calls.in_flight) == (1, 0)
+    await asyncio.wait_for(calls.idle(), 5)
+    stream.cancel()
+    await until(lambda: calls.streams == 0)
+    assert sum(calls.method(f"{SERVICE}/Session").codes.values()) == 1
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_call_is_one_event_with_its_ids_and_what_to_do(served: Served) -> None:
+    with logged() as events:
+        call = served.executor.Decode(pb.DecodeRequest(item=item([1, 2])), metadata=IDS)
+        error = await refused(call, Reason.INVALID_REQUEST, INVALID)
+    (event,) = [each for each in events if each["event"] == "refused"]
+    assert (event["reason"], event["message"]) == ("INVALID_REQUEST", error.message)
+    assert (event["request_id"], event["trace_id"]) == ("r-7", TRACE)
+    assert (event["method"], event["log_level"]) == (f"{SERVICE}/Decode", "info")
+    assert event["action"] == ADVICE[Reason.INVALID_REQUEST].action
+
+
+async def test_each_refused_item_of_a_batch_is_an_event_that_says_which(served: Served) -> None:
+    good, gone = await prefill(served, [1]), await prefill(served, [2])
+    await served.executor.Release(pb.ReleaseRequest(handle=gone))
+    with logged() as events:
+        request = pb.BatchDecodeRequest(items=[item([1], gone), item([2], good), item([999], good)])
+        request.items[2].handle.CopyFrom(await prefill(served, [3]))
+        await served.executor.BatchDecode(request, metadata=IDS)
+    told = [(each["item"], each["reason"], each["request_id"]) for each in events if each["event"] == "refused"]
+    assert told == [(0, "HANDLE_RELEASED", "r-7"), (2, "INVALID_REQUEST", "r-7")]
+
+
+async def test_want_of_room_is_a_warning_with_a_time_to_come_back() -> None:
+    async with serve_identity(max_sequences=1) as served:
+        await prefill(served, [1])
+        with logged() as events, pytest.raises(grpc.aio.AioRpcError) as caught:
+            await prefill(served, [2])
+        assert [each["log_level"] for each in events if each["event"] == "refused"] == ["warning"]
+        trailing = dict(caught.value.trailing_metadata() or ())
+        assert int(trailing["grpc-retry-pushback-ms"]) > 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await prefill(served, [])
+        assert "grpc-retry-pushback-ms" not in dict(caught.value.trailing_metadata() or ())
+
+
+async def test_a_bug_is_an_error_with_its_stack_and_tells_the_caller_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("the secret of the machine")
+
+    monkeypatch.setattr(served.server.books, "pressure", broken)
+    with logged() as events:
+        call = served.executor.GetStatus(pb.GetStatusRequest(), metadata=IDS)
+        error = await refused(call, Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
+    monkeypatch.undo()
+    assert "secret" not in error.message
+    (event,) = [each for each in events if each["event"] == "refused"]
+    assert (event["log_level"], event["request_id"]) == ("error", "r-7")
+    assert isinstance(event["exc_info"], RuntimeError)
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spans(served: Served) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    served.server.calls.tracer = Tracing(provider)
+    return exporter
+
+
+async def test_a_call_is_a_span_below_the_callers_with_its_step(served: Served, spans: InMemorySpanExporter) -> None:
+    request = pb.PrefillRequest(item=item([1, 2, 3]))
+    answer = await served.executor.Prefill(request, metadata=IDS)
+    await until(lambda: len(spans.get_finished_spans()) == 1)
+    (span,) = spans.get_finished_spans()
+    assert (span.name, span.kind) == (f"{SERVICE}/Prefill", SpanKind.SERVER)
+    assert span.parent is not None
+    assert span.parent.is_remote
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, SPAN)
+    attributes = dict(span.attributes or {})
+    assert attributes["rpc.system.name"] == "grpc"
+    assert attributes["rpc.method"] == f"{SERVICE}/Prefill"
+    assert attributes["rpc.response.status_code"] == "OK"
+    assert attributes["ferrum.step"] == answer.timing.step
+    assert attributes["ferrum.step_tokens"] == 3
+    assert attributes["ferrum.forward_seconds"] == answer.timing.forward_micros / 1e6
+
+
+async def test_without_a_traceparent_the_log_names_the_trace_that_we_began(
+    served: Served, spans: InMemorySpanExporter
+) -> None:
+    with logged() as events:
+        ids = (("traceparent", "00-garbage"),)
+        call = served.executor.Decode(pb.DecodeRequest(item=item([1, 2])), metadata=ids)
+        await refused(call, Reason.INVALID_REQUEST, INVALID)
+    await until(lambda: len(spans.get_finished_spans()) == 1)
+    (span,) = spans.get_finished_spans()
+    (event,) = [each for each in events if each["event"] == "refused"]
+    assert span.parent is None
+    assert event["trace_id"] == f"{span.context.trace_id:032x}"
+    assert dict(span.attributes or {})["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert span.status.status_code is StatusCode.UNSET  # the caller's error, not the server's
+
+
+async def test_a_caller_that_does_not_record_its_trace_makes_no_span(
+    served: Served, spans: InMemorySpanExporter
+) -> None:
+    ids = (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
+    await served.executor.GetInfo(pb.GetInfoRequest(), metadata=ids)
+    await served.executor.GetStatus(pb.GetStatusRequest())
+    await until(lambda: len(spans.get_finished_spans()) == 1)
+    assert [span.name for span in spans.get_finished_spans()] == [f"{SERVICE}/GetStatus"]

@@ -1,0 +1,374 @@
+"""The session over the wire: the unary calls' answers, bounded, and lost without being forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import duration_pb2
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.status import error_from_status
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import full, item, pb, prefill, refused, top, until
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Stream:
+    """A scheduler's end of a session, frame by frame."""
+
+    def __init__(self, served: Served) -> None:
+        self.call = served.executor.Session()
+        self._steps = itertools.count(1)
+
+    async def send(self, **frame: Any) -> int:
+        step = next(self._steps)
+        await self.call.write(session_pb2.SessionRequest(step_id=step, **frame))
+        return step
+
+    async def read(self) -> session_pb2.SessionResponse:
+        async with asyncio.timeout(10):
+            answer = await self.call.read()
+        assert answer is not grpc.aio.EOF
+        return answer
+
+    async def ask(self, **frame: Any) -> session_pb2.SessionResponse:
+        step = await self.send(**frame)
+        answer = await self.read()
+        assert answer.step_id == step
+        return answer
+
+    async def hello(self, **fields: Any) -> session_pb2.SessionWelcome:
+        return (await self.ask(hello=session_pb2.SessionHello(client_revision=SCHEMA_REVISION, **fields))).welcome
+
+    async def forward(self, *items: forward_pb2.ForwardItem, **fields: Any) -> session_pb2.SessionForwardAnswer:
+        answer = await self.ask(forward=session_pb2.SessionForward(items=items, **fields))
+        assert answer.WhichOneof("frame") == "forward", answer
+        return answer.forward
+
+    async def prefill(self, tokens: list[int], **fields: Any) -> types_pb2.KvHandle:
+        return (await self.forward(item(tokens, **fields))).results[0].output.handle
+
+
+@asynccontextmanager
+async def opened(served: Served, **hello: Any) -> AsyncIterator[Stream]:
+    stream = Stream(served)
+    await stream.hello(**hello)
+    try:
+        yield stream
+    finally:
+        stream.call.cancel()
+
+
+def refusal(answer: session_pb2.SessionResponse) -> tuple[int, Reason]:
+    assert answer.WhichOneof("frame") == "error"
+    return answer.step_id, error_from_status(answer.error).reason
+
+
+OUTPUTS = {
+    "greedy": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput()),
+    "logprob": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(logprob=True)),
+    "all positions": output_pb2.OutputSpec(positions=output_pb2.POSITIONS_ALL),
+    "top": top(7),
+    "selected": output_pb2.OutputSpec(selected_tokens=output_pb2.SelectedTokensOutput(token_ids=[5, 1, 200])),
+    "f32": full(),
+    "bf16, all": full(types_pb2.D_TYPE_BF16, output_pb2.POSITIONS_ALL),
+    "none": output_pb2.OutputSpec(positions=output_pb2.POSITIONS_NONE),
+}
+
+
+async def test_answers_are_the_unary_ones_byte_for_byte(served: Served) -> None:
+    async with opened(served) as stream:
+        unary = [await prefill(served, PROMPT) for _ in OUTPUTS]
+        framed = [await stream.prefill(PROMPT) for _ in OUTPUTS]
+        bad = item([1], types_pb2.KvHandle(id=b"x"), item_id=77)
+
+        def items(handles: list[types_pb2.KvHandle]) -> list[forward_pb2.ForwardItem]:
+            pairs = zip(handles, OUTPUTS.values(), strict=True)
+            listed = [item([2, 7], handle, item_id=i, output=output) for i, (handle, output) in enumerate(pairs)]
+            return [*listed[:3], bad, *listed[3:]]
+
+        one = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items(unary)))
+        other = await stream.forward(*items(framed))
+        assert one.row_blocks
+        assert [each.SerializeToString() for each in one.row_blocks] == [
+            each.SerializeToString() for each in other.row_blocks
+        ]
+        for mine, its in zip(one.results, other.results, strict=True):
+            if mine.HasField("output"):
+                assert mine.output.handle.id != its.output.handle.id
+                mine.output.handle.id = its.output.handle.id
+            assert mine.SerializeToString() == its.SerializeToString()
+        assert other.pressure.total_blocks == one.pressure.total_blocks
+        assert other.timing.step > one.timing.step
+
+
+async def test_large_answers_come_in_row_frames_and_join_to_the_same(served: Served) -> None:
+    output = full(positions=output_pb2.POSITIONS_ALL)
+    many = top(90, output_pb2.POSITIONS_ALL)
+    async with opened(served, inline_bytes=3000) as stream:
+        step = await stream.send(
+            forward=session_pb2.SessionForward(items=[item(range(20), output=output), item([1, 2, 3], output=many)])
+        )
+        parts: list[session_pb2.SessionRows] = []
+        while (answer := await stream.read()).WhichOneof("frame") == "rows":
+            assert answer.step_id == step
+            assert len(answer.rows.rows.data) <= 3000
+            parts.append(answer.rows)
+        blocks = answer.forward.row_blocks
+        for part in parts:
+            rows = getattr(blocks[part.block], blocks[part.block].WhichOneof("kind"))
+            tensor = next(tensor for field, tensor in rows.ListFields() if field.number == part.field)
+            row = 4 * int(np.prod(tensor.shape[1:]))
+            assert len(tensor.data) == part.first * row  # in order, nothing left out
+            tensor.data += part.rows.data
+        unary = await served.executor.UnifiedForward(
+            pb.UnifiedForwardRequest(items=[item(range(20), output=output), item([1, 2, 3], output=many)])
+        )
+        assert len(parts) == 10  # 20 rows of 1 kB, 2 a frame; the small ones inline
+        assert [each.SerializeToString() for each in blocks] == [each.SerializeToString() for each in unary.row_blocks]
+
+
+async def test_an_answer_too_large_for_a_message_goes_through_a_session() -> None:
+    async with serve_identity(max_response_bytes=8000, max_session_response_bytes=40_000) as served:
+        output = full(positions=output_pb2.POSITIONS_ALL)
+        request = pb.PrefillRequest(item=item(range(20), output=output))
+        exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await refused(served.executor.Prefill(request), Reason.OUTPUT_TOO_LARGE, exhausted)
+        async with opened(served) as stream:
+            await stream.send(forward=session_pb2.SessionForward(items=[item(range(20), output=output)]))
+            size = 0
+            while (answer := await stream.read()).WhichOneof("frame") == "rows":
+                size += len(answer.rows.rows.data)
+            assert size == 20 * 1024
+            step = await stream.send(forward=session_pb2.SessionForward(items=[item(range(60), output=output)]))
+            assert refusal(await stream.read()) == (step, Reason.OUTPUT_TOO_LARGE)
+
+
+async def test_operations_answer_per_handle(served: Served) -> None:
+    async with opened(served) as stream:
+        one, two = await stream.prefill(PROMPT), await stream.prefill(PROMPT)
+        gone = types_pb2.KvHandle(id=one.id[:8] + bytes(16), seq_len=5, version=1)
+        cut = await stream.ask(
+            truncate=session_pb2.SessionTruncate(handles=[one, gone, two], lengths=[2, 0, 9], request_id="cut")
+        )
+        first, second, third = cut.handles.results
+        assert first.handle == types_pb2.KvHandle(id=one.id, seq_len=2, version=2)
+        assert error_from_status(second.error).reason is Reason.HANDLE_UNKNOWN
+        assert error_from_status(third.error).reason is Reason.TRUNCATE_BEYOND_LENGTH
+        again = await stream.ask(truncate=session_pb2.SessionTruncate(handles=[one], lengths=[2], request_id="cut"))
+        assert again.handles.results[0].handle == first.handle
+        forked = await stream.ask(fork=session_pb2.SessionFork(handle=two, count=3, at_length=4))
+        children = [each.handle for each in forked.handles.results]
+        assert [child.seq_len for child in children] == [4, 4, 4]
+        released = await stream.ask(release=session_pb2.SessionRelease(handles=[*children, gone, one]))
+        reasons = [error_from_status(each.error).reason for each in released.handles.results if each.HasField("error")]
+        assert reasons == [Reason.HANDLE_UNKNOWN, Reason.SEQUENCE_VERSION_MISMATCH]
+        uneven = await stream.ask(truncate=session_pb2.SessionTruncate(handles=[two], lengths=[]))
+        assert refusal(uneven)[1] is Reason.INVALID_REQUEST
+        assert (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.sequences == 2
+    await served.check()
+
+
+async def test_several_steps_are_in_flight_and_one_more_is_refused() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served, steps_in_flight=3) as stream:
+        handles = [await stream.prefill([i, 1]) for i in range(4)]
+        first = await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], handles[0])])))
+        steps = [await first]
+        steps += [
+            await stream.send(forward=session_pb2.SessionForward(items=[item([5], handle)])) for handle in handles[1:3]
+        ]
+        extra = await stream.send(forward=session_pb2.SessionForward(items=[item([5], handles[3])]))
+        assert refusal(await stream.read()) == (extra, Reason.QUEUE_FULL)
+        gate.open()
+        answers = [await stream.read() for _ in steps]
+        assert sorted(answer.step_id for answer in answers) == steps
+        # The second and third met in one forward pass.
+        assert len({answer.forward.timing.step for answer in answers}) == 2
+        assert (await stream.forward(item([5], handles[3]))).results[0].output.handle.seq_len == 3
+
+
+async def test_a_step_is_taken_back_before_it_begins_and_answered_if_it_has_begun() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
+        running = await (await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], one)]))))
+        queued = await stream.send(forward=session_pb2.SessionForward(items=[item([5], two)]))
+        for step in (running, queued, 999):
+            await stream.send(cancel=session_pb2.SessionCancel(step_id=step))
+        assert refusal(await stream.read()) == (queued, Reason.CANCELLED)
+        gate.open()
+        answer = await stream.read()
+        assert (answer.step_id, answer.forward.results[0].output.handle.seq_len) == (running, 3)
+        assert (await stream.forward(item([5], two))).results[0].output.handle.seq_len == 3
+        await served.check()
+
+
+async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
+        running = await (await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], one)]))))
+        late = await stream.send(
+            forward=session_pb2.SessionForward(items=[item([5], two)], timeout=duration_pb2.Duration(nanos=1000))
+        )
+        await until(lambda: [each.busy for each in served.server.books.handles.records()] == [True, True])
+        gate.open()
+        answers = {(await stream.read()).step_id: None for _ in range(2)}
+        assert set(answers) == {running, late}
+        assert (await stream.forward(item([5], two))).results[0].output.handle.seq_len == 3
+
+
+async def test_a_lost_stream_takes_back_what_waits_commits_what_runs_and_keeps_the_sequences() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        stream = Stream(served)
+        lease = (await stream.hello()).lease_id
+        one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
+        await (
+            await gate.hold(
+                stream.send(forward=session_pb2.SessionForward(items=[item([5], one, request_id="running")]))
+            )
+        )
+        await stream.send(forward=session_pb2.SessionForward(items=[item([5], two, request_id="queued")]))
+        books = served.server.books
+        await until(lambda: all(record.busy for record in books.handles.records()))
+        stream.call.cancel()
+        await until(lambda: not books.sessions)
+        gate.open()
+        async with opened(served, lease_id=lease) as again:
+            replayed = await again.forward(item([5], one, request_id="running"))
+            assert replayed.results[0].output.replayed
+            assert replayed.results[0].output.handle.seq_len == 3
+            fresh = await again.forward(item([5], two, request_id="queued"))
+            assert not fresh.results[0].output.replayed
+            assert fresh.results[0].output.handle.seq_len == 3
+        await served.check()
+
+
+async def test_a_half_closed_stream_is_answered_and_is_no_close(served: Served) -> None:
+    stream = Stream(served)
+    await stream.hello()
+    handle = await stream.prefill(PROMPT)
+    step = await stream.send(forward=session_pb2.SessionForward(items=[item([5], handle)]))
+    await stream.call.done_writing()
+    answer = await stream.read()
+    assert answer.step_id == step
+    assert await stream.call.read() is grpc.aio.EOF
+    after = answer.forward.results[0].output.handle
+    assert (await served.executor.Decode(pb.DecodeRequest(item=item([1], after)))).output.handle.seq_len == 7
+
+
+async def test_close_waits_for_the_steps_in_flight_and_releases_what_the_session_made(served: Served) -> None:
+    elsewhere = await prefill(served, PROMPT)
+    stream = Stream(served)
+    lease = (await stream.hello()).lease_id
+    made = [await stream.prefill(PROMPT) for _ in range(3)]
+    await stream.ask(fork=session_pb2.SessionFork(handle=made[0]))
+    step = await stream.send(forward=session_pb2.SessionForward(items=[item([5], made[1])]))
+    close = await stream.send(close=session_pb2.SessionClose(release_sequences=True))
+    assert (await stream.read()).step_id == step
+    goodbye = await stream.read()
+    assert (goodbye.step_id, goodbye.goodbye.released_sequences) == (close, 4)
+    assert await stream.call.read() is grpc.aio.EOF
+    assert await stream.call.code() is grpc.StatusCode.OK
+    status = await served.executor.GetStatus(pb.GetStatusRequest())
+    assert (status.pressure.sequences, status.leases, status.sessions) == (1, 0, 0)
+    await refused(
+        served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=lease)), Reason.LEASE_UNKNOWN, grpc.StatusCode.NOT_FOUND
+    )
+    assert (await served.executor.Decode(pb.DecodeRequest(item=item([1], elsewhere)))).output.handle.seq_len == 6
+    await served.check()
+
+
+async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: Served) -> None:
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT)
+        [lease] = served.server.books.leases.due(float("inf"))
+        for frame in (
+            {"keep_alive": session_pb2.SessionKeepAlive()},
+            {"forward": session_pb2.SessionForward(items=[item([1], types_pb2.KvHandle(id=b"none"))])},
+            {"truncate": session_pb2.SessionTruncate()},
+        ):
+            lease.expires = 0.0
+            await stream.ask(**frame)
+            assert lease.expires > 0.0
+        served.server.books.end(served.server.books.end_lease(lease, expired=True), _expired())
+        answer = await stream.ask(keep_alive=session_pb2.SessionKeepAlive())
+        assert refusal(answer)[1] is Reason.LEASE_EXPIRED
+        results = (await stream.forward(item([1], handle), item([1, 2]))).results
+        assert [error_from_status(each.error).reason for each in results] == [Reason.LEASE_EXPIRED] * 2
+
+
+def _expired() -> Any:
+    from ferrum_rpc.service.handles import Ending
+
+    return Ending.EXPIRED
+
+
+@pytest.mark.parametrize("wrong", ["no hello", "two hellos", "step id", "empty frame", "lease", "other lease"])
+async def test_a_broken_frame_order_ends_the_stream_with_its_reason(served: Served, wrong: str) -> None:
+    stream = Stream(served)
+    keep = session_pb2.SessionKeepAlive()
+    reason, code = Reason.INVALID_REQUEST, INVALID
+    match wrong:
+        case "no hello":
+            await stream.send(keep_alive=keep)
+        case "two hellos":
+            await stream.hello()
+            await stream.send(hello=session_pb2.SessionHello())
+        case "step id":
+            await stream.hello()
+            await stream.call.write(session_pb2.SessionRequest(step_id=1, keep_alive=keep))
+        case "empty frame":
+            await stream.hello()
+            await stream.send()
+        case "lease":
+            await stream.send(hello=session_pb2.SessionHello(lease_id="x"))
+            reason, code = Reason.LEASE_UNKNOWN, grpc.StatusCode.NOT_FOUND
+        case _:
+            await stream.send(hello=session_pb2.SessionHello(lease_id="0123456789abcdef-00"))
+            reason, code = Reason.INSTANCE_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION
+
+    async def end() -> None:
+        async with asyncio.timeout(5):
+            while await stream.call.read() is not grpc.aio.EOF:
+                pass
+
+    await refused(end(), reason, code)
+    assert served.server.books.sessions == 0
+
+
+async def test_an_empty_stream_is_no_mistake(served: Served) -> None:
+    stream = Stream(served)
+    await stream.call.done_writing()
+    assert await stream.call.read() is grpc.aio.EOF
+    assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_a_client_that_does_not_read_holds_its_own_answers_only() -> None:
+    """Its steps stay in flight until they are written; another scheduler's calls go on."""
+    async with serve_identity(max_session_response_bytes=1 << 24, max_batch_tokens=4096, kv_blocks=4096) as served:
+        async with opened(served, steps_in_flight=2) as stream:
+            output = full(positions=output_pb2.POSITIONS_ALL)
+            for _ in range(6):
+                frame = session_pb2.SessionForward(items=[item([1] * 2000, output=output)])
+                await stream.send(forward=frame)
+            async with asyncio.timeout(20):
+                await until(lambda: len(served.server.books.handles) >= 2)
+                for _ in range(20):
+                    handle = await prefill(served, PROMPT)
+                    await served.executor.Release(pb.ReleaseRequest(handle=handle))
+            assert len(served.server.books.handles) == 2
+        await served.check()

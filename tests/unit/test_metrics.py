@@ -1,0 +1,320 @@
+"""Metrics, refusals in the log, and request ids, each without a server: the units behind `tests/service`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as TheirHistogram
+
+from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.core import CacheState, StepTiming
+from ferrum_rpc.engine.thread import EngineCounters
+from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
+from ferrum_rpc.service import tracing
+from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.calls import CallLog
+from ferrum_rpc.service.correlation import ids_of, parse_traceparent, request_id_of
+from ferrum_rpc.service.listen import PortInUse
+from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MetricsServer
+from ferrum_rpc.service.refusals import ADVICE, BURST, RefusalLog
+from ferrum_rpc.service.tracing import TracingError, connect
+from ferrum_rpc.wire.status import CODE_BY_REASON
+from tests.exposition import OPENMETRICS, fetch, openmetrics_families, problems, series, value
+
+ROOT = Path(__file__).parents[2]
+METHOD = "ferrum_rpc.executor.v1.ModelExecutor/Decode"
+
+
+def context(*metadata: tuple[str, str]) -> Any:
+    return SimpleNamespace(invocation_metadata=lambda: metadata)
+
+
+def observed() -> tuple[Books, CallLog, StepMeter, CollectorRegistry]:
+    """The books of a server in which every family has a sample."""
+    books, calls, steps = Books(ServeSettings().limits()), CallLog(), StepMeter()
+    thread: Any = SimpleNamespace(
+        cache=CacheState(block_size=16, total_blocks=100, free_blocks=60, sequences=0),
+        counters=EngineCounters(),
+        queued_items=3,
+        queued_tokens=40,
+    )
+    books.attach(thread)
+    count = calls.method(METHOD)
+    count.items, count.codes["OK"] = 2, 2
+    count.seconds.observe(0.5)
+    steps.observe([StepTiming(1, 2, 20, 0.001, 0.01), StepTiming(1, 2, 20, 0.002, 0.01)])
+    return books, calls, steps, registry_of(Metrics(books, calls, steps, {"before_reply": 1}))
+
+
+@pytest.fixture
+def scraped() -> Any:
+    server = MetricsServer(observed()[-1], "127.0.0.1", 0)
+    yield server
+    server.stop()
+
+
+# --- the exposition ---------------------------------------------------------------------------------------------------
+
+
+def test_a_scrape_keeps_the_rules_of_prometheus(scraped: MetricsServer) -> None:
+    text = fetch(scraped.url)
+    assert problems(text) == []
+    families = openmetrics_families(fetch(scraped.url, OPENMETRICS))
+    assert len(families) == len(set(families)) > 30
+    assert {name.partition("_")[0] for name in families} == {"ferrum", "process"}
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("# TYPE a_total counter\na_total 1", "no HELP"),
+        ("# HELP a b\n# TYPE a counter\na_total 1", "end in _total"),
+        ("# HELP a_total b\n# TYPE a_total gauge\na_total 1", "end in _total"),
+        ("# HELP a_ms b\n# TYPE a_ms gauge\na_ms 1", "base unit"),
+        ("# HELP seconds_a b\n# TYPE seconds_a gauge\nseconds_a 1", "end in its unit"),
+        ("# HELP a_count b\n# TYPE a_count gauge\na_count 1", "suffix of a histogram"),
+        ("# HELP a b\n# TYPE a gauge\na 1\n# TYPE a gauge", "declared twice"),
+        ("a 1", "no TYPE"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(line: str, what: str) -> None:
+    assert any(what in each for each in problems(line + "\n"))
+
+
+def test_promtool_agrees(scraped: MetricsServer) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool on PATH")
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=fetch(scraped.url), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_free_and_used_blocks_are_all_blocks_and_one_state_holds(scraped: MetricsServer) -> None:
+    found = series(fetch(scraped.url))
+    assert value(found, "ferrum_kv_blocks", state="free") == 60
+    assert value(found, "ferrum_kv_blocks", state="used") == 40
+    assert value(found, "ferrum_executor_state", state="starting") == 1
+    assert sum(each for (name, _), each in found.items() if name == "ferrum_executor_state") == 1
+    assert value(found, "ferrum_failpoints_fired_total", name="before_reply") == 1
+
+
+def test_a_submission_waits_for_itself_and_a_step_counts_once(scraped: MetricsServer) -> None:
+    found = series(fetch(scraped.url))
+    assert value(found, "ferrum_step_seconds_count") == 1
+    assert value(found, "ferrum_step_size_tokens_sum") == 20
+    assert value(found, "ferrum_queue_seconds_count") == 2
+    assert value(found, "ferrum_queue_seconds_sum") == pytest.approx(0.003)
+
+
+def test_two_servers_of_one_process_have_numbers_of_their_own() -> None:
+    books, _, _, first = observed()
+    _, _, _, second = observed()
+    books.counters.created = 7
+    assert first.get_sample_value("ferrum_sequences_created_total") == 7
+    assert second.get_sample_value("ferrum_sequences_created_total") == 0
+
+
+def test_a_metrics_port_that_is_taken_is_named(scraped: MetricsServer) -> None:
+    port = int(scraped.url.rpartition(":")[2].partition("/")[0])
+    with pytest.raises(PortInUse, match=str(port)):
+        MetricsServer(CollectorRegistry(), "127.0.0.1", port)
+
+
+def test_after_stop_the_port_is_closed() -> None:
+    server = MetricsServer(observed()[-1], "127.0.0.1", 0)
+    assert fetch(server.url)
+    server.stop()
+    with pytest.raises(urllib.error.URLError):
+        fetch(server.url)
+
+
+# --- histograms -------------------------------------------------------------------------------------------------------
+
+
+def test_our_histogram_says_what_the_official_one_says() -> None:
+    values = [0.0, 1e-5, 1.1e-5, 2.5e-5, 0.003, 0.01, 1.0, 59.9, 60.0, 61.0, 1e6]
+    ours, registry = Histogram(SECONDS), CollectorRegistry()
+    theirs = TheirHistogram("a_seconds", "b", buckets=SECONDS, registry=registry)
+    for each in values:
+        ours.observe(each)
+        theirs.observe(each)
+    buckets, total = ours.snapshot()
+    for (bound, count), exact in zip(buckets, (*SECONDS, float("inf")), strict=True):
+        assert float(bound) == pytest.approx(exact)
+        label = "+Inf" if exact == float("inf") else str(exact)
+        assert count == registry.get_sample_value("a_seconds_bucket", {"le": label})
+    assert total == registry.get_sample_value("a_seconds_sum")
+
+
+def test_bounds_fit_ten_microseconds_to_a_minute_and_grow() -> None:
+    assert (SECONDS[0], SECONDS[-1]) == (1e-5, 60.0)
+    for bounds in (SECONDS, POWERS):
+        assert list(bounds) == sorted(set(bounds))
+
+
+# --- refusals in the log ----------------------------------------------------------------------------------------------
+
+
+def test_every_reason_says_what_an_operator_should_do() -> None:
+    assert set(ADVICE) == set(Reason) == set(ERROR_BY_REASON) == set(CODE_BY_REASON)
+    for reason, advice in ADVICE.items():
+        assert len(advice.action) > 10, reason
+        assert advice.level in ("info", "warning", "error")
+    loud = {reason for reason, advice in ADVICE.items() if advice.level == "error"}
+    assert loud >= {Reason.INTERNAL_ERROR, Reason.DEVICE_LOST, Reason.STEP_FAILED}
+    assert ADVICE[Reason.INVALID_REQUEST].level == "info"
+    capacity = (Reason.KV_BLOCKS_EXHAUSTED, Reason.SEQUENCES_EXHAUSTED, Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)
+    assert {ADVICE[reason].level for reason in capacity} == {"warning"}
+
+
+def test_a_refusal_is_one_event_that_names_the_request() -> None:
+    structlog.reset_defaults()
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    metadata = (("x-request-id", "r-7"), ("traceparent", f"00-{trace}-b7ad6b7169203331-01"))
+    with structlog.testing.capture_logs() as events:
+        RefusalLog().note(METHOD, InvalidRequest("no items", field="items"), context(*metadata), item=3)
+    (event,) = events
+    assert event.pop("action") == ADVICE[Reason.INVALID_REQUEST].action
+    assert event == {
+        "event": "refused",
+        "log_level": "info",
+        "reason": "INVALID_REQUEST",
+        "method": METHOD,
+        "message": "no items",
+        "item": 3,
+        "request_id": "r-7",
+        "trace_id": trace,
+        "caller": "",
+    }
+
+
+def test_a_flood_of_refusals_is_told_in_few_events_and_counted_in_full() -> None:
+    structlog.reset_defaults()
+    now = 0.0
+    refusals = RefusalLog(lambda: now)
+    with structlog.testing.capture_logs() as events:
+        for _ in range(1000):
+            refusals.note(METHOD, QueueFull("full"), context())
+        assert len(events) == BURST
+        refusals.note(METHOD, InvalidRequest("other"), context())
+        assert events.pop()["reason"] == "INVALID_REQUEST"  # another reason has a budget of its own
+        now = 1.0
+        refusals.note(METHOD, QueueFull("full"), context())
+        refusals.note(METHOD, QueueFull("full"), context())
+        assert len(events) == BURST + 1
+        assert events[-1]["suppressed"] == 1000 - BURST
+        now = 2.0
+        refusals.note(METHOD, QueueFull("full"), context())
+        assert events[-1]["suppressed"] == 1
+        now = 1000.0
+        for _ in range(100):
+            refusals.note(METHOD, QueueFull("full"), context())
+        assert len(events) == BURST + 2 + BURST
+    assert refusals.counts[Reason.QUEUE_FULL] == 1103
+
+
+def test_a_long_message_is_cut() -> None:
+    structlog.reset_defaults()
+    with structlog.testing.capture_logs() as events:
+        RefusalLog().note(METHOD, InvalidRequest("x" * 10_000), context())
+    assert len(events[0]["message"]) == 300
+
+
+# --- whose request it is ----------------------------------------------------------------------------------------------
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def test_a_traceparent_is_read_as_the_standard_says() -> None:
+    parent = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
+    assert parent is not None
+    assert (parent.trace_id, parent.span_id, parent.flags) == (TRACE, SPAN, 1)
+    later = parse_traceparent(f"01-{TRACE}-{SPAN}-00-of-a-later-version")
+    assert later is not None
+    assert (later.trace_id, later.flags) == (TRACE, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "garbage",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f" 00-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01\n",
+        f"01-{TRACE}-{SPAN}-01-" + "x" * 1000,
+    ],
+)
+def test_what_is_no_traceparent_is_ignored(text: str) -> None:
+    assert parse_traceparent(text) is None
+
+
+def test_a_request_id_is_short_printable_and_alone_or_ignored() -> None:
+    assert request_id_of(context(("x-request-id", "abc-123"))) == "abc-123"
+    for bad in ("", "a b", "a\n", "é", "x" * 129):
+        assert request_id_of(context(("x-request-id", bad))) == ""
+    twice = (("x-request-id", "a"), ("x-request-id", "b"))
+    assert ids_of(context(*twice, ("traceparent", f"00-{TRACE}-{SPAN}-01"), ("traceparent", "x"))) == {}
+
+
+# --- tracing is an extra ----------------------------------------------------------------------------------------------
+
+
+def test_without_the_extra_an_endpoint_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(TracingError, match=r"pip install 'ferrum-rpc\[otel\]'"):
+        connect("http://127.0.0.1:4318", "instance")
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "nonsense"])
+def test_an_endpoint_that_is_no_address_says_what_one_is(endpoint: str) -> None:
+    with pytest.raises(TracingError, match="http://collector:4318"):
+        connect(endpoint, "instance")
+
+
+def test_opentelemetry_is_not_loaded_unless_it_is_wanted() -> None:
+    program = "import sys, ferrum_rpc.service.observation; print(any('opentelemetry' in name for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "False\n"
+
+
+def test_the_end_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    provider: Any = SimpleNamespace(get_tracer=lambda *_: None, shutdown=answered.wait)
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
+    tracing.Tracing(provider).stop()  # returns
+    assert not answered.is_set()
+    answered.set()
+
+
+def test_what_opentelemetry_logs_becomes_an_event_of_ours() -> None:
+    structlog.reset_defaults()
+    traces = connect("http://127.0.0.1:9", "instance")
+    try:
+        with structlog.testing.capture_logs() as events:
+            logging.getLogger("opentelemetry.exporter").warning("no route to %s", "collector")
+        assert [(each["event"], each["message"]) for each in events] == [("tracing_trouble", "no route to collector")]
+        assert events[0]["action"]
+    finally:
+        traces.stop()

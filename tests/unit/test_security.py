@@ -1,0 +1,417 @@
+"""Tokens, certificates, bind rules and the guard, each alone. Over the wire: tests/faults/test_security.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from structlog.testing import capture_logs
+
+from ferrum_rpc.client import read_token, tls
+from ferrum_rpc.core import ANYBODY, Caller
+from ferrum_rpc.errors import InvalidRequest, Unauthenticated
+from ferrum_rpc.service.calls import CallLog
+from ferrum_rpc.service.guard import Authenticator, Guard, guarded
+from ferrum_rpc.service.identity import caller
+from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
+from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.tls import ServerCertificates
+from ferrum_rpc.service.tokens import TokenFile, parse
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tls_cert": Path("c")},
+        {"tls_key": Path("k")},
+        {"tls_client_ca": Path("a")},
+        {"operators": frozenset({"root"})},
+        {
+            "operators": frozenset({"root"}),
+            "tokens": Path("t"),
+            "tls_cert": Path("c"),
+            "tls_key": Path("k"),
+            "tls_client_ca": Path("a"),
+        },
+    ],
+)
+def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]) -> None:
+    with pytest.raises(SecurityError):
+        Security(**settings)
+
+
+def test_where_nothing_is_asked_nothing_stands_between_the_handlers_and_the_server() -> None:
+    server = object()
+    assert guarded(server, Security(tls_cert=Path("c"), tls_key=Path("k")), CallLog()) is server
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_file_has_names_comments_operators_and_several_tokens_of_one_name(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# schedulers\n\nalice first-token\nalice second-token\n  root third-token operator\n")
+    tokens = TokenFile(file)
+    assert tokens.caller("first-token") == tokens.caller("second-token") == Caller("alice", operator=False)
+    assert tokens.caller("third-token") == Caller("root", operator=True)
+    for wrong in ("", "first", "first-token ", "alice", "#", "\udcff", "operator"):
+        assert tokens.caller(wrong) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("alice", 1),
+        ("# x\nalice secret-token admin", 2),
+        ("alice secret-token operator twice", 1),
+        ("a secret-token\nb secret-token", 2),
+        ("alice secret-tokén", 1),
+        ("alice secret-token\x07", 1),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number_and_never_shown(text: str, line: int) -> None:
+    with pytest.raises(SecurityError, match=f"line {line}:") as caught:
+        parse(text, "the file")
+    assert "secret-tok" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SecurityError, match="No such file"):
+        TokenFile(tmp_path / "missing")
+    (tmp_path / "empty").write_text("# nobody yet\n")
+    with pytest.raises(SecurityError, match="no token"):
+        TokenFile(tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"alice \xff\xfe-secret\n")
+    with pytest.raises(SecurityError, match="no text") as caught:
+        TokenFile(tmp_path / "binary")
+    assert caught.value.__cause__ is None and "secret" not in str(caught.value)
+
+
+def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    file, now = tmp_path / "tokens", [0.0]
+    file.write_text("alice old-token\n")
+    tokens = TokenFile(file, clock=lambda: now[0])
+    replace(file, "alice old-token\nalice new-token\n")
+    assert tokens.caller("new-token") is None  # looked less than a second ago
+    now[0] += 1
+    assert tokens.caller("new-token") == tokens.caller("old-token") == Caller("alice", operator=False)
+    for broken in ("alice", "", None):
+        if broken is None:
+            file.unlink()
+        else:
+            replace(file, broken)
+        with capture_logs() as logs:
+            for _ in range(3):
+                now[0] += 1
+                assert tokens.caller("old-token") is not None
+        assert [each["event"] for each in logs] == ["tokens_rejected"] and logs[0]["action"]
+    replace(file, "alice new-token\n")
+    now[0] += 1
+    assert tokens.caller("old-token") is None and tokens.caller("new-token") is not None
+
+
+def replace(file: Path, text: str) -> None:
+    """As careful programs do: the new file is whole when it gets the name."""
+    fresh = file.with_name("fresh")
+    fresh.write_text(text)
+    fresh.replace(file)
+
+
+def test_a_secret_that_everybody_can_read_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("alice a-token\n")
+    for mode, events in ((0o600, []), (0o640, []), (0o644, ["secret_is_world_readable"])):
+        file.chmod(mode)
+        with capture_logs() as logs:
+            TokenFile(file)
+        assert [each["event"] for each in logs] == events
+        assert "a-token" not in str(logs)
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+def write_pair(leaf: trustme.LeafCert, cert: Path, key: Path) -> None:
+    cert.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
+    key.write_bytes(leaf.private_key_pem.bytes())
+    key.chmod(0o600)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Security:
+    """A server's certificate, and the authority of its clients."""
+    security = Security(tls_cert=tmp_path / "cert", tls_key=tmp_path / "key", tls_client_ca=tmp_path / "ca")
+    authority = trustme.CA()
+    write_pair(authority.issue_cert("localhost"), tmp_path / "cert", tmp_path / "key")
+    authority.cert_pem.write_to_path(tmp_path / "ca")
+    return security
+
+
+def test_certificates_are_read_again_when_a_file_changes_and_only_then(files: Security) -> None:
+    certificates = ServerCertificates(files)
+    assert certificates.changed() is None
+    write_pair(trustme.CA().issue_cert("localhost"), files.tls_cert, files.tls_key)
+    assert certificates.changed() is not None
+    assert certificates.changed() is None
+    trustme.CA().cert_pem.write_to_path(files.tls_client_ca)
+    assert certificates.changed() is not None
+
+
+@pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_client_ca"])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"another", None])
+def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_does(
+    files: Security, which: str, content: bytes | None
+) -> None:
+    if (which, content) == ("tls_client_ca", b"another"):
+        content = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    elif content == b"another":
+        leaf = trustme.CA().issue_cert("other")
+        content = leaf.private_key_pem.bytes() if which == "tls_key" else leaf.cert_chain_pems[0].bytes()
+    certificates = ServerCertificates(files)
+    path: Path = getattr(files, which)
+    before = path.read_bytes()
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with capture_logs() as logs:
+        assert certificates.changed() is None
+        assert certificates.changed() is None
+    assert [each["event"] for each in logs] == ["certificates_rejected"] and logs[0]["action"]
+    with pytest.raises(SecurityError, match="TLS: "):
+        ServerCertificates(files)
+    path.write_bytes(before)
+    assert certificates.changed() is not None
+
+
+# --- where to listen --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "unix:/run/ferrum"])
+def test_this_machine_needs_no_credentials(host: str) -> None:
+    assert is_loopback(host)
+    with capture_logs() as logs:
+        check_bind(host, Security())
+    assert logs == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "10.0.0.7", "executor", "localhost.example", "", "127.0.0.1.example", "::ffff:0.0.0.0"],  # noqa: S104
+)
+def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host: str) -> None:
+    with pytest.raises(SecurityError, match="insecure"):
+        check_bind(host, Security())
+    for security, event in (
+        (Security(insecure=True), "insecure"),
+        (Security(tokens=Path("t")), "tokens_in_plain_text"),
+        (Security(tls_cert=Path("c"), tls_key=Path("k")), "anybody_may_call"),
+        (Security(tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k")), None),
+        (Security(tls_client_ca=Path("a"), tls_cert=Path("c"), tls_key=Path("k")), None),
+    ):
+        with capture_logs() as logs:
+            check_bind(host, security)
+        assert [each["event"] for each in logs] == ([] if event is None else [event])
+        assert all(each["action"] for each in logs)
+
+
+def test_an_address_is_what_a_client_dials() -> None:
+    assert address("::1", 5) == "[::1]:5"
+    assert address("localhost", 5) == "localhost:5"
+    assert address("unix:run/x", 5) == "unix:run/x"
+    assert address("unix:///run/x", 5) == "unix:/run/x"
+
+
+async def test_a_unix_socket_is_of_its_user_and_never_taken_from_a_living_server(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    first, second = grpc.aio.server(), grpc.aio.server()
+    mask = os.umask(0)
+    try:
+        assert open_port(first, f"unix:{path}", 7, Security()) == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert os.umask(0) == 0
+    finally:
+        os.umask(mask)
+    inode = path.stat().st_ino
+    with pytest.raises(PortInUse, match="another process has it"):
+        open_port(second, f"unix:{path}", 0, Security())
+    assert path.stat().st_ino == inode
+    await first.stop(None)
+
+
+async def test_what_a_dead_server_left_is_taken_over_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    server = grpc.aio.server()
+    assert open_port(server, f"unix:{path}", 0, Security()) == 0
+    await server.stop(None)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for place in (file, tmp_path / "no" / "folder", tmp_path / ("x" * 120)):
+        with pytest.raises(PortInUse, match="cannot listen on unix:"):
+            open_port(grpc.aio.server(), f"unix:{place}", 0, Security())
+    assert file.read_text() == "precious"
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+async def echo(request: bytes, _: Any) -> bytes:
+    return request + caller().name.encode()
+
+
+async def count(request: bytes, _: Any) -> AsyncIterator[bytes]:
+    for number in range(3):
+        yield request + caller().name.encode() + str(number).encode()
+
+
+async def gather(requests: AsyncIterator[bytes], _: Any) -> bytes:
+    return b"".join([each async for each in requests]) + caller().name.encode()
+
+
+async def mirror(requests: AsyncIterator[bytes], context: Any) -> None:
+    async for each in requests:
+        await context.write(each + caller().name.encode())
+
+
+async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
+    server = grpc.aio.server()
+    calls = CallLog()
+    guard = Guard(server, Authenticator(TokenFile(tmp_path / "tokens")), calls)
+    guard.add_registered_method_handlers(
+        "s",
+        {
+            "UU": grpc.unary_unary_rpc_method_handler(echo),
+            "US": grpc.unary_stream_rpc_method_handler(count),
+            "SU": grpc.stream_unary_rpc_method_handler(gather),
+            "SS": grpc.stream_stream_rpc_method_handler(mirror),
+        },
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+
+        def all_kinds(requests: Any, *metadata: tuple[str, str]) -> list[tuple[str, Any]]:
+            return [
+                ("UU", channel.unary_unary("/s/UU")(b"q", metadata=metadata)),
+                ("US", channel.unary_stream("/s/US")(b"q", metadata=metadata)),
+                ("SU", channel.stream_unary("/s/SU")(requests, metadata=metadata)),
+                ("SS", channel.stream_stream("/s/SS")(requests, metadata=metadata)),
+            ]
+
+        for name, token in (("alice", "a-token"), ("bob", "b-token")):
+            user = name.encode()
+            wanted: dict[str, Any] = {
+                "UU": b"q" + user,
+                "US": [b"q" + user + number for number in (b"0", b"1", b"2")],
+                "SU": b"qr" + user,
+                "SS": [b"q" + user, b"r" + user],
+            }
+            for kind, call in all_kinds([b"q", b"r"], ("authorization", f"Bearer {token}")):
+                got = [each async for each in call] if kind.endswith("S") else await call
+                assert got == wanted[kind]
+        for wrong in (
+            [],
+            [("authorization", "Bearer ")],
+            [("authorization", "Bearer c-token")],
+            [("authorization", "Basic a-token")],
+            [("authorization", "a-token")],
+            [("authorization", "Bearer a-token"), ("authorization", "Bearer b-token")],
+        ):
+            for _, call in all_kinds(None, *wrong):
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert caller() == ANYBODY
+    assert {method.errors for method in calls.methods.values()} == {6}
+    await server.stop(None)
+
+
+class Connection:
+    """A call's context, of a connection whose certificate has these names."""
+
+    def __init__(self, *names: bytes) -> None:
+        self.names = names
+
+    def peer_identities(self) -> tuple[bytes, ...]:
+        return self.names
+
+
+def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -> None:
+    authenticator = Authenticator(None, frozenset({"root"}))
+    spiffe = b"spiffe://cluster/alice"
+    assert authenticator.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False)
+    assert authenticator.caller(Connection(b"root")) == Caller("root", operator=True)
+    for names in ((), (b"",), (b"", b"root"), (b"\xff",), (b"root\xff",)):
+        with pytest.raises(Unauthenticated, match="certificate"):
+            authenticator.caller(Connection(*names))
+
+
+def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
+    guard = Guard(None, Authenticator(None), CallLog())
+    with pytest.raises(TypeError, match="no async handler"):
+        guard.add_registered_method_handlers(
+            "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
+        )
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_is_told_which_file_is_wrong_before_it_calls(files: Security, tmp_path: Path) -> None:
+    assert isinstance(tls(files.tls_client_ca, files.tls_cert, files.tls_key), grpc.ChannelCredentials)
+    garbage = tmp_path / "garbage"
+    garbage.write_text("garbage")
+    for arguments, names in (
+        ((garbage,), "garbage"),
+        ((tmp_path / "missing",), "missing"),
+        ((None, files.tls_cert), "belong together"),
+        ((None, files.tls_cert, garbage), "no pair"),
+        ((None, garbage, tmp_path / "missing"), "missing"),
+    ):
+        with pytest.raises(InvalidRequest, match=names):
+            tls(*arguments)
+
+
+def test_a_token_file_of_a_client_holds_one_word(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(" the-token\n")
+    assert read_token(file) == "the-token"
+    for text in ("", "\nthe-token", "alice the-token", "the-tokén"):
+        file.write_text(text)
+        with pytest.raises(InvalidRequest, match="token") as caught:
+            read_token(file)
+        assert "the-tok" not in str(caught.value)
+    with pytest.raises(InvalidRequest, match="No such file"):
+        read_token(tmp_path / "missing")
+
+
+# --- the settings of a run --------------------------------------------------------------------------------------------
+
+
+def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ferrum_rpc.config import load_settings
+    from ferrum_rpc.serve import _security
+
+    monkeypatch.setenv("FERRUM_TOKEN", "a-token")
+    with capture_logs() as logs:
+        assert _security(load_settings({})) == Security()
+    assert [each["event"] for each in logs] == ["token_variable_ignored"] and "a-token" not in str(logs)
+    monkeypatch.setenv("FERRUM_TOKENS", "/run/tokens")
+    with capture_logs() as logs:
+        assert _security(load_settings({"tls_cert": "c", "tls_key": "k"})) == Security(
+            tokens=Path("/run/tokens"), tls_cert=Path("c"), tls_key=Path("k")
+        )
+    assert logs == []
+    monkeypatch.delenv("FERRUM_TOKENS")
+    settings = load_settings({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "operators": "root, ops ,"})
+    assert _security(settings).operators == {"root", "ops"}

@@ -1,0 +1,84 @@
+"""The soak's report: what is broken is said, counted and never hidden by an average."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
+from tests.faults.netns import NoNetwork
+from tests.faults.promises import PROMISES, number
+from tests.faults.sizes import CI, FULL, Size
+from tools import soak
+
+
+async def r1_holds(size: Size) -> Figures:
+    return Figures("R1", "Holds", (exactly("wrong", 0, 0),), {"handles": size.handles})
+
+
+async def r2_breaks(size: Size) -> Figures:
+    return Figures("R2", "Breaks", (exactly("lost | twice", 1, 0, "tokens"), at_most("late", 0.5, 1.0, "s")))
+
+
+async def r3_raises(size: Size) -> Figures:
+    raise ValueError("the server never came")
+
+
+async def r4_measures_nothing(size: Size) -> Figures:
+    return Figures("R4", "Empty", ())
+
+
+async def r5_cannot_run(size: Size) -> Figures:
+    raise NoNetwork("network namespaces need root")
+
+
+@pytest.mark.parametrize(
+    ("promise", "broken"),
+    [
+        (r1_holds, []),
+        (r2_breaks, ["lost | twice: 1 tokens, promised = 0 tokens"]),
+        (r3_raises, ["ValueError: the server never came"]),
+        (r4_measures_nothing, ["nothing was measured"]),
+        (r5_cannot_run, []),
+    ],
+)
+def test_a_promise_is_broken_by_a_figure_by_an_exception_and_by_silence(promise, broken: list[str]) -> None:
+    assert soak.run(promise, CI)["broken"] == broken
+
+
+def test_the_report_has_a_row_for_every_figure_and_says_which_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "PROMISES", (r1_holds, r2_breaks, r5_cannot_run))
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    entries = {each.__name__: soak.run(each, CI) for each in soak.PROMISES}
+    soak.write({"machine": "here", "promises": entries}, tmp_path)
+    text = (tmp_path / "docs" / "soak.md").read_text()
+    assert "| **R1** Holds | wrong | 0 | = 0 | holds |" in text
+    assert "| **R2** Breaks | lost \\| twice | 1 tokens | = 0 tokens | **broken** |" in text
+    assert "|  | late | 0.5 s | <= 1 s | holds |" in text
+    assert "network namespaces need root | | | skipped |" in text
+    assert (
+        json.loads((tmp_path / "benchmarks" / "results" / "soak.json").read_text())["promises"].keys() == entries.keys()
+    )
+
+
+def test_a_share_of_the_counts_is_at_least_one_and_leaves_seconds_alone() -> None:
+    small = soak.scaled(FULL, 0.001)
+    assert (small.handles, small.drains, small.lease_s) == (1_000, 1, FULL.lease_s)
+    assert small.leak_whole_lives is FULL.leak_whole_lives
+
+
+def test_every_promise_has_a_number_and_full_is_nowhere_smaller_than_ci() -> None:
+    assert {number(each) for each in PROMISES} == {f"R{n}" for n in range(1, 20)}
+    counts = [name for name in Size.__dataclass_fields__ if isinstance(getattr(CI, name), int)]
+    assert all(getattr(FULL, name) >= getattr(CI, name) for name in counts)
+
+
+def test_figures_judge_by_their_relation() -> None:
+    assert at_least("a", 2, 2).holds and not at_least("a", 1, 2).holds
+    assert at_most("a", 2, 2).holds and not at_most("a", 3, 2).holds
+    assert quantile([float(n) for n in range(100)], 0.99) == 99.0
