@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench compose-test wheels transcript gpu-check compat clean
+.PHONY: help setup demo serve test lint format stubs bench soak compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -36,6 +36,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/buf lint
+	@$(BIN)/buf breaking protos --against protos/landed.binpb --exclude-imports
 	@$(BIN)/python tools/generate_stubs.py --check
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
@@ -47,9 +48,13 @@ format: .venv/.dev  ## Format the code
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
 
-bench: .venv/.dev  ## In process against the same through gRPC; writes benchmarks/results and docs/benchmarks.md
+bench: .venv/.dev  ## What gRPC and the protocol cost; writes benchmarks/results and docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.wire
+	@$(BIN)/python -m benchmarks.protocol
 	@$(BIN)/python -m benchmarks.report
+
+soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
+	@$(BIN)/python -m tools.soak
 
 compose-test:  ## Build the images and run the stack (needs a Docker engine; skips visibly without)
 	@$(PYTHON) tools/compose_test.py

@@ -1,7 +1,8 @@
 """The wire alone: a bare grpc.aio server in another process that answers a fixed number of bytes, and its caller.
 
 It carries the bytes of a real step as bytes: no protobuf, no handlers of ours. What a step costs beyond the forward
-pass and this is our bookkeeping. ``python -m benchmarks.echo`` is the server; it imports nothing of ferrum_rpc.
+pass and this is our bookkeeping. ``python -m benchmarks.echo [ADDRESS]`` is the server: unary as ``Call``, on a stream
+as ``Stream``. It imports nothing of ferrum_rpc.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.sides import Round
 
 SERVICE = "bench.Echo"
 LEAD_IN = 4
+ANY_PORT = "127.0.0.1:0"
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
@@ -65,7 +67,7 @@ class Echo:
         return timed
 
 
-async def _serve() -> None:
+async def _serve(address: str) -> None:
     answer = b""
 
     async def set_answer(request: bytes, _: Any) -> bytes:
@@ -76,18 +78,24 @@ async def _serve() -> None:
     async def call(_request: bytes, _: Any) -> bytes:
         return answer
 
+    async def stream(_: Any, context: Any) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            await context.write(answer)
+
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *OPTIONS))
     methods = {"Set": set_answer, "Call": call}
     handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+    handlers["Stream"] = grpc.stream_stream_rpc_method_handler(stream)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(address)
+    target = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
     await server.start()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    print(json.dumps({"event": LISTENING, "target": f"127.0.0.1:{port}"}), file=sys.stderr, flush=True)
+    print(json.dumps({"event": LISTENING, "target": target}), file=sys.stderr, flush=True)
     await stop.wait()
     await server.stop(0)
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    asyncio.run(_serve(*sys.argv[1:2] or [ANY_PORT]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -106,7 +106,12 @@ def watch_floors() -> None:
     around(ModelThread, "_deliver", "hand-over: model thread to loop", None)
     around(ForwardPath, "_commit", "server: commit handles, replay log", "server: wake the handler")
     around(servicers, "results_to_proto", None, "server: pressure, timing, answer message")
-    build.build_runner = partial(build.build_runner, stage=lambda stage: mark(f"model thread: {stage}"))
+    plain = build.build_runner
+
+    def marked(config: Any, progress: Any, _: Any) -> TorchRunner:
+        return plain(config, progress, lambda stage: mark(f"model thread: {stage}"))
+
+    build.build_runner = marked  # type: ignore[assignment]
 
 
 def main() -> None:

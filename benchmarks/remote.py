@@ -116,19 +116,20 @@ class Remote:
 
 def serve_arguments(workload: Workload, threads: int, module: str = "ferrum_rpc.cli") -> list[str]:
     """How the server is started: the workload's settings as flags, a free port, logs that a program reads."""
-    flags = {**workload.settings, "threads": threads, "port": 0, "log-format": "json"}
+    flags = {**workload.settings, "threads": threads, "port": 0, "grace-s": 0, "log-format": "json"}
     written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return ["-m", module, "serve", workload.path, *written, "--no-warmup"]
 
 
 async def vocabulary(channel: grpc.aio.Channel) -> int:
-    """Wait until the model is loaded; returns its vocabulary size."""
+    """Wait until the model is loaded, `TIMEOUT_S` at most; returns its vocabulary size."""
     stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
+    until = time.monotonic() + TIMEOUT_S
     while True:
         try:
             info = await stub.GetInfo(model_executor_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
             return int(info.model.vocab_size)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
                 raise
         await asyncio.sleep(POLL_S)

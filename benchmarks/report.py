@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import protocol_tables
 from benchmarks.environment import ROOT
 from benchmarks.measure import Point
 from benchmarks.tables import LEGEND, markdown
@@ -34,8 +35,16 @@ compute the same. Rounds alternate, every pair of rounds gives a ratio. gRPC ste
 request ids, and rows as arrays at the end.
 """
 
+PROTOCOL: Final = """## What the protocol costs
 
-def document(results: Sequence[tuple[str, Result]]) -> str:
+An empty step: one decode of the identity model with one layer and one head, through `ferrum-rpc serve` in another
+process, against a bare `grpc.aio` echo of the same bytes in a third. What is above the echo is ours: protobuf,
+handlers, handles and versions, the replay log, the hand-over to the model thread and back, and the forward pass of
+torch, which is never quite nothing. Rounds of all ways alternate, and every round gives a ratio to the echo's.
+"""
+
+
+def document(results: Sequence[tuple[str, Any]]) -> str:
     """The whole page. ``results``: file names and what they hold."""
     parts = [HEAD]
     for name, result in results:
@@ -81,8 +90,38 @@ def _agreement(points: Sequence[Point]) -> str:
 
 
 def _conditions(name: str, result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        ("threads", f"{settings['threads_in_process']} in process, {settings['threads_server']} in the server"),
+        ("processes", settings["processes"]),
+        ("transport", settings["transport"]),
+        ("rounds", f"{settings['rounds']} pairs, {settings['lead_in_steps']} untimed steps at the start of each"),
+        ("block size", f"{settings['block_size']} tokens"),
+        ("seed", str(settings["seed"])),
+    ]
+    return _how(name, result, rows)
+
+
+def protocol(name: str, result: Any) -> str:
+    """The section of one run of `benchmarks.protocol`."""
+    settings, points = result["settings"], result["points"]
+    legend = "\n".join(f"- **{term}**: {text}" for term, text in protocol_tables.LEGEND)
+    steps = ", ".join(f"{count} at {depth}" for depth, count in settings["steps"].items())
+    sizes = "; ".join(f"{way} {asked} and {got}" for way, (asked, got) in settings["exchange_bytes"].items())
+    rows = [
+        ("model", settings["model"]),
+        ("processes", settings["processes"]),
+        ("rounds", f"{settings['rounds']}, {settings['disturbed_rounds_kept']} of them disturbed by other processes"),
+        ("steps", f"of each sequence in a round: {steps}; {settings['lead_in_steps']} untimed ones before them"),
+        ("context", f"{settings['context']} tokens when a round begins"),
+        ("bytes", f"of a request and its answer: {sizes}"),
+    ]
+    return "\n".join([PROTOCOL, protocol_tables.markdown(points), "", legend, "", _how(name, result, rows)])
+
+
+def _how(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """Hardware, versions and the commands that made it."""
-    machine, settings, commit = result["hardware"], result["settings"], result["commit"]
+    machine, commit = result["hardware"], result["commit"]
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
     others = "unknown" if result["others_cpu"] is None else f"{result['others_cpu']:.1%} of the cores' time"
     rows = [
@@ -95,19 +134,14 @@ def _conditions(name: str, result: Result) -> str:
         ("huge pages", machine["huge_pages"]),
         ("other processes", others),
         ("versions", versions),
-        ("threads", f"{settings['threads_in_process']} in process, {settings['threads_server']} in the server"),
-        ("processes", settings["processes"]),
-        ("transport", settings["transport"]),
-        ("rounds", f"{settings['rounds']} pairs, {settings['lead_in_steps']} untimed steps at the start of each"),
-        ("block size", f"{settings['block_size']} tokens"),
-        ("seed", str(settings["seed"])),
+        *more,
         ("file", f"`benchmarks/results/{name}`"),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows)
     return f"| | |\n| --- | --- |\n{table}\n\n```sh\n{result['command']}\npython -m benchmarks.report\n```\n"
 
 
-RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {"wire": wire}
+RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {"wire": wire, "protocol": protocol}
 """By the ``benchmark`` that a file names."""
 
 

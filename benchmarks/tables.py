@@ -51,14 +51,14 @@ def row(point: Point) -> tuple[str, ...]:
         point["output"],
         spread(point["in_process"]["step_ms"]),
         spread(point["grpc"]["step_ms"]),
-        _number(point["in_process"]["tokens_per_s"]),
-        _number(point["grpc"]["tokens_per_s"]),
+        number(point["in_process"]["tokens_per_s"]),
+        number(point["grpc"]["tokens_per_s"]),
         f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
         _target(point),
-        _number(point["grpc_forward_ms"]["median"]),
+        number(point["grpc_forward_ms"]["median"]),
         spread(point["echo_ms"]),
-        _number(point["bookkeeping_ms"]),
-        _number(point["around_forward_ms"]),
+        number(point["bookkeeping_ms"]),
+        number(point["around_forward_ms"]),
     )
 
 
@@ -75,7 +75,7 @@ def show(points: Sequence[Point]) -> None:
 
     console = Console()
     if not console.is_terminal:
-        _show_plain([COLUMNS, *map(row, points)])
+        show_plain([COLUMNS, *map(row, points)])
     else:
         table = Table(*COLUMNS[:3], show_edge=False)
         for column in COLUMNS[3:]:
@@ -93,10 +93,11 @@ def show(points: Sequence[Point]) -> None:
 
 def spread(value: Spread) -> str:
     """``1.23 (1.20 to 1.31)``."""
-    return f"{_number(value['median'])} ({_number(value['p10'])} to {_number(value['p90'])})"
+    return f"{number(value['median'])} ({number(value['p10'])} to {number(value['p90'])})"
 
 
-def _show_plain(lines: Sequence[tuple[str, ...]]) -> None:
+def show_plain(lines: Sequence[tuple[str, ...]]) -> None:
+    """Columns for a pipe."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
@@ -108,7 +109,7 @@ def _target(point: Point) -> str:
     return "" if point["ratio"]["target"] is None else f"≥ {point['ratio']['target']:.2f}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three digits that mean something."""
     size = abs(value)
     return (

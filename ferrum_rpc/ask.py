@@ -130,9 +130,9 @@ def _lines(value: dict[str, Any], indent: str = "") -> list[str]:
         elif isinstance(each, list) and each and isinstance(each[0], list):
             lines += [f"{indent}{name}", *(f"{indent}  {': '.join(map(str, pair))}" for pair in each)]
         elif isinstance(each, list):
-            lines.append(f"{indent}{name:<24}{', '.join(map(str, each))}")
+            lines.append(f"{indent}{name:<28} {', '.join(map(str, each))}")
         elif isinstance(each, float):
-            lines.append(f"{indent}{name:<24}{each:.3f}")
+            lines.append(f"{indent}{name:<28} {each:.3f}")
         else:
-            lines.append(f"{indent}{name:<24}{each}")
+            lines.append(f"{indent}{name:<28} {each}")
     return lines

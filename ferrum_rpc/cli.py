@@ -94,11 +94,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
     try:
-        sys.exit(_run(parsed))
+        status = _run(parsed)
+        sys.stdout.flush()
     except ConfigError as error:
         command.error(str(error))
+    except BrokenPipeError:
+        # Whoever read the output has what it wanted. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_FAILED
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    sys.exit(status)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -4,8 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
+
+
+class Unbreakable:
+    """A text stream whose reader may be gone. A log line is never a reason to stop: a drain that could not tell of its
+    beginning would not end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream's, or nothing."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream's, or nothing."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure_logging(log_format: str = "auto", level: str = "info") -> None:
@@ -24,6 +45,6 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unbreakable(sys.stderr))),
         cache_logger_on_first_use=False,
     )

@@ -177,13 +177,13 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
 
 
 def _limits_from_proto(proto: info_pb2.Limits) -> Limits:
-    """The shortest lease is not told: a shorter one that is asked for is made as long."""
     times: dict[str, Any] = {
+        "min_lease_ttl_s": seconds(proto.min_lease_ttl),
         "lease_ttl_s": seconds(proto.lease_ttl),
         "max_lease_ttl_s": seconds(proto.max_lease_ttl),
         "idle_ttl_s": seconds(proto.idle_ttl),
     }
-    return Limits(**_scalars(proto, Limits, leave_out={*times, "min_lease_ttl_s"}), **times)
+    return Limits(**_scalars(proto, Limits, leave_out=set(times)), **times)
 
 
 def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorStatus:

@@ -73,6 +73,11 @@ class ReplayLog:
             raise RequestIdReused("this request id was used with other content", field="request_id")
         return entry
 
+    def knows(self, scope: bytes, request_id: str) -> bool:
+        """Whether there is an entry with this id, whatever its content."""
+        key = (scope, request_id)
+        return key in self._in_flight or key in self._answers
+
     def in_flight(self, scope: bytes, request_id: str) -> Entry | None:
         """The entry of a call with this id that has not ended."""
         return self._in_flight.get((scope, request_id))

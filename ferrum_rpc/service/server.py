@@ -139,7 +139,6 @@ class ExecutorServer:
         thread.start()
         self._monitor = HeartbeatMonitor(thread, self.health)
         self._monitor.start()
-        self._sweeper.start()
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
@@ -189,6 +188,7 @@ class ExecutorServer:
 
     def _on_ready(self, runner: Runner) -> None:
         self.books.serve(runner.info, runner.device)
+        self._sweeper.start()  # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)

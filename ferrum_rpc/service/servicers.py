@@ -114,6 +114,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def _single(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:
         """A call of one item: its refusal is the call's."""
         self.calls.method(f"{self.service}/{method}").items += 1
+        self._forward.check_room([request.item], caller())
         item = item_from_proto(request.item, shape)
         answer = await self._forward.forward([item], caller=caller(), deadline=deadline_of(context))
         outcome = answer.outcomes[0]
@@ -132,6 +133,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """A call of several items: each has an outcome of its own."""
         count = self.calls.method(f"{self.service}/{method}")
         count.items += len(request.items)
+        self._forward.check_room(request.items, caller())
         items: list[WorkItem | ExecutorError] = []
         for item in request.items:
             try:

@@ -226,6 +226,7 @@ class Session:
     async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Answer:
         count = self._calls.method(METHOD)
         count.items += len(request.items)
+        self._forward.check_room(request.items, self._caller)
         items: list[WorkItem | ExecutorError] = []
         for each in request.items:
             try:

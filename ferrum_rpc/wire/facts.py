@@ -70,6 +70,7 @@ def limits_to_proto(limits: Limits) -> info_pb2.Limits:
         max_leases=limits.max_leases,
     )
     set_seconds(message.lease_ttl, limits.lease_ttl_s)
+    set_seconds(message.min_lease_ttl, limits.min_lease_ttl_s)
     set_seconds(message.max_lease_ttl, limits.max_lease_ttl_s)
     set_seconds(message.idle_ttl, limits.idle_ttl_s)
     return message

@@ -8,5 +8,5 @@ SCHEMA_REVISION = 2
 MINIMUM_CLIENT_REVISION = 1
 """Clients built for an older revision are told so by GetInfo."""
 
-SCHEMA_SHA256 = "68cc6e96e27ab1c31d0a437e0b717a23bfaa23eb3335c0371ea760d9303da8f6"
+SCHEMA_SHA256 = "f472ee3256049f60076ba1c9a8ce16096e3d6782dd614fb276bfa4cce0976f91"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""

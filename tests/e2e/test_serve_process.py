@@ -187,3 +187,18 @@ def test_info_status_health_and_generate_ask_a_running_server() -> None:
         target = process.target
     gone = ask("health", "--target", target, "--timeout", "2")
     assert gone.returncode == 1 and "TRANSPORT" in gone.stderr and "Traceback" not in gone.stderr
+
+
+async def test_a_server_whose_log_nobody_reads_any_more_still_drains_and_exits_0() -> None:
+    """A log line is no reason to stop: the reader of standard error is gone, and every line fails."""
+    with serving() as process:
+        assert process.popen.stderr is not None
+        async with dial(process.target) as client:
+            process.popen.stderr.close()
+            handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
+            process.popen.send_signal(signal.SIGTERM)
+            watch = client.health.Watch(health_pb2.HealthCheckRequest())
+            while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                pass
+            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+        assert await asyncio.to_thread(process.popen.wait, 20) == 0

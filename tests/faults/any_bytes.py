@@ -29,6 +29,8 @@ STANDARD: Final = "/grpc."
 """Health and reflection answer as their own standards say: NOT_FOUND, for a service that nobody has, without more."""
 LAST: Final = ("Drain", "Reset")
 """Methods that end what the others need; they come last."""
+CALLERS_OWN: Final = "Internal error from Core"
+"""What a grpc.aio caller tells itself when it still writes while the answer comes (`Call._write`): nobody's answer."""
 CONCURRENT: Final = 8
 CHECK_EVERY: Final = 20_000
 WORLD: Final[dict[str, int]] = {
@@ -56,6 +58,8 @@ class Answers:
     """Refusals without ErrorInfo."""
 
     def note(self, method: str, code: grpc.StatusCode, details: str, trailing: Any) -> None:
+        if code is grpc.StatusCode.INTERNAL and details == CALLERS_OWN:
+            return
         self.codes[code.name] += 1
         if code.name in FORBIDDEN:
             self.forbidden[f"{method}: {code.name} {details}"] += 1

@@ -233,6 +233,22 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         await served.check()
 
 
+async def test_a_full_queue_still_tells_what_was_answered_before_and_what_never_can_be() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate, max_queued_items=1, max_batch_items=2) as served:
+        answered = pb.PrefillRequest(item=item(PROMPT, request_id="before"))
+        handle = (await served.executor.Prefill(answered)).output.handle
+        held = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        waiting = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        await until(lambda: served.server.books.thread.queued_items == 1)
+        again = await served.executor.Prefill(answered)
+        assert (again.output.replayed, again.output.handle) == (True, handle)
+        batch = pb.UnifiedForwardRequest(items=[item([1])] * 3)
+        await refused(served.executor.UnifiedForward(batch), Reason.INVALID_REQUEST, INVALID)
+        gate.open()
+        await asyncio.gather(held, waiting)
+
+
 async def test_a_queued_call_whose_deadline_passes_never_runs() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:

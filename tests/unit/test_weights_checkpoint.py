@@ -325,7 +325,7 @@ def test_memory_peaks_near_one_copy_of_the_weights(tmp_path):
         "print(peak() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
-    assert 0.9 * size < int(done.stdout) < 1.4 * size
+    assert 0.9 * size < int(done.stdout) < 1.7 * size  # two copies would be 2
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])

@@ -1,0 +1,207 @@
+"""What the protocol costs: an empty step through our executor and a bare grpc.aio echo of the same bytes, in one run.
+
+The identity model with one layer and one head computes next to nothing, so a step is the wire, the protocol and the
+hand-over to the model thread. Every server has a process of its own, TCP and unix sockets alike; rounds of all ways
+alternate, and only one works at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from benchmarks import environment
+from benchmarks.echo import ANY_PORT, OPTIONS
+from benchmarks.process import served
+from benchmarks.protocol_points import DEPTHS, MANY, Point, Rounds, points
+from benchmarks.protocol_tables import show
+from benchmarks.remote import vocabulary
+from benchmarks.sides import Round
+from benchmarks.ways import CONTEXT, LEAD_IN, Client, EchoCalls, EchoFrames, Frames, Unary, Way, exchange_bytes
+from benchmarks.wire import RESULTS, SCHEMA
+from benchmarks.workload import CACHE
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client.channel import open_channel
+from ferrum_rpc.logs import configure_logging
+
+SETTLE_S: Final = 0.01
+"""Between rounds: what a server does after its last answer is not the next way's."""
+
+TRANSPORTS: Final = ("tcp", "unix")
+MODEL: Final[dict[str, Any]] = {
+    "identity-layers": 1,
+    "identity-heads": 1,
+    "identity-kv-heads": 1,
+    "device": "cpu",
+    "threads": 1,
+    "kv-blocks": 8192,
+}
+"""The cheapest step there is, and blocks for every sequence at its longest."""
+
+LEASE_TTL_S: Final = 600.0
+"""A session's sequences outlive the rounds of the other ways."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A way over a transport, and the depths that it is taken at."""
+
+    transport: str
+    name: str
+    way: Way
+    depths: tuple[int, ...]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.protocol", description="What the protocol costs, in echoes of the same bytes."
+    )
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--rounds", type=int, help="rounds of each way (default: 10)")
+    parser.add_argument("--steps", type=int, help="steps of a round with one in flight (default: 256)")
+    parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/protocol-<machine>.json)")
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (2 if options.quick else 10)
+    options.steps = options.steps or (16 if options.quick else 256)
+    if options.out is None:  # a quick run is no result
+        label = environment.label(environment.hardware())
+        options.out = CACHE / "protocol-quick.json" if options.quick else RESULTS / f"protocol-{label}.json"
+    return options
+
+
+def steps_of(depth: int, steps: int) -> int:
+    """Timed steps of each of ``depth`` sequences: about as many in all, but enough for each to find its stride."""
+    return max(steps // depth, steps // 16, 1)
+
+
+@asynccontextmanager
+async def sides(transport: str, folder: Path) -> AsyncIterator[list[Side]]:
+    """All ways over one transport, up and prepared."""
+    flags = {**MODEL, "lease-ttl-s": LEASE_TTL_S, "grace-s": 0, "log-format": "json"}
+    flags |= {"host": f"unix:{folder}/executor"} if transport == "unix" else {"port": 0}
+    written = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        target = await enter(served("-m", "ferrum_rpc.cli", "serve", "identity", *written))
+        echo = await enter(served("-m", "benchmarks.echo", f"unix:{folder}/echo" if transport == "unix" else ANY_PORT))
+        channel = await enter(open_channel(target, None))
+        bare = await enter(grpc.aio.insecure_channel(echo, options=OPTIONS))
+        await vocabulary(channel)
+        unary, frames = Unary(channel), Frames(channel)
+        found = [
+            Side(transport, "unary", unary, (*DEPTHS, MANY)),
+            Side(transport, "client, unary", Client(await enter(ExecutorClient(target))), (*DEPTHS, MANY)),
+            Side(transport, "echo, unary", EchoCalls(bare, unary), (*DEPTHS, MANY)),
+            Side(transport, "session", frames, DEPTHS),
+            Side(transport, "client, session", Client(await enter(ExecutorClient(target, session=True))), DEPTHS),
+            Side(transport, "echo, stream", EchoFrames(bare, frames), DEPTHS),
+        ]
+        for side in found:
+            await side.way.prepare(max(side.depths))
+        yield found
+
+
+async def measure(found: Sequence[Side], rounds: int, steps: int) -> tuple[Rounds, int]:
+    """Rounds of every way at every depth, in turn; those during which others used the machine are repeated, ``rounds``
+    times at most. Returns the rounds, and how many were disturbed and kept."""
+    taken: Rounds = {}
+    for depth in (*DEPTHS, MANY):  # warm up
+        await _turn(found, depth, 4)
+    repeated = kept = 0
+    for depth in (*DEPTHS, MANY):
+        done = 0
+        while done < rounds:
+            bystanders = environment.Bystanders()
+            turn = await _turn(found, depth, steps_of(depth, steps))
+            if bystanders.disturbed():
+                if repeated < rounds:
+                    repeated += 1
+                    continue
+                kept += 1
+            done += 1
+            for side, timed in turn:
+                taken.setdefault((side.transport, side.name, depth), []).append(timed)
+    return taken, kept
+
+
+async def _turn(found: Sequence[Side], depth: int, steps: int) -> list[tuple[Side, Round]]:
+    turn = []
+    for side in found:
+        if depth in side.depths:
+            await asyncio.sleep(SETTLE_S)
+            turn.append((side, await side.way.round(depth, steps)))
+    return turn
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything and write the file."""
+    bystanders, began = environment.Bystanders(), _now()
+    async with AsyncExitStack() as stack:
+        found: list[Side] = []
+        for transport in options.transports:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            found += await stack.enter_async_context(sides(transport, folder))
+        taken, kept = await measure(found, options.rounds, options.steps)
+        sizes = {f"{side.transport}, {side.name}": exchange_bytes(side.way) for side in found}
+        others = bystanders.share()
+    result = {
+        "schema": SCHEMA,
+        "benchmark": "protocol",
+        "command": shlex.join(["python", "-m", "benchmarks.protocol", *sys.argv[1:]]),
+        "began": began,
+        "ended": _now(),
+        "commit": environment.commit(),
+        "hardware": environment.hardware(),
+        "versions": environment.versions(),
+        "others_cpu": others,
+        "settings": {
+            "model": f"identity, {', '.join(f'{name} {value}' for name, value in MODEL.items())}",
+            "processes": "the callers in one, an executor and an echo server for each transport in one each",
+            "request_ids": True,
+            "context": CONTEXT,
+            "lead_in_steps": LEAD_IN,
+            "rounds": options.rounds,
+            "steps": {str(depth): steps_of(depth, options.steps) for depth in (*DEPTHS, MANY)},
+            "disturbed_rounds_kept": kept,
+            "exchange_bytes": {name: size for name, size in sizes.items() if size},
+        },
+        "points": points(taken),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return result
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, show, save."""
+    options = parse(argv)
+    configure_logging(level="warning")
+    result = asyncio.run(run(options))
+    measured: list[Point] = result["points"]
+    show(measured)
+    print(f"\nsaved {options.out}")
+    others = result["others_cpu"]
+    if others is not None and others > environment.QUIET:
+        print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
+
+
+if __name__ == "__main__":
+    main()
