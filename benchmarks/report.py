@@ -44,6 +44,10 @@ torch, which is never quite nothing. Rounds of all ways alternate, and every rou
 """
 
 
+PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json"})
+"""Results that are no benchmark: tools/soak.py writes docs/soak.md."""
+
+
 def document(results: Sequence[tuple[str, Any]]) -> str:
     """The whole page. ``results``: file names and what they hold."""
     parts = [HEAD]
@@ -151,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON files")
     parser.add_argument("--out", type=Path, default=DOCUMENT, help="the page")
     options = parser.parse_args(argv)
-    files = sorted(options.results.glob("*.json"))
+    files = sorted(path for path in options.results.glob("*.json") if path.name not in PAGES_OF_THEIR_OWN)
     results = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in files]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(document(results), encoding="utf-8")

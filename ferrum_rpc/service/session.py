@@ -94,6 +94,7 @@ class Session:
         self._most = self._inline = 0
         self._lease: Lease
         self._own_lease = False
+        self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
         self._task: asyncio.Task[Any] | None = None
         self._ending: ExecutorError | None = None
 
@@ -239,7 +240,7 @@ class Session:
             all_or_nothing=request.all_or_nothing,
             deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
             max_bytes=self._books.limits.max_session_response_bytes,
-            origin=self,
+            origin=self._origin,
             take_back=take_back,
         )
         self._calls.refused_items(METHOD, answer.outcomes, self._context)
@@ -303,7 +304,7 @@ class Session:
             request.at_length if request.HasField("at_length") else None,
             request_id_from_proto(request.request_id),
             caller=self._caller,
-            origin=self,
+            origin=self._origin,
         )
         answer = session_pb2.SessionHandlesAnswer(pressure=pressure_to_proto(self._books.pressure()))
         for child in children:
@@ -319,7 +320,7 @@ class Session:
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
         books, released = self._books, 0
         if request.release_sequences:
-            mine = [record for record in books.handles.records() if record.origin is self]
+            mine = [record for record in books.handles.records() if record.origin is self._origin]
             released = await books.ended(mine, Ending.RELEASED)
         if self._own_lease and not self._lease.members:
             books.leases.remove(self._lease, expired=False)
