@@ -97,6 +97,7 @@ class Session:
         self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
         self._task: asyncio.Task[Any] | None = None
         self._ending: ExecutorError | None = None
+        self._reading = False
 
     # --- the stream -------------------------------------------------------------------------------------------------
 
@@ -111,26 +112,41 @@ class Session:
         self._books.sessions += 1
         try:
             await self._write(welcome)
-            while (frame := await self._context.read()) is not grpc.aio.EOF:
+            while (frame := await self._next()) is not None:
                 if not await self._take(frame):
                     return
-            # Not told to close. If the client only half-closed, it still reads: let it have its answers.
+            # Not told to close. A client that only half-closed, or that the server leaves, still reads.
             await asyncio.gather(*self._steps.values())
-        except asyncio.CancelledError:
-            if self._ending is None:
-                raise
-            raise self._ending from None
+            if self._ending is not None:
+                raise self._ending
         finally:
             for task in self._steps.values():
                 task.cancel()
             self._books.sessions -= 1
             self._sessions.discard(self)
 
+    async def _next(self) -> session_pb2.SessionRequest | None:
+        """The next frame; None at the end of the stream, whichever side ends it."""
+        if self._ending is not None:
+            return None
+        self._reading = True
+        try:
+            frame = await self._context.read()
+        except asyncio.CancelledError:
+            if self._ending is None or self._task is None:
+                raise
+            self._task.uncancel()
+            return None
+        finally:
+            self._reading = False
+        return None if frame is grpc.aio.EOF else frame
+
     def end(self, error: ExecutorError) -> None:
-        """End the stream with a status."""
+        """End the stream with a status: no frame is read any more, those that were are answered first."""
         if self._task is not None and self._ending is None:
             self._ending = error
-            self._task.cancel()
+            if self._reading:
+                self._task.cancel()
 
     def _hello(self, frame: session_pb2.SessionRequest) -> Answer:
         """Open the session, or raise why not."""

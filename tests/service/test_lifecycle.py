@@ -111,6 +111,47 @@ async def test_a_session_is_served_to_its_last_sequence_and_then_told(served: Se
         await refused(call.read(), Reason.DRAINING, UNAVAILABLE)
 
 
+async def test_a_session_that_closes_as_the_last_of_a_drain_hears_goodbye() -> None:
+    """Its release ends the drain, and the drain ends sessions: the answer comes first."""
+    for _ in range(10):
+        async with serve_identity() as served:
+            call = served.executor.Session()
+            await call.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello()))
+            await call.read()
+            create = session_pb2.SessionForward(items=[item([1, 2])])
+            await call.write(session_pb2.SessionRequest(step_id=2, forward=create))
+            await call.read()
+            await drain(served)
+            close = session_pb2.SessionClose(release_sequences=True)
+            await call.write(session_pb2.SessionRequest(step_id=3, close=close))
+            async with asyncio.timeout(5):
+                assert (await call.read()).goodbye.released_sequences == 1
+                assert await call.read() is grpc.aio.EOF
+
+
+async def test_steps_of_a_session_that_run_when_the_lame_duck_time_ends_are_answered() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        call = served.executor.Session()
+        await call.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello()))
+        await call.read()
+        for step in (2, 3):
+            create = session_pb2.SessionForward(items=[item([step, 2])])
+            await call.write(session_pb2.SessionRequest(step_id=step, forward=create))
+        one, two = [(await call.read()).forward.results[0].output.handle for _ in range(2)]
+        decode = session_pb2.SessionForward(items=[item([3], one)])
+        await (await gate.hold(call.write(session_pb2.SessionRequest(step_id=4, forward=decode))))
+        decode = session_pb2.SessionForward(items=[item([3], two)])
+        await call.write(session_pb2.SessionRequest(step_id=5, forward=decode))
+        await until(lambda: served.server.books.thread.queued_items == 1)
+        await drain(served, grace=0)
+        await served.server.draining.done.wait()
+        gate.open()
+        answers = [await call.read() for _ in range(2)]
+        assert [each.forward.results[0].output.handle.seq_len for each in answers] == [3, 3]
+        await refused(call.read(), Reason.DRAINING, UNAVAILABLE)
+
+
 async def test_a_negative_grace_is_refused(served: Served) -> None:
     await refused(drain(served, -1), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
 
