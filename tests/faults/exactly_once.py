@@ -14,6 +14,7 @@ from tests.faults.lives import Tally, differences, lives
 from tests.faults.netns import NoNetwork, missing, network
 from tests.faults.process import ServerProcess, dial, serving
 from tests.faults.proxy import Weather, proxied
+from tests.faults.session_lives import session_lives
 from tests.faults.sizes import Size
 
 PACKET_LOSS: Final = 5
@@ -38,6 +39,32 @@ async def r2_exactly_once(size: Size) -> Figures:
         figures, facts = await _compare(server, proxy.target, size.calls_under_loss)
         facts["connections lost"] = proxy.lost_connections
     return Figures("R2", "A step is applied exactly once", (*figures, *_enough(facts, "connections lost")), facts)
+
+
+async def r2_in_sessions(size: Size) -> Figures:
+    """By the client over a session, through the same proxy: the client resends by itself."""
+    async with serving("--identity-positional", "--replay-bytes", "64MiB") as server, proxied(server.target) as proxy:
+        at_first, *_ = await fed(server)
+        quiet, _ = await session_lives(server.target, size.calls_in_sessions)
+        between, *_ = await fed(server)
+        proxy.weather = Weather(delay_s=0.002, resets=0.01)
+        noisy, again = await session_lives(proxy.target, size.calls_in_sessions)
+        at_last, sequences, blocks = await fed(server)
+        facts: dict[str, Any] = {
+            "steps": size.calls_in_sessions,
+            "connections lost": proxy.lost_connections,
+            "calls made again by their caller": again,
+        }
+    figures = [
+        exactly(
+            "answers unlike those of the fault-free run", sum(a != b for a, b in zip(quiet, noisy, strict=True)), 0
+        ),
+        exactly("tokens fed twice or lost", abs((at_last - between) - (between - at_first)), 0),
+        exactly("sequences left behind", sequences, 0),
+        exactly("blocks left behind", blocks, 0),
+        *_enough(facts, "connections lost"),
+    ]
+    return Figures("R2", "A step is applied exactly once, by the client in a session", tuple(figures), facts)
 
 
 async def r2_under_packet_loss(size: Size) -> Figures:

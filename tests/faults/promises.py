@@ -12,7 +12,7 @@ from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.error_contract import r17_the_error_contract_is_true
-from tests.faults.exactly_once import r2_exactly_once, r2_under_packet_loss
+from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import Figures
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
@@ -29,6 +29,7 @@ from tests.faults.weights import r13_weights_are_data
 PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r1_handles_cannot_be_forged,
     r2_exactly_once,
+    r2_in_sessions,
     r2_under_packet_loss,
     r3_orphans_are_freed,
     r4_a_restart_is_never_mistaken,

@@ -15,6 +15,8 @@ class Size:
     """R1: handles that must not be accepted."""
     calls_under_loss: int
     """R2: steps under duplication, reordering, time-outs and dead connections."""
+    calls_in_sessions: int
+    """R2, by the client over a session: steps."""
     calls_under_packet_loss: int
     """R2, in a network namespace that drops packets: steps."""
     lease_s: float
@@ -65,6 +67,7 @@ CI: Final = Size(
     name="ci",
     handles=20_000,
     calls_under_loss=2_000,
+    calls_in_sessions=1_000,
     calls_under_packet_loss=300,
     lease_s=1.5,
     stall_s=0.5,
@@ -94,6 +97,7 @@ FULL: Final = Size(
     name="full",
     handles=1_000_000,
     calls_under_loss=100_000,
+    calls_in_sessions=50_000,
     calls_under_packet_loss=10_000,
     lease_s=30.0,
     stall_s=10.0,

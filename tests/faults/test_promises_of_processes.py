@@ -7,7 +7,7 @@ import pytest
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
-from tests.faults.exactly_once import r2_exactly_once, r2_under_packet_loss
+from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
@@ -17,6 +17,10 @@ from tests.faults.sizes import CI
 
 async def test_r2_a_step_is_applied_exactly_once() -> None:
     (await r2_exactly_once(CI)).check()
+
+
+async def test_r2_a_step_is_applied_exactly_once_in_sessions() -> None:
+    (await r2_in_sessions(CI)).check()
 
 
 @pytest.mark.root
