@@ -103,27 +103,30 @@ class Session:
 
     async def run(self) -> None:
         """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
-        frame = await self._context.read()
-        if frame is grpc.aio.EOF:
-            return
-        welcome = self._hello(frame)
         self._task = asyncio.current_task()
-        self._sessions.add(self)
+        self._sessions.add(self)  # before `hello`: a stream that never says it must not hold up the server's end
+        try:
+            if (frame := await self._next()) is not None:
+                await self._serve(self._hello(frame))
+            if self._ending is not None:
+                raise self._ending
+        finally:
+            self._sessions.discard(self)
+
+    async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
                 if not await self._take(frame):
+                    self._ending = None  # it closed by itself
                     return
             # Not told to close. A client that only half-closed, or that the server leaves, still reads.
             await asyncio.gather(*self._steps.values())
-            if self._ending is not None:
-                raise self._ending
         finally:
             for task in self._steps.values():
                 task.cancel()
             self._books.sessions -= 1
-            self._sessions.discard(self)
 
     async def _next(self) -> session_pb2.SessionRequest | None:
         """The next frame; None at the end of the stream, whichever side ends it."""

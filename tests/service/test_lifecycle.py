@@ -152,6 +152,13 @@ async def test_steps_of_a_session_that_run_when_the_lame_duck_time_ends_are_answ
         await refused(call.read(), Reason.DRAINING, UNAVAILABLE)
 
 
+async def test_a_stream_that_never_says_hello_does_not_hold_up_the_end(served: Served) -> None:
+    call = served.executor.Session()
+    await until(lambda: len(served.server.sessions) == 1)
+    await drain(served)
+    await refused(call.read(), Reason.DRAINING, UNAVAILABLE)
+
+
 async def test_a_negative_grace_is_refused(served: Served) -> None:
     await refused(drain(served, -1), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
 
