@@ -17,7 +17,7 @@ from grpc_health.v1 import health
 
 from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import ExecutorError, PermissionDenied, Unauthenticated
-from ferrum_rpc.service.calls import CallLog, Context
+from ferrum_rpc.service.calls import UNKNOWN_METHOD, CallLog, Context
 from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.tokens import TokenFile
@@ -29,9 +29,6 @@ OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
 
 OPERATOR_SERVICES: Final = frozenset({"ferrum_rpc.executor.v1.ExecutorControl"})
 """Changes what every caller sees."""
-
-UNKNOWN_METHOD: Final = "unknown"
-"""One name for them all: a caller must not be able to make counters."""
 
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "bearer"
