@@ -1,28 +1,25 @@
 """Default deny: every method asks who calls, but the health check.
 
-The guard stands between the servicers and the grpc server while they register, as `decoding` does, so that a method
-that somebody adds later is guarded without knowing it. It is the outermost: whoever has no credentials does not even
-reach the parser. Where nothing is asked of callers it is not there at all.
+The guard is the outermost: whoever has no credentials does not even reach the parser. Where nothing is asked of callers
+it is not there at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health
 
 from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import ExecutorError, PermissionDenied, Unauthenticated
-from ferrum_rpc.service.calls import UNKNOWN_METHOD, CallLog, Context
+from ferrum_rpc.service.calls import CallLog, Context
 from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.tokens import TokenFile
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
 """Whoever restarts or routes must see how the server does, without a secret."""
@@ -71,29 +68,18 @@ class Authenticator:
 
 
 class Guard:
-    """A grpc server, as far as registering is concerned, whose handlers know their caller or refuse."""
+    """Makes handlers that know their caller or refuse."""
 
-    def __init__(self, server: Any, authenticator: Authenticator, calls: CallLog) -> None:
-        self._server = server
+    def __init__(self, authenticator: Authenticator, calls: CallLog) -> None:
         self._authenticator = authenticator
         self._calls = calls
 
-    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """As `grpc.aio.Server.add_registered_method_handlers`."""
-        if service_name not in OPEN_SERVICES:
-            method_handlers = {
-                name: self.wrap(handler, f"{service_name}/{name}", operators_only=service_name in OPERATOR_SERVICES)
-                for name, handler in method_handlers.items()
-            }
-        self._server.add_registered_method_handlers(service_name, method_handlers)
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """As `grpc.aio.Server.add_generic_rpc_handlers`. The methods of a service are registered besides, and found
-        there first; what is left for these are methods that do not exist."""
-        self._server.add_generic_rpc_handlers(tuple(_Guarded(each, self) for each in handlers))
-
-    def wrap(self, handler: Any, method: str, *, operators_only: bool) -> Any:
-        """The handler behind the guard. ``method``: what a refusal is counted under."""
+    def wrap(self, handler: Any, service: str, method: str) -> Any:
+        """The handler behind the guard, but for a service that is open to all. ``method``: what a refusal is counted
+        under. Raises TypeError for a handler that is not async: its thread's context would not know the caller."""
+        if service in OPEN_SERVICES:
+            return handler
+        operators_only = service in OPERATOR_SERVICES
         kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
         serve = _serving(getattr(handler, kind))
         # A lone request comes as bytes and is parsed behind the guard; a stream is parsed as the handler reads it.
@@ -115,23 +101,6 @@ class Guard:
         return make(guarded, deserializer, handler.response_serializer)
 
 
-class _Guarded(grpc.GenericRpcHandler):
-    """A generic handler whose method handlers are guarded when they are looked up."""
-
-    def __init__(self, inner: grpc.GenericRpcHandler, guard: Guard) -> None:
-        self._inner = inner
-        self._guard = guard
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """The guarded handler of a method, or None where the inner one has none."""
-        handler: Handler | None = self._inner.service(handler_call_details)
-        service = handler_call_details.method.strip("/").partition("/")[0]
-        if handler is None or service in OPEN_SERVICES:
-            return handler
-        wrapped: Handler = self._guard.wrap(handler, UNKNOWN_METHOD, operators_only=service in OPERATOR_SERVICES)
-        return wrapped
-
-
 def _kind(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
@@ -151,10 +120,9 @@ def _serving(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context
     return serve
 
 
-def guarded(server: Any, security: Security, calls: CallLog) -> Any:
-    """The server to register with: behind a guard if callers need credentials, else the server itself. Raises
-    `SecurityError`."""
+def guard_of(security: Security, calls: CallLog) -> Guard | None:
+    """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
     if not security.asks:
-        return server
+        return None
     tokens = None if security.tokens is None else TokenFile(security.tokens)
-    return Guard(server, Authenticator(tokens, security.operators), calls)
+    return Guard(Authenticator(tokens, security.operators), calls)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 import structlog
@@ -30,13 +30,13 @@ from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
 from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
-from ferrum_rpc.service.decoding import Decoding, UnknownMethods
-from ferrum_rpc.service.guard import guarded
+from ferrum_rpc.service.guard import guard_of
 from ferrum_rpc.service.health import HealthBoard
 from ferrum_rpc.service.heartbeat import HeartbeatMonitor
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.listen import address, open_port
 from ferrum_rpc.service.meters import StepMeter
+from ferrum_rpc.service.methods import MethodTable
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.servicers import ModelExecutorServicer
 from ferrum_rpc.service.session import Sessions
@@ -121,7 +121,7 @@ class ExecutorServer:
                 ("grpc.max_concurrent_streams", 4_096),
             )
         )
-        self.register(server)
+        server.add_generic_rpc_handlers((self.methods(),))
         self.port = open_port(server, self._host, self.port, self._security)
         self._server = server
         thread = ModelThread(
@@ -142,20 +142,20 @@ class ExecutorServer:
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
-    def register(self, server: Any) -> None:
-        """Add the handlers of every service to a grpc server, or to what stands in for one in a test."""
-        registrar: Any = Decoding(guarded(server, self._security, self.calls), self.calls)
+    def methods(self) -> MethodTable:
+        """The handlers of every service."""
+        table: Any = MethodTable(self.calls, guard_of(self._security, self.calls))
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
-            ModelExecutorServicer(self.books, self.calls, self.sessions), registrar
+            ModelExecutorServicer(self.books, self.calls, self.sessions), table
         )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.calls), registrar)
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.calls), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
-            ExecutorControlServicer(self.books, self.calls, self.drain), registrar
+            ExecutorControlServicer(self.books, self.calls, self.drain), table
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, registrar)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, table)
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, registrar)
-        registrar.add_generic_rpc_handlers((UnknownMethods(self.calls),))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, table)
+        return cast(MethodTable, table)
 
     async def ready(self) -> Runner:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""

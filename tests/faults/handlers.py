@@ -112,21 +112,6 @@ class Registered:
             handler.response_serializer(response)
 
 
-class _Collector:
-    """Takes the place of the grpc server while the servicers register."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Registered] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """The same methods come registered; the rest is for methods that do not exist."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
-        self.handlers |= {f"/{service}/{name}": Registered(handler) for name, handler in handlers.items()}
-
-
 def registered_handlers(server: ExecutorServer) -> dict[str, Registered]:
     """Handlers over the books of a running server, by full method name."""
-    collector = _Collector()
-    server.register(collector)
-    return collector.handlers
+    return {path: Registered(handler) for path, handler in server.methods().handlers.items()}

@@ -18,9 +18,10 @@ from ferrum_rpc.client import read_token, tls
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, Unauthenticated
 from ferrum_rpc.service.calls import CallLog
-from ferrum_rpc.service.guard import Authenticator, Guard, guarded
+from ferrum_rpc.service.guard import Authenticator, Guard, guard_of
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
+from ferrum_rpc.service.methods import MethodTable
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.service.tokens import TokenFile, parse
@@ -49,9 +50,8 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
         Security(**settings)
 
 
-def test_where_nothing_is_asked_nothing_stands_between_the_handlers_and_the_server() -> None:
-    server = object()
-    assert guarded(server, Security(tls_cert=Path("c"), tls_key=Path("k")), CallLog()) is server
+def test_where_nothing_is_asked_there_is_no_guard() -> None:
+    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k")), CallLog()) is None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
     (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
     server = grpc.aio.server()
     calls = CallLog()
-    guard = Guard(server, Authenticator(TokenFile(tmp_path / "tokens")), calls)
-    guard.add_registered_method_handlers(
+    table = MethodTable(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens")), calls))
+    table.add_registered_method_handlers(
         "s",
         {
             "UU": grpc.unary_unary_rpc_method_handler(echo),
@@ -298,6 +298,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
             "SS": grpc.stream_stream_rpc_method_handler(mirror),
         },
     )
+    server.add_generic_rpc_handlers((table,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -357,9 +358,9 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
 
 
 def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
-    guard = Guard(None, Authenticator(None), CallLog())
+    table = MethodTable(CallLog(), Guard(Authenticator(None), CallLog()))
     with pytest.raises(TypeError, match="no async handler"):
-        guard.add_registered_method_handlers(
+        table.add_registered_method_handlers(
             "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
         )
 
