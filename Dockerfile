@@ -22,7 +22,7 @@ COPY pyproject.toml ./
 RUN python3 -c "import pathlib, tomllib; \
 project = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']; \
 [pathlib.Path(f'{extra}.txt').write_text('\n'.join(project['dependencies'] + project['optional-dependencies'][extra])) \
-for extra in ('server', 'scheduler')]"
+for extra in ('server', 'uvloop', 'scheduler')]"
 
 FROM base AS build
 WORKDIR /src
@@ -37,8 +37,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
     PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt
 
 FROM build AS executor-packages
-COPY --from=requirements /src/server.txt ./
-RUN pip install --no-cache-dir -c constraints.txt -r server.txt \
+COPY --from=requirements /src/server.txt /src/uvloop.txt ./
+RUN pip install --no-cache-dir -c constraints.txt -r server.txt -r uvloop.txt \
     && pip uninstall --yes pip && rm -f /opt/venv/pip.conf
 
 FROM build AS scheduler-packages

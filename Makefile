@@ -12,7 +12,7 @@ help:  ## Show the targets
 .venv/.server: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing the executor (torch and friends) into .venv ..."
-	@$(PIP) -e '.[server]'
+	@$(PIP) -e '.[server,uvloop]'
 	@touch $@
 
 .venv/.dev: .venv/.server

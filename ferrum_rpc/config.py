@@ -118,6 +118,7 @@ class ServeSettings(BaseSettings):
     otel_endpoint: str | None = Field(
         None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
     )
+    event_loop: Literal["auto", "asyncio", "uvloop"] = Field("auto", description="auto: uvloop where it is installed")
     warmup: bool = Field(True, description="run typical steps before the first caller does")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")

@@ -19,6 +19,7 @@ from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.thread import Runner
 from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
@@ -80,8 +81,11 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
 def serve(model: str, settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 after a graceful stop, 1 if it could not serve."""
     configure_logging(settings.log_format, settings.log_level)
+    loop = choose_loop(settings.event_loop)
+    log.info("chosen", choice=f"event loop {loop.name}", reason=loop.reason)
     try:
-        return asyncio.run(_serve(model, settings))
+        with asyncio.Runner(loop_factory=loop.make) as runner:
+            return runner.run(_serve(model, settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:
         log.error("cannot_serve", error=str(error), action="change the setting or free what it names, then start again")
         return 1

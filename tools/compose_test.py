@@ -138,7 +138,7 @@ def requirements() -> list[str]:
     """What both images install, and what their build needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["server"], *extras["scheduler"]]
+    wanted = [*project["project"]["dependencies"], *extras["server"], *extras["uvloop"], *extras["scheduler"]]
     return sorted({*wanted, *project["build-system"]["requires"]})
 
 

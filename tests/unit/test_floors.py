@@ -59,9 +59,10 @@ FLOORS: dict[str, Floor] = {
     # programs
     "ferrum_rpc.logs": Floor("", "structlog"),
     "ferrum_rpc.config": Floor("core errors failpoints", "pydantic pydantic_settings"),
+    "ferrum_rpc.event_loop": Floor("config", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config",
+        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop",
         "structlog torch",
     ),
     "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask serve"),
