@@ -104,6 +104,9 @@ class ServeSettings(BaseSettings):
     max_blocks_per_caller: int = Field(0, ge=0, description="cache blocks of one caller; 0: no limit of its own")
     keepalive_time_s: float = Field(30.0, gt=0, description="seconds of silence after which a client is pinged")
     keepalive_timeout_s: float = Field(10.0, gt=0, description="seconds that a client has to answer a ping")
+    max_streams: int = Field(
+        4096, ge=1, description="calls that a connection may have open; 16 blunts floods where clients use sessions"
+    )
     grace_s: float = Field(30.0, ge=0, description="seconds that owned sequences are served after SIGTERM")
     stall_timeout_s: float = Field(
         1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"

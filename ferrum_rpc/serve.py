@@ -125,6 +125,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
         port=settings.port,
         grace_s=settings.grace_s,
         keepalive=Keepalive(settings.keepalive_time_s, settings.keepalive_timeout_s),
+        max_streams=settings.max_streams,
         security=_security(settings),
         heartbeat=Heartbeat(settings.stall_timeout_s, settings.max_step_s),
         failpoints=failpoints,

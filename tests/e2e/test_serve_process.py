@@ -16,7 +16,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from hyperframe.frame import Frame, SettingsFrame
 
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import model_executor_pb2_grpc
 from tests.wiring import item, pb, prefill, refused
@@ -126,6 +128,27 @@ async def test_the_second_server_on_a_port_fails_and_names_the_port() -> None:
         assert second.returncode == 1
         event = json.loads(second.stderr.splitlines()[-1])
         assert event["event"] == "cannot_serve" and port in event["error"] and event["action"]
+
+
+async def streams_offered(target: str) -> int | None:
+    """SETTINGS_MAX_CONCURRENT_STREAMS of the server's first frame."""
+    host, _, port = target.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize())
+    frame, length = Frame.parse_frame_header(memoryview(await reader.readexactly(9)))
+    frame.parse_body(memoryview(await reader.readexactly(length)))
+    writer.close()
+    assert isinstance(frame, SettingsFrame)
+    return frame.settings.get(SettingsFrame.MAX_CONCURRENT_STREAMS)
+
+
+async def test_few_streams_are_enough_for_a_client_with_a_session() -> None:
+    with serving("--max-streams", "5") as process:
+        assert await streams_offered(process.target) == 5
+        async with ExecutorClient(process.target, session=True) as client:
+            sequences = [client.sequence() for _ in range(64)]
+            await asyncio.gather(*[each.prefill([1, 2, 3]) for each in sequences])
+            assert {each.length for each in sequences} == {3}
 
 
 async def test_after_kill_9_and_a_restart_old_handles_are_of_another_instance() -> None:
