@@ -2,11 +2,14 @@
 # alone, no torch). `docker compose build` makes both; docker-compose.yml runs them.
 #
 #   BASE_IMAGE            any image with Python 3.11 and its venv module
+#   BUILD_IMAGE           one with the same Python and a C compiler, for the attention kernel; without a compiler the
+#                         images work all the same, and slower
 #   PIP_EXTRA_INDEX_URL   a further package index, e.g. one with CPU-only torch wheels (the default ones carry CUDA)
 #   build/wheels/         where this folder exists, packages come from it and no index is asked
 #
 # No `# syntax=` line and nothing that only BuildKit knows: it builds on an engine without either.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG BUILD_IMAGE=python:3.11-bookworm
 
 FROM ${BASE_IMAGE} AS base
 RUN groupadd --gid 10001 ferrum \
@@ -24,7 +27,7 @@ project = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']; 
 [pathlib.Path(f'{extra}.txt').write_text('\n'.join(project['dependencies'] + project['optional-dependencies'][extra])) \
 for extra in ('server', 'uvloop', 'scheduler')]"
 
-FROM base AS build
+FROM ${BUILD_IMAGE} AS build
 WORKDIR /src
 COPY constraints.txt build/wheel[s] /wheels/
 RUN python3 -m venv /opt/venv \

@@ -34,6 +34,7 @@ WHEELS = ROOT / "build" / "wheels"
 PROJECT = "ferrum-compose-test"
 IMAGES = {"EXECUTOR_IMAGE": "ferrum-rpc/executor:compose-test", "SCHEDULER_IMAGE": "ferrum-rpc/scheduler:compose-test"}
 IMAGE_PYTHON = "3.11"
+DEFAULT_BUILD = "python:3.11-bookworm"
 DEFAULT_BASE = "python:3.11-slim-bookworm"
 LOCAL_BASE = "localhost/base:bookworm"
 """What a machine without a registry makes by `debootstrap | docker import`; used where the engine has only this one."""
@@ -184,6 +185,12 @@ def base_image() -> str:
     return local[0] if local else DEFAULT_BASE
 
 
+def build_image(base: str) -> str:
+    """BUILD_IMAGE, else the default beside the default base, else the base: it has the same Python, and perhaps a
+    compiler."""
+    return os.environ.get("BUILD_IMAGE") or (DEFAULT_BUILD if base == DEFAULT_BASE else base)
+
+
 def _has_image(name: str) -> bool:
     return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
 
@@ -192,7 +199,7 @@ class Stack:
     """The compose project of this run, and the checks on it."""
 
     def __init__(self, base: str) -> None:
-        self.env = {**os.environ, **IMAGES, "BASE_IMAGE": base}
+        self.env = {**os.environ, **IMAGES, "BASE_IMAGE": base, "BUILD_IMAGE": build_image(base)}
         self.env.pop("COMPOSE_FILE", None)
         self.env.pop("COMPOSE_PROFILES", None)
         self.base = base

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
@@ -41,21 +42,24 @@ AUTO = "auto"
 
 
 def select_backend(
-    device: torch.device, specs: Sequence[AttentionSpec], requested: str = AUTO
+    device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype, requested: str = AUTO
 ) -> tuple[str, str, Factory]:
-    """``(name, reason, factory)`` of the backend for ``device`` and these layers.
+    """``(name, reason, factory)`` of the backend for ``device``, these layers and a cache of ``dtype``.
 
-    ``requested`` is ``auto`` or a backend's name. Raises InvalidRequest where that name does not exist.
+    ``requested`` is ``auto`` or a backend's name. Raises InvalidRequest where that name does not exist, or its backend
+    cannot be used here.
     """
-    if requested not in (AUTO, TorchPagedAttention.name):
+    names = (AUTO, NativePagedAttention.name, TorchPagedAttention.name)
+    if requested not in names:
         raise InvalidRequest(
-            f"unknown attention backend {requested!r}; there are: {AUTO}, {TorchPagedAttention.name}",
-            field="attention_backend",
+            f"unknown attention backend {requested!r}; there are: {', '.join(names)}", field="attention_backend"
         )
     if requested == TorchPagedAttention.name:
-        reason = "requested"
-    elif any(spec.softcap is not None for spec in specs):
-        reason = f"the only backend on {device.type} with a logit soft cap"
-    else:
-        reason = f"exact block gather and SDPA: the portable path on {device.type}"
+        return TorchPagedAttention.name, "requested", TorchPagedAttention
+    obstacle, isa = probe(specs, device, dtype)
+    if obstacle is None:
+        return NativePagedAttention.name, f"K and V are read in place with {isa}", NativePagedAttention
+    if requested == NativePagedAttention.name:
+        raise InvalidRequest(f"attention backend {requested!r} is not available: {obstacle}", field="attention_backend")
+    reason = f"exact block gather and SDPA on {device.type}; the native kernel: {obstacle}"
     return TorchPagedAttention.name, reason, TorchPagedAttention

@@ -26,6 +26,8 @@ class BatchGeometry:
     starts       int32 [S]: tokens of the sequence that are cached before the span
     lengths      int32 [S]: tokens of the sequence once the span is written (``starts`` + the span's tokens)
     tables       S arrays, int32: block ids of the sequence, at least ``ceil(lengths / block_size)`` of them
+    entries      int32: all tables, one after the other
+    table_start  int32 [S+1]: span s's table is ``entries[table_start[s] : table_start[s+1]]``
     slots        int64 [T]: where each token's K and V are written
     positions    int64 [T]: each token's position in its sequence
     """
@@ -35,6 +37,8 @@ class BatchGeometry:
     starts: Int32Array
     lengths: Int32Array
     tables: Sequence[Int32Array]
+    entries: Int32Array
+    table_start: Int32Array
     slots: Int64Array
     positions: Int64Array
 
@@ -49,22 +53,23 @@ class BatchGeometry:
         cached = np.asarray(starts, dtype=np.int32)
         tokens = np.asarray(counts, dtype=np.int32)
         lengths = cached + tokens
-        sizes = np.fromiter((len(table) for table in tables), dtype=np.int64, count=len(tables))
+        table_start = np.zeros(len(tables) + 1, dtype=np.int32)
+        np.cumsum([len(table) for table in tables], out=table_start[1:])
+        sizes = np.diff(table_start)
         if not len(cached) == len(tokens) == len(sizes):
             raise ValueError("starts, counts and tables differ in length")
         if (tokens < 1).any() or (cached < 0).any():
             raise ValueError("a span needs at least one token and a start that is not negative")
-        if (sizes * block_size < lengths).any():
+        if (sizes.astype(np.int64) * block_size < lengths).any():
             raise ValueError("a block table is shorter than its sequence")
         query_start = np.zeros(len(tokens) + 1, dtype=np.int32)
         np.cumsum(tokens, out=query_start[1:])
         # position of row r = r - (first row of its span - tokens cached before it)
         positions = np.arange(query_start[-1], dtype=np.int64) - np.repeat(query_start[:-1] - cached, tokens)
-        first_entry = np.repeat(np.cumsum(sizes) - sizes, tokens)
         entries = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int32)
-        blocks = entries[first_entry + positions // block_size].astype(np.int64)
+        blocks = entries[np.repeat(table_start[:-1], tokens) + positions // block_size].astype(np.int64)
         slots = blocks * block_size + positions % block_size
-        return cls(block_size, query_start, cached, lengths, tables, slots, positions)
+        return cls(block_size, query_start, cached, lengths, tables, entries, table_start, slots, positions)
 
     @property
     def spans(self) -> int:

@@ -6,6 +6,7 @@ Nothing here touches K, V or queries. Layers differ in planning only by their `S
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,11 +82,13 @@ class Planner:
         self._dtype = dtype
         self._device = device
 
-    def work(self, geometry: BatchGeometry, sight: Sight) -> Work:
-        """Groups, tiles and block ids of all spans."""
+    def work(self, geometry: BatchGeometry, sight: Sight, spans: Iterable[int]) -> Work:
+        """Groups, tiles and block ids of the spans with these indices."""
         size, window, work = self._block_size, sight.window, Work()
         by_blocks: dict[int, list[int]] = {}
-        for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
+        starts, lengths = geometry.starts.tolist(), geometry.lengths.tolist()
+        for span in spans:
+            start, length = starts[span], lengths[span]
             lowest = 0 if window is None else max(0, start - window + 1)
             first, end = lowest // size, -(-length // size)
             if length - start == 1:
@@ -96,10 +99,10 @@ class Planner:
             whole = sight.square and start == 0 and (window is None or length <= window)
             tiles = (Tile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
             work.runs.append(Run(row, row + length - start, blocks, tiles))
-        for count, spans in by_blocks.items():
+        for count, alike in by_blocks.items():
             together = max(1, GROUP_BYTES // (count * self._block_bytes))
-            for group in range(0, len(spans), together):
-                work.singles.append(self._singles(geometry, spans[group : group + together], count, window))
+            for group in range(0, len(alike), together):
+                work.singles.append(self._singles(geometry, alike[group : group + together], count, window))
         return work
 
     def _singles(self, geometry: BatchGeometry, spans: list[int], count: int, window: int | None) -> Singles:

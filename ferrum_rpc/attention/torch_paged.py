@@ -47,19 +47,24 @@ class TorchPagedAttention:
         self._masks = {spec.window: BandMask(spec.window, dtype, device) for spec in specs}
         self._scratch = (block.new_empty((0, *block.shape)), block.new_empty((0, *block.shape)))
 
-    def plan(self, geometry: BatchGeometry) -> Plan:
-        """The work of every distinct sight of the layers."""
-        return {sight: self._planner.work(geometry, sight) for sight in dict.fromkeys(self._sights)}
+    def plan(self, geometry: BatchGeometry, spans: Sequence[int] | None = None) -> Plan:
+        """The work of every distinct sight of the layers, for all spans or those with these indices."""
+        chosen = range(geometry.spans) if spans is None else spans
+        return {sight: self._planner.work(geometry, sight, chosen) for sight in dict.fromkeys(self._sights)}
 
     def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
-        spec, work = self._specs[layer], plan[self._sights[layer]]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self.attend_into(layer, query, plan, output)
+        return output
+
+    def attend_into(self, layer: int, query: Tensor, plan: Plan, output: Tensor) -> None:
+        """As `attend`, into the rows of ``output`` [T, heads, head_dim] that the plan's spans own."""
+        spec, work = self._specs[layer], plan[self._sights[layer]]
         for singles in work.singles:
             self._attend_singles(spec, layer, query, singles, output)
         for run in work.runs:
             self._attend_run(spec, layer, query[run.first : run.last], run, output[run.first : run.last])
-        return output
 
     def _attend_singles(self, spec: AttentionSpec, layer: int, query: Tensor, work: Singles, output: Tensor) -> None:
         group = len(work.rows)

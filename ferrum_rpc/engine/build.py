@@ -86,7 +86,7 @@ def _assemble(
             f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
             field="kv_memory",
         ) from error
-    name, reason, factory = select_backend(device, model.attention_specs, config.attention)
+    name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
     cuda = device.type == "cuda"
     return TorchRunner(

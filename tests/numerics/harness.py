@@ -83,7 +83,7 @@ class Executor:
         )
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
-        factory = select_backend(model.device, model.attention_specs)[2]
+        factory = select_backend(model.device, model.attention_specs, model.dtype)[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
 
+from ferrum_rpc.attention import native_library
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention, tensor_obstacle
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
@@ -29,6 +33,15 @@ def dense(spec, query, key, value, start):
     if spec.window is not None:
         visible &= torch.arange(len(key))[None] > position - spec.window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+
+
+def backends(specs, store):
+    """The torch path, and where it takes such a cache our kernel in every instruction set of this machine."""
+    yield TorchPagedAttention(specs, store.keys, store.values)
+    if tensor_obstacle(specs, store.device, store.dtype) is None:
+        for isa in ("avx512", "avx2", "portable"):
+            with suppress(OSError):
+                yield NativePagedAttention(specs, store.keys, store.values, isa)
 
 
 def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):
@@ -54,13 +67,13 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
         store.write(0, slots.to(device), key.to(device), value.to(device))
         content.append((key, value))
     query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
-    backend = TorchPagedAttention([spec], store.keys, store.values)
-    for _ in range(2):  # the second time with warm scratch and masks
-        output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
-    for span, (start, _) in enumerate(spans):
-        rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
-        expected = dense(spec, query[rows], *content[span], start)
-        torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=atol)
+    for backend in backends([spec], store):
+        for _ in range(2):  # the second time with warm scratch and masks
+            output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
+        for span, (start, _) in enumerate(spans):
+            rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
+            expected = dense(spec, query[rows], *content[span], start)
+            torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=atol)
 
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -150,9 +163,98 @@ def test_an_empty_step_has_a_geometry():
 
 def test_the_choice_of_a_backend_has_a_reason():
     spec = AttentionSpec(2, 1, 8, 0.3)
-    name, reason, factory = select_backend(CPU, [spec])
-    assert name == "torch" and "cpu" in reason and factory is TorchPagedAttention
-    assert select_backend(CPU, [spec], "torch")[1] == "requested"
+    name, reason, factory = select_backend(CPU, [spec], torch.float32)
+    assert name == "native" and "in place" in reason and factory is NativePagedAttention
+    assert select_backend(CPU, [spec], torch.float32, "torch")[1] == "requested"
     with pytest.raises(InvalidRequest, match="nonesuch") as refused:
-        select_backend(CPU, [spec], "nonesuch")
+        select_backend(CPU, [spec], torch.float32, "nonesuch")
     assert refused.value.field == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "why"),
+    [
+        (AttentionSpec(2, 1, 8, 0.3), torch.float16, "not float16"),
+        (AttentionSpec(2, 1, 6, 0.3), torch.float32, "no multiple"),
+        (AttentionSpec(2, 1, 512, 0.3), torch.float32, "no multiple"),
+    ],
+    ids=["dtype", "narrow heads", "wide heads"],
+)
+def test_a_cache_that_the_kernel_cannot_read_gets_the_torch_path_and_a_reason(spec, dtype, why):
+    name, reason, factory = select_backend(CPU, [spec], dtype)
+    assert (name, factory) == ("torch", TorchPagedAttention) and why in reason
+    with pytest.raises(InvalidRequest, match=why):
+        select_backend(CPU, [spec], dtype, "native")
+
+
+def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
+    name, reason, _ = select_backend(CPU, [AttentionSpec(2, 1, 8, 0.3)], torch.float32)
+    assert name == "torch" and "not built" in reason and "compiler" in reason
+
+
+# --- the native kernel ------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """A store of one layer with random content, and sequences of these lengths in it."""
+
+    def __init__(self, lengths, *, spec, block_size=16, dtype=torch.bfloat16):
+        generator = torch.Generator().manual_seed(3)
+        sizes = [-(-length // block_size) for length in lengths]
+        blocks = sum(sizes) + 1
+        self.spec, self.block_size, self.dtype = spec, block_size, dtype
+        self.store = KvStore(1, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=CPU)
+        shape = self.store.keys[0].shape
+        self.store.keys[0].copy_(torch.randn(shape, generator=generator))
+        self.store.values[0].copy_(torch.randn(shape, generator=generator))
+        order = 1 + np.random.default_rng(3).permutation(blocks - 1).astype(np.int32)
+        self.tables = np.split(order, np.cumsum(sizes)[:-1])
+        self.lengths = lengths
+        self.queries = torch.randn((len(lengths), 64, spec.heads, spec.head_dim), generator=generator).to(dtype)
+        self.backend = NativePagedAttention([spec], self.store.keys, self.store.values)
+
+    def attend(self, sequences, counts):
+        """The last ``counts`` tokens of these sequences in one step."""
+        starts = [self.lengths[each] - count for each, count in zip(sequences, counts, strict=True)]
+        geometry = BatchGeometry.build(self.block_size, starts, counts, [self.tables[each] for each in sequences])
+        query = torch.cat([self.queries[each, :count] for each, count in zip(sequences, counts, strict=True)])
+        answer = self.backend.attend(0, query, self.backend.plan(geometry))
+        return dict(zip(sequences, answer.split(list(counts)), strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_an_answer_depends_on_neither_the_threads_nor_the_rest_of_the_batch(window):
+    cache = Cache([1, 40, 513, 1100, 2000, 700], spec=AttentionSpec(8, 2, 32, 0.2, window))
+    everybody, counts = range(6), [1, 3, 1, 1, 1, 40]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = cache.attend(everybody, counts)
+        torch.set_num_threads(1)
+        again = cache.attend(everybody, counts)
+    finally:
+        torch.set_num_threads(before)
+    for sequence, count in zip(everybody, counts, strict=True):
+        assert torch.equal(together[sequence], again[sequence])
+        assert torch.equal(together[sequence], cache.attend([sequence], [count])[sequence])
+
+
+def test_short_and_long_spans_of_a_step_go_to_their_kernels_and_come_back_in_order():
+    cache = Cache([300, 90, 64, 200, 33], spec=AttentionSpec(4, 2, 16, 0.25), dtype=torch.float32)
+    counts = [1, SHORT + 1, 64, SHORT, 1]
+    together = cache.attend(range(5), counts)
+    oracle = TorchPagedAttention([cache.spec], cache.store.keys, cache.store.values)
+    for sequence, count in enumerate(counts):
+        geometry = BatchGeometry.build(16, [cache.lengths[sequence] - count], [count], [cache.tables[sequence]])
+        expected = oracle.attend(0, cache.queries[sequence, :count], oracle.plan(geometry))
+        torch.testing.assert_close(together[sequence], expected, rtol=0, atol=2e-6)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_small_ones():
+    cache = Cache([100, 900], spec=AttentionSpec(2, 1, 16, 30.0), dtype=torch.float32)
+    oracle = TorchPagedAttention([cache.spec], cache.store.keys, cache.store.values)
+    geometry = BatchGeometry.build(16, [99, 899], [1, 1], cache.tables)
+    query = cache.queries[:, 0]
+    answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
+    torch.testing.assert_close(answer, oracle.attend(0, query, oracle.plan(geometry)), rtol=0, atol=1e-4)

@@ -157,14 +157,15 @@ def test_gpu_file_takes_no_protection_away() -> None:
     assert set(gpu["executor"]) == {"image", "environment", "deploy"}
 
 
-def test_base_image_is_an_argument_with_the_same_pinned_default_everywhere() -> None:
-    (argument,) = [rest for what, rest in instructions() if what == "ARG" and rest.startswith("BASE_IMAGE=")]
-    base = argument.partition("=")[2]
-    assert base == "python:3.11-slim-bookworm"
-    assert {service(name)["build"]["args"]["BASE_IMAGE"] for name in ("executor", "scheduler")} == {base}
+def test_images_to_build_from_are_arguments_with_the_same_pinned_defaults_everywhere() -> None:
+    defaults = {"BASE_IMAGE": "python:3.11-slim-bookworm", "BUILD_IMAGE": "python:3.11-bookworm"}
+    for name, image in defaults.items():
+        (argument,) = [rest for what, rest in instructions() if what == "ARG" and rest.startswith(f"{name}=")]
+        assert argument == f"{name}={image}"
+        assert {service(each)["build"]["args"][name] for each in ("executor", "scheduler")} == {image}
     roots = {rest.split()[0] for what, rest in instructions() if what == "FROM"}
     stages = {rest.split()[-1] for what, rest in instructions() if what == "FROM"}
-    assert roots - stages == {"${BASE_IMAGE}"}
+    assert roots - stages == {"${BASE_IMAGE}", "${BUILD_IMAGE}"}
 
 
 def test_every_package_is_installed_by_the_constraints() -> None:

@@ -1,0 +1,286 @@
+/* Attention over a paged KV cache on a CPU: K and V are read once, where they lie.
+ *
+ * torch has no CPU kernel that follows a block table, so its paths gather blocks into a buffer and read them again. Here
+ * a step's work is cut into units: a tile of a sequence's new tokens against one chunk of its cache. Chunks lie on a
+ * fixed grid of positions and are joined in their order, so an answer depends neither on the number of threads nor on
+ * what else is in the batch. Inside a unit the softmax is online and everything is float32 (Milakov and Gimelshein,
+ * "Online normalizer calculation for softmax", 2018); splitting a long sequence over units is flash-decoding's idea
+ * (Dao et al., 2023).
+ *
+ * No Python and no torch headers: ferrum_rpc/attention/native.py calls it on data pointers. It is compiled with
+ * -fopenmp and linked against no OpenMP: the caller makes torch's own runtime visible first, so that both share one set
+ * of threads.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_DIM 256
+#define CHUNK 512    /* positions of a unit */
+#define TILE_ROWS 16 /* query rows (tokens x group) of a unit and KV head */
+#define SMALL 65536  /* bytes of K and V below which waking threads costs more than they save */
+
+/* What all layers of a step share. Arrays have an entry per span, table_start one more. */
+struct step {
+    int32_t spans, heads, kv_heads, head_dim, block_size, threads;
+    const int32_t *rows;        /* first row in the packed queries */
+    const int32_t *starts;      /* tokens cached before the span */
+    const int32_t *lengths;     /* tokens once it is written */
+    const int32_t *table_start; /* first entry in tables */
+    const int32_t *tables;      /* block ids */
+};
+
+struct row {
+    float most, sum; /* largest score so far, and the sum of the weights relative to it */
+};
+
+struct unit {
+    int32_t span, row, position, tokens; /* first row, its position, and how many */
+    int32_t low, high;                   /* positions of the chunk that any of them sees */
+    int32_t partial;                     /* first token in the partial results, or -1: the only chunk of its tile */
+    int32_t chunks;                      /* of the tile, at its first unit; 0 at the others */
+};
+
+/* One layer's tensors. Keys and values: [blocks, block_size, kv_heads, head_dim]; queries a row every query_bytes. */
+struct layer {
+    const struct step *step;
+    const char *query, *keys, *values;
+    char *output;
+    size_t query_bytes, block_bytes, slot_bytes;
+    float scale, softcap;
+    int32_t window, wide;
+    struct row *partial_rows;
+    float *partials;
+};
+
+#define JOINED(name, suffix) name##suffix
+#define ISA(name) JOINED(name, _portable)
+#define TARGET
+#define LANES 4
+#include "paged_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+
+#if defined(__x86_64__)
+#define ISA(name) JOINED(name, _avx2)
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#include "paged_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+
+#define ISA(name) JOINED(name, _avx512)
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
+#define LANES 16
+#include "paged_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+#endif
+
+typedef void (*run_unit)(const struct layer *, const struct unit *, int, int, float *);
+typedef void (*run_join)(const struct layer *, const struct unit *, int);
+
+/* Buffers that grow and are kept, so that a steady step allocates nothing. */
+struct ferrum_attention {
+    run_unit unit;
+    run_join join;
+    const char *name;
+    struct unit *units;
+    float *scratch, *partials;
+    struct row *partial_rows;
+    size_t unit_capacity, scratch_capacity, partial_capacity;
+};
+
+static int supported(int lanes)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (lanes == 16)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (lanes == 8)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return lanes == 4;
+}
+
+/* For an instruction set by name, or the best of this machine where name is NULL; NULL where the machine does not have
+ * it or its vectors do not divide a head. */
+struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim)
+{
+    static const struct {
+        const char *name;
+        int lanes;
+        run_unit unit;
+        run_join join;
+    } sets[] = {
+#if defined(__x86_64__)
+        {"avx512", 16, run_unit_avx512, run_join_avx512},
+        {"avx2", 8, run_unit_avx2, run_join_avx2},
+#endif
+        {"portable", 4, run_unit_portable, run_join_portable},
+    };
+    if (head_dim < 1 || head_dim > MAX_DIM)
+        return NULL;
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
+        if (head_dim % sets[i].lanes || (name && strcmp(name, sets[i].name)) || !supported(sets[i].lanes))
+            continue;
+        struct ferrum_attention *made = calloc(1, sizeof *made);
+        if (made) {
+            made->name = sets[i].name;
+            made->unit = sets[i].unit;
+            made->join = sets[i].join;
+        }
+        return made;
+    }
+    return NULL;
+}
+
+void ferrum_attention_free(struct ferrum_attention *self)
+{
+    free(self->units);
+    free(self->scratch);
+    free(self->partials);
+    free(self->partial_rows);
+    free(self);
+}
+
+const char *ferrum_attention_name(const struct ferrum_attention *self)
+{
+    return self->name;
+}
+
+static int grow(void **buffer, size_t *capacity, size_t wanted, size_t size)
+{
+    if (wanted <= *capacity)
+        return 1;
+    void *larger = NULL;
+    const size_t count = wanted > 2 * *capacity ? wanted : 2 * *capacity;
+    if (posix_memalign(&larger, 64, count * size))
+        return 0;
+    free(*buffer);
+    *buffer = larger;
+    *capacity = count;
+    return 1;
+}
+
+static int ceil_div(int a, int b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Cut a step into units, in the order of spans, tiles and chunks. With units == NULL only count. */
+static size_t cut(const struct step *step, int window, struct unit *units, size_t *partial_tokens, size_t *slots)
+{
+    const int group = step->heads / step->kv_heads, tile = group < TILE_ROWS ? TILE_ROWS / group : 1;
+    size_t count = 0;
+    *partial_tokens = *slots = 0;
+    for (int span = 0; span < step->spans; span++) {
+        const int start = step->starts[span], end = step->lengths[span];
+        for (int first = start; first < end; first += tile) {
+            const int last = first + tile < end ? first + tile : end;
+            const int low = window > 0 && first + 1 > window ? first + 1 - window : 0;
+            const int chunks = ceil_div(last, CHUNK) - low / CHUNK;
+            for (int c = 0; c < chunks; c++) {
+                const int from = (low / CHUNK + c) * CHUNK, to = from + CHUNK;
+                if (units)
+                    units[count] = (struct unit){
+                        .span = span,
+                        .row = step->rows[span] + first - start,
+                        .position = first,
+                        .tokens = last - first,
+                        .low = from > low ? from : low,
+                        .high = to < last ? to : last,
+                        .partial = chunks > 1 ? (int32_t)*partial_tokens : -1,
+                        .chunks = c ? 0 : chunks,
+                    };
+                if (chunks > 1)
+                    *partial_tokens += (size_t)(last - first);
+                *slots += (size_t)((to < last ? to : last) - (from > low ? from : low));
+                count++;
+            }
+        }
+    }
+    return count;
+}
+
+/* One layer of a step: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two rows of
+ * the queries; the output is contiguous. */
+int ferrum_attend(struct ferrum_attention *self, const struct step *step, const void *query, int64_t query_stride,
+                  const void *keys, const void *values, void *output, int32_t wide, int32_t window, float scale,
+                  float softcap)
+{
+    const size_t element = wide ? 4 : 2;
+    const int group = step->heads / step->kv_heads, dim = step->head_dim;
+    size_t partial_tokens, slots;
+    const size_t count = cut(step, window, NULL, &partial_tokens, &slots);
+    const size_t slot_bytes = (size_t)step->kv_heads * dim * element;
+    const int threads = slots * slot_bytes * 2 < SMALL ? 1 : step->threads;
+
+    /* Heads are shared out only as far as there are too few units: whole blocks are read from end to end. */
+    int parts = 1;
+    while (count * parts < 2 * (size_t)threads && threads > 1 && parts * 2 <= step->kv_heads)
+        parts *= 2;
+    const int heads = ceil_div(step->kv_heads, parts);
+    const int tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
+    const size_t rows = (size_t)tokens * group * heads;
+    const size_t scratch = (rows * (2 * dim + 2) + 2 * (size_t)tokens * group + 31) / 16 * 16;
+    const size_t partials = partial_tokens * step->heads;
+    size_t rows_capacity = self->partial_capacity;
+    if (!grow((void **)&self->units, &self->unit_capacity, count, sizeof *self->units) ||
+        !grow((void **)&self->scratch, &self->scratch_capacity, scratch * threads, sizeof(float)) ||
+        !grow((void **)&self->partial_rows, &rows_capacity, partials, sizeof(struct row)))
+        return -1;
+    if (rows_capacity != self->partial_capacity) {
+        size_t floats = self->partial_capacity * dim;
+        if (!grow((void **)&self->partials, &floats, rows_capacity * dim, sizeof(float)))
+            return -1;
+        self->partial_capacity = rows_capacity;
+    }
+    cut(step, window, self->units, &partial_tokens, &slots);
+
+    const struct layer layer = {
+        .step = step,
+        .query = query,
+        .keys = keys,
+        .values = values,
+        .output = output,
+        .query_bytes = (size_t)query_stride * element,
+        .block_bytes = slot_bytes * step->block_size,
+        .slot_bytes = slot_bytes,
+        .scale = scale,
+        .softcap = softcap,
+        .window = window,
+        .wide = wide,
+        .partial_rows = self->partial_rows,
+        .partials = self->partials,
+    };
+    const int64_t jobs = (int64_t)count * parts;
+    int next = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *mine = self->scratch;
+        int64_t job;
+#pragma omp critical(ferrum_attention_thread)
+        mine += scratch * next++;
+#pragma omp for schedule(dynamic, 1)
+        for (job = 0; job < jobs; job++) {
+            const int head = (int)(job % parts) * heads;
+            const int head_end = head + heads < step->kv_heads ? head + heads : step->kv_heads;
+            if (head < head_end)
+                self->unit(&layer, self->units + job / parts, head, head_end, mine);
+        }
+        if (partials) {
+#pragma omp for schedule(dynamic, 1)
+            for (job = 0; job < (int64_t)count; job++)
+                if (self->units[job].chunks > 1)
+                    self->join(&layer, self->units + job, self->units[job].chunks);
+        }
+    }
+    return 0;
+}

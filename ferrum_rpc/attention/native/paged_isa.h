@@ -1,0 +1,342 @@
+/* The work of one unit for one instruction set: included by paged.c once per set, with
+ *
+ *   ISA(name)   name with the set's suffix
+ *   TARGET      the function attribute that lets the compiler use it
+ *   LANES       floats in a vector: 16, 8 or 4
+ *
+ * Vectors are GCC's own, so that nothing here names an instruction. A vector is also how many slots of a block are
+ * looked at together: their scores fit one vector, and so does the exponential of the softmax.
+ */
+
+#define FV ISA(fv)
+#define IV ISA(iv)
+#define UV ISA(uv)
+#define HV ISA(hv)
+
+typedef float FV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t IV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t UV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t HV __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+INLINE FV ISA(splat)(float x) { return x - (FV){0}; }
+
+INLINE FV ISA(where)(IV mask, FV yes, FV no) { return (FV)((mask & (IV)yes) | (~mask & (IV)no)); }
+
+/* LANES elements of a cache or query row as floats; a bfloat16 is the upper half of one. */
+INLINE FV ISA(load)(const char *row, int element, int wide)
+{
+    if (wide)
+        return *(const FV *)(row + 4 * (size_t)element);
+    const HV half = *(const HV *)(row + 2 * (size_t)element);
+    return (FV)(__builtin_convertvector(half, UV) << 16);
+}
+
+/* Round to the nearest bfloat16, ties to even; a NaN stays one. */
+INLINE void ISA(store)(char *row, int element, int wide, FV x)
+{
+    if (wide) {
+        *(FV *)(row + 4 * (size_t)element) = x;
+        return;
+    }
+    const UV bits = (UV)x;
+    const UV rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const IV number = x == x;
+    const UV half = ((UV)number & rounded) | (~(UV)number & 0x7fc0);
+    *(HV *)(row + 2 * (size_t)element) = __builtin_convertvector(half, HV);
+}
+
+/* e^x for x <= 0, to 2 ulp: 2^n by the exponent's bits, the rest by a polynomial (Cephes' expf). */
+INLINE FV ISA(exp)(FV x)
+{
+    const FV least = ISA(splat)(-87.0f);
+    x = ISA(where)(x > least, x, least);
+    const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    const FV shifted = x * 1.44269504088896341f + magic;
+    const FV n = shifted - magic;
+    const FV r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    FV y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return (FV)((IV)y + (((IV)shifted - (IV)magic) << 23));
+}
+
+INLINE FV ISA(tanh)(FV x)
+{
+    const FV t = ISA(exp)(ISA(where)(x < 0.0f, x, -x) * 2.0f);
+    const FV y = (1.0f - t) / (1.0f + t);
+    return ISA(where)(x < 0.0f, -y, y);
+}
+
+/* Lane s of the result is the sum of sums[s]: neighbours are added in pairs, log2(LANES) times. */
+INLINE FV ISA(sum_each)(FV *sums)
+{
+#if LANES == 16
+    const IV even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+#elif LANES == 8
+    const IV even = {0, 2, 4, 6, 8, 10, 12, 14};
+#else
+    const IV even = {0, 2, 4, 6};
+#endif
+#pragma GCC unroll 8
+    for (int count = LANES / 2; count; count /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++) {
+            const FV a = sums[2 * i], b = sums[2 * i + 1];
+            sums[i] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+        }
+    return sums[0];
+}
+
+INLINE float ISA(largest)(FV x)
+{
+    float most = x[0];
+#pragma GCC unroll 16
+    for (int lane = 1; lane < LANES; lane++)
+        most = x[lane] > most ? x[lane] : most;
+    return most;
+}
+
+INLINE float ISA(total)(FV x)
+{
+    float sum = 0;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++)
+        sum += x[lane];
+    return sum;
+}
+
+/* Scores of `rows` (1 or 2) query rows against `count` slots, unscaled; lanes beyond are 0. Each element of K is read
+ * and widened once for all rows. */
+INLINE void ISA(scores)(const float *query, int rows, const char *key, size_t slot_bytes, int count, int dim, int wide,
+                        FV *scores)
+{
+    FV sums[2][LANES];
+    for (int slot = 0; slot < LANES; slot++)
+        sums[0][slot] = sums[1][slot] = (FV){0};
+    for (int slot = 0; slot < count; slot++) {
+        const char *k = key + slot * slot_bytes;
+        FV sum[2] = {{0}};
+#pragma GCC unroll 16
+        for (int d = 0; d < dim; d += LANES) {
+            const FV x = ISA(load)(k, d, wide);
+            for (int r = 0; r < rows; r++)
+                sum[r] += x * *(const FV *)(query + r * dim + d);
+        }
+        for (int r = 0; r < rows; r++)
+            sums[r][slot] = sum[r];
+    }
+    for (int r = 0; r < rows; r++)
+        scores[r] = ISA(sum_each)(sums[r]);
+}
+
+/* acc[r] = acc[r] * scale[r] + sum over slots of weight[r][slot] * V[slot]. Accumulators of up to 8 vectors a row stay
+ * in registers over all slots. */
+INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float *scale, const char *value,
+                            size_t slot_bytes, int count, int dim, int wide)
+{
+    const int step = dim < 8 * LANES ? dim : 8 * LANES;
+    for (int from = 0; from < dim; from += step) {
+        const int vectors = (dim - from < step ? dim - from : step) / LANES;
+        FV sum[2][8];
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < vectors; i++)
+                sum[r][i] = *(FV *)(acc + r * dim + from + i * LANES) * scale[r];
+        for (int slot = 0; slot < count; slot++) {
+            const char *v = value + slot * slot_bytes;
+            FV weight[2];
+            for (int r = 0; r < rows; r++)
+                weight[r] = ISA(splat)(((const float *)&weights[r])[slot]);
+#pragma GCC unroll 8
+            for (int i = 0; i < vectors; i++) {
+                const FV x = ISA(load)(v, from + i * LANES, wide);
+                for (int r = 0; r < rows; r++)
+                    sum[r][i] += weight[r] * x;
+            }
+        }
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int i = 0; i < vectors; i++)
+                *(FV *)(acc + r * dim + from + i * LANES) = sum[r][i];
+    }
+}
+
+/* `rows` (1 or 2) neighbouring query rows of one KV head against the slots `first .. first + count` of a sequence, of
+ * which row r sees `low[r] .. high[r]`: one step of the online softmax. */
+INLINE void ISA(advance)(const struct layer *layer, const float *query, int rows, const char *key, const char *value,
+                         int first, int count, const int *low, const int *high, struct row *state, float *acc, int dim,
+                         int wide)
+{
+    const float none = -__builtin_inff();
+    const size_t slot_bytes = layer->slot_bytes;
+    FV score[2], weight[2];
+    float scale[2];
+    IV lane;
+    int any = 0;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = first + i;
+    ISA(scores)(query, rows, key, slot_bytes, count, dim, wide, score);
+    for (int r = 0; r < rows; r++) {
+        const int end = high[r] < first + count ? high[r] : first + count;
+        FV s = score[r] * layer->scale;
+        if (layer->softcap > 0.0f)
+            s = ISA(tanh)(s / layer->softcap) * layer->softcap;
+        if (low[r] > first || end < first + LANES)
+            s = ISA(where)((lane >= low[r]) & (lane < end), s, ISA(splat)(none));
+        const float most = ISA(largest)(s), before = state[r].most;
+        scale[r] = 1.0f;
+        weight[r] = (FV){0};
+        if (most == none) /* the row sees none of these slots */
+            continue;
+        any = 1;
+        if (most > before) {
+            scale[r] = before == none ? 0.0f : ISA(exp)(ISA(splat)(before - most))[0];
+            state[r].most = most;
+        }
+        weight[r] = ISA(exp)(s - state[r].most);
+        if (low[r] > first || end < first + LANES)
+            weight[r] = ISA(where)((lane >= low[r]) & (lane < end), weight[r], (FV){0});
+        state[r].sum = state[r].sum * scale[r] + ISA(total)(weight[r]);
+    }
+    if (any)
+        ISA(accumulate)(acc, rows, weight, scale, value, slot_bytes, count, dim, wide);
+}
+
+/* One unit: a tile of query tokens against one chunk of their sequence, for the KV heads `head .. head_end`. A block is
+ * read from its first byte to its last before the next one is, and fetched while the one before it is worked on. */
+INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int head, int head_end, float *scratch,
+                      int dim, int wide)
+{
+    const struct step *step = layer->step;
+    const int group = step->heads / step->kv_heads, size = step->block_size;
+    const int tokens = unit->tokens, rows = tokens * group, count = (head_end - head) * rows;
+    const size_t element = wide ? 4 : 2, slot_bytes = layer->slot_bytes;
+    const int32_t *table = step->tables + step->table_start[unit->span];
+    float *query = scratch, *acc = scratch + (size_t)count * dim;
+    struct row *state = (struct row *)(acc + (size_t)count * dim);
+    int *low = (int *)(state + count), *high = low + rows;
+
+    for (int token = 0; token < tokens; token++) { /* rows of a KV head lie together: its group, token by token */
+        const char *q = layer->query + (size_t)(unit->row + token) * layer->query_bytes;
+        const int position = unit->position + token;
+        for (int h = head; h < head_end; h++)
+            for (int g = 0; g < group; g++) {
+                float *to = query + ((size_t)(h - head) * rows + token * group + g) * dim;
+                for (int d = 0; d < dim; d += LANES)
+                    *(FV *)(to + d) = ISA(load)(q + (size_t)(h * group + g) * dim * element, d, wide);
+            }
+        for (int g = 0; g < group; g++) {
+            const int seen = layer->window > 0 && position + 1 > layer->window ? position + 1 - layer->window : 0;
+            low[token * group + g] = seen;
+            high[token * group + g] = position + 1;
+        }
+    }
+    for (int r = 0; r < count; r++)
+        state[r] = (struct row){-__builtin_inff(), 0.0f};
+    memset(acc, 0, (size_t)count * dim * sizeof(float));
+
+    for (int first = unit->low; first < unit->high;) {
+        const int offset = first % size, left = size - offset;
+        int slots = left < LANES ? left : LANES;
+        if (slots > unit->high - first)
+            slots = unit->high - first;
+        const int next = first + slots;
+        const size_t base = (size_t)table[first / size] * layer->block_bytes + (size_t)offset * slot_bytes;
+        const size_t ahead =
+            next < unit->high ? (size_t)table[next / size] * layer->block_bytes + (size_t)(next % size) * slot_bytes : base;
+        for (int h = head; h < head_end; h++) {
+            const size_t at = (size_t)h * dim * element;
+            for (int slot = 0; slot < slots; slot++)
+                for (size_t line = 0; line < dim * element; line += 64) {
+                    __builtin_prefetch(layer->keys + ahead + slot * slot_bytes + at + line);
+                    __builtin_prefetch(layer->values + ahead + slot * slot_bytes + at + line);
+                }
+            const char *key = layer->keys + base + at, *value = layer->values + base + at;
+            const int row = (h - head) * rows;
+            int r = 0;
+            for (; r + 2 <= rows; r += 2)
+                ISA(advance)(layer, query + (size_t)(row + r) * dim, 2, key, value, first, slots, low + r, high + r,
+                             state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
+            if (r < rows)
+                ISA(advance)(layer, query + (size_t)(row + r) * dim, 1, key, value, first, slots, low + r, high + r,
+                             state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
+        }
+        first = next;
+    }
+
+    for (int h = head; h < head_end; h++)
+        for (int token = 0; token < tokens; token++)
+            for (int g = 0; g < group; g++) {
+                const int r = (h - head) * rows + token * group + g, out_head = h * group + g;
+                const float *from = acc + (size_t)r * dim;
+                if (unit->partial >= 0) {
+                    const size_t to = ((size_t)unit->partial + token) * step->heads + out_head;
+                    layer->partial_rows[to] = state[r];
+                    memcpy(layer->partials + to * dim, from, dim * sizeof(float));
+                    continue;
+                }
+                char *out = layer->output + ((size_t)(unit->row + token) * step->heads + out_head) * dim * element;
+                const float share = 1.0f / state[r].sum;
+                for (int d = 0; d < dim; d += LANES)
+                    ISA(store)(out, d, wide, *(const FV *)(from + d) * share);
+            }
+}
+
+/* The chunks of one tile, joined in their order: the answer does not depend on who computed which. */
+INLINE void ISA(join)(const struct layer *layer, const struct unit *unit, int chunks, int dim, int wide)
+{
+    const struct step *step = layer->step;
+    const size_t element = wide ? 4 : 2, stride = (size_t)unit->tokens * step->heads;
+    for (int row = 0; row < (int)stride; row++) {
+        const struct row *rows = layer->partial_rows + (size_t)unit->partial * step->heads + row;
+        const float *from = layer->partials + ((size_t)unit->partial * step->heads + row) * dim;
+        float most = -__builtin_inff(), sum = 0.0f;
+        for (int c = 0; c < chunks; c++)
+            most = rows[c * stride].most > most ? rows[c * stride].most : most;
+        FV acc[MAX_DIM / LANES];
+        for (int d = 0; d < dim; d += LANES)
+            acc[d / LANES] = (FV){0};
+        for (int c = 0; c < chunks; c++) {
+            if (rows[c * stride].sum == 0.0f) /* the row sees nothing of this chunk */
+                continue;
+            const float share = ISA(exp)(ISA(splat)(rows[c * stride].most - most))[0];
+            sum += rows[c * stride].sum * share;
+            for (int d = 0; d < dim; d += LANES)
+                acc[d / LANES] += *(const FV *)(from + c * stride * dim + d) * share;
+        }
+        char *out = layer->output + ((size_t)unit->row * step->heads + row) * dim * element;
+        for (int d = 0; d < dim; d += LANES)
+            ISA(store)(out, d, wide, acc[d / LANES] / sum);
+    }
+}
+
+/* Head widths and types that are worth code of their own; the others share one loop. */
+static TARGET void ISA(run_unit)(const struct layer *layer, const struct unit *unit, int head, int head_end,
+                                 float *scratch)
+{
+    const int dim = layer->step->head_dim, wide = layer->wide;
+    if (dim == 128 && !wide)
+        ISA(unit)(layer, unit, head, head_end, scratch, 128, 0);
+    else if (dim == 64 && !wide)
+        ISA(unit)(layer, unit, head, head_end, scratch, 64, 0);
+    else if (wide)
+        ISA(unit)(layer, unit, head, head_end, scratch, dim, 1);
+    else
+        ISA(unit)(layer, unit, head, head_end, scratch, dim, 0);
+}
+
+static TARGET void ISA(run_join)(const struct layer *layer, const struct unit *unit, int chunks)
+{
+    ISA(join)(layer, unit, chunks, layer->step->head_dim, layer->wide);
+}
+
+#undef FV
+#undef IV
+#undef UV
+#undef HV
+#undef INLINE

@@ -1,0 +1,63 @@
+"""The compiled part of CPU attention: finding it, and sharing torch's threads with it.
+
+It is built with the package where a C compiler is (pyproject.toml, ``ext-modules``) from ``native/paged.c``, which
+knows neither Python nor torch. Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
+threads of its own, and with two cores and two sets of threads each would wait for the other. So torch's runtime is made
+visible before the library is loaded, and both run on one set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+LIBRARY: Final = "_paged"
+_RUNTIME: Final = re.compile(r"(/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*)$", re.MULTILINE)
+
+
+class Step(ctypes.Structure):
+    """``struct step`` of paged.c: what all layers of a step share. Pointers are to int32 arrays."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("spans", "heads", "kv_heads", "head_dim", "block_size", "threads")),
+        *((name, ctypes.c_void_p) for name in ("rows", "starts", "lengths", "table_start", "tables")),
+    )
+
+
+def load() -> Any:
+    """The library with its functions typed. Raises OSError that says why there is none."""
+    folder = Path(__file__).parent
+    files = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{LIBRARY}{suffix}").exists()]
+    if not files:
+        raise OSError("it was not built: install the package where a C compiler is")
+    runtime = _openmp_of_torch()
+    if runtime is not None:
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(files[0]))  # raises where a symbol is missing, such as OpenMP's
+    pointer, integer, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+    library.ferrum_attention_new.argtypes = (ctypes.c_char_p, integer)
+    library.ferrum_attention_new.restype = pointer
+    library.ferrum_attention_free.argtypes = (pointer,)
+    library.ferrum_attention_free.restype = None
+    library.ferrum_attention_name.argtypes = (pointer,)
+    library.ferrum_attention_name.restype = ctypes.c_char_p
+    tensors = (pointer, ctypes.c_int64, pointer, pointer, pointer)
+    library.ferrum_attend.argtypes = (pointer, pointer, *tensors, integer, integer, real, real)
+    library.ferrum_attend.restype = integer
+    return library
+
+
+def _openmp_of_torch() -> Path | None:
+    """The OpenMP runtime that torch computes with, if this process can tell."""
+    torch.get_num_threads()  # torch is loaded, and so is its runtime
+    try:
+        found = _RUNTIME.findall(Path("/proc/self/maps").read_text())
+    except OSError:
+        found = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libomp*")]
+    of_torch = [path for path in found if "torch" in path]
+    return Path((of_torch or found)[0]) if found else None
