@@ -1,10 +1,10 @@
 """Paged attention on a CPU by our own C kernel: K and V are read once, in place.
 
 What torch offers needs the blocks gathered first, so that every byte of the cache is read, written and read again; at
-32 sequences that is more than half of a decode step. The kernel (``native/paged.c``) follows the block table. It takes
-the spans that are bound by memory: single tokens and short runs, as in decode and verification. Longer ones are bound
-by arithmetic, which torch's kernels do with matrix units where the machine has them: they go to `TorchPagedAttention`,
-which is also the oracle of the tests.
+32 sequences that is more than half of a decode step. The kernel (``native/src/paged.c``) follows the block table. It
+takes the spans that are bound by memory: single tokens and short runs, as in decode and verification. Longer ones are
+bound by arithmetic, which torch's kernels do with matrix units where the machine has them: they go to
+`TorchPagedAttention`, which is also the oracle of the tests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention import native_library
 from ferrum_rpc.attention.geometry import BatchGeometry, Int32Array
 from ferrum_rpc.attention.torch_paged import Plan, TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.native import library
 
 SHORT: Final = 32
 """Tokens of the longest span that the kernel takes. Measured on two cores with AVX-512 and no matrix unit, bf16 and
@@ -34,7 +34,7 @@ DTYPES: Final = (torch.bfloat16, torch.float32)
 class NativePlan:
     """``step`` points into ``arrays``; None where the kernel has no span. ``rest`` is torch's work, if there is any."""
 
-    step: native_library.Step | None
+    step: library.Step | None
     arrays: tuple[Int32Array, ...]
     rest: Plan | None
 
@@ -52,7 +52,7 @@ class NativePagedAttention:
         obstacle = tensor_obstacle(specs, keys[0].device, keys[0].dtype)
         if obstacle is not None:
             raise OSError(obstacle)
-        self._library = native_library.load()
+        self._library = library.load()
         self._specs, self._keys, self._values = tuple(specs), keys, values
         self._torch = TorchPagedAttention(specs, keys, values)
         self._kernel = self._library.ferrum_attention_new(None if isa is None else isa.encode(), specs[0].head_dim)
@@ -93,7 +93,7 @@ class NativePagedAttention:
         if not spans:
             return NativePlan(None, (), rest)
         spec = self._specs[0]
-        step = native_library.Step(
+        step = library.Step(
             spans,
             spec.heads,
             spec.kv_heads,

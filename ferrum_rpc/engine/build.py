@@ -23,6 +23,8 @@ from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.models.row_ops import select_row_ops
+from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
@@ -133,7 +135,9 @@ def _load(
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     linear, why, factory = select_linear(device, dtype)
     choices.append((f"linear={linear}", why))
-    return load_model(checkpoint, dtype, device, progress, factory)
+    reason, ops = select_row_ops(ModelSpec.from_config(checkpoint.config), dtype, device)
+    choices.append((f"rows={ops.name}", reason))
+    return load_model(checkpoint, dtype, device, progress, linear=factory, ops=ops)
 
 
 def _size_cache(

@@ -19,6 +19,7 @@ from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import LinearFactory, select_linear
+from ferrum_rpc.models.row_ops import RowOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
 
@@ -42,19 +43,22 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    *,
     linear: LinearFactory | None = None,
+    ops: RowOps | None = None,
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
-    ``linear`` says how matrices are held (None: what `select_linear` finds best). Raises InvalidRequest for a folder,
-    configuration or set of tensors that is broken, NotSupported for what this decoder does not serve.
+    ``linear`` says how matrices are held (None: what `select_linear` finds best), ``ops`` who works on rows (None: what
+    `select_row_ops` does). Raises InvalidRequest for a folder, configuration or set of tensors that is broken,
+    NotSupported for what this decoder does not serve.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     spec = ModelSpec.from_config(checkpoint.config)
     stops = Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
     if stops:  # generation stops at these; config.json often knows only the first
         spec = replace(spec, eos_token_ids=stops)
-    decoder = Decoder(spec, dtype, device, linear or select_linear(device, dtype)[2])
+    decoder = Decoder(spec, dtype, device, linear or select_linear(device, dtype)[2], ops)
     expected = decoder.expected_tensors()
     _check_fit(checkpoint, spec, expected)
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0

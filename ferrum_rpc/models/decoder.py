@@ -1,40 +1,25 @@
 """The one native decoder: Llama, Mistral, Qwen2 and Qwen3 by their `ModelSpec`.
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
-checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. Norms, rotation and
-their weights are computed in float32 (or wider) and rounded once, which is closer to the exact result than rounding
-after every operation. Nothing here knows sequences, blocks or which rows are sampled: attention is a callback.
+checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
+the products is `row_ops`. Nothing here knows sequences, blocks or which rows are sampled: attention is a callback.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.models.base import Attend
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
-from ferrum_rpc.models.rope import Rotary, rotate
+from ferrum_rpc.models.rope import Rotary
+from ferrum_rpc.models.row_ops import RowOps, select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
-"""By `ModelSpec.activation`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,13 +46,19 @@ class Loaded:
 
 
 class Decoder:
-    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`).
+    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` who does what lies between
+    the products (default: the best of this machine).
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, linear: LinearFactory = PlainLinear
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: LinearFactory = PlainLinear,
+        ops: RowOps | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -75,7 +66,7 @@ class Decoder:
         self.attention_specs = spec.attention_specs
         self._wide = torch.promote_types(dtype, torch.float32)
         self._rotary = Rotary(spec.rope, spec.head_dim, device)
-        self._activation = ACTIVATIONS[spec.activation]
+        self._ops = select_row_ops(spec, dtype, device)[1] if ops is None else ops
         self._linear = linear
         self._layout = layout(spec)
         self._shapes = parameter_shapes(self._layout)
@@ -140,34 +131,19 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
-        loaded = self._require()
-        hidden = loaded.embedding.index_select(0, token_ids)
+        loaded, ops = self._require(), self._ops
+        hidden, delta = loaded.embedding.index_select(0, token_ids), None
         cos, sin = self._rotary(positions)
         for index, layer in enumerate(loaded.layers):
-            normed = self._norm(hidden, layer.input_norm)
-            query, key, value = self._heads(layer, normed, cos, sin)
-            attended = attend(index, query, key, value)
-            hidden = hidden + layer.output(attended.flatten(1))
-            gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(self._activation(gate).mul_(up))
-        return self._norm(hidden, loaded.norm)
+            normed = ops.add_norm(hidden, delta, layer.input_norm)
+            attended = attend(index, *ops.heads(layer.qkv(normed), layer.qk_norm, cos, sin))
+            normed = ops.add_norm(hidden, layer.output(attended.flatten(1)), layer.post_norm)
+            delta = layer.down(ops.gate(layer.gate_up(normed)))
+        return ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""
         return self._require().head(hidden).to(torch.float32)
-
-    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key (normed where the family does, rotated) and value, [T, heads or kv_heads, head_dim]."""
-        spec = self.spec
-        heads = layer.qkv(x).view(len(x), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        rotating = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
-        if layer.qk_norm is not None:
-            rotating = F.rms_norm(rotating, (spec.head_dim,), None, spec.norm_eps).mul_(layer.qk_norm)
-        rotated = rotate(rotating, cos, sin).to(self.dtype)
-        return rotated[:, : spec.heads], rotated[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
 
     def _require(self) -> Loaded:
         if self._loaded is None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.attention import native_library
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention, tensor_obstacle
@@ -17,6 +16,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.native import library
 
 CPU = torch.device("cpu")
 
@@ -188,7 +188,8 @@ def test_a_cache_that_the_kernel_cannot_read_gets_the_torch_path_and_a_reason(sp
 
 
 def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
     name, reason, _ = select_backend(CPU, [AttentionSpec(2, 1, 8, 0.3)], torch.float32)
     assert name == "torch" and "not built" in reason and "compiler" in reason
 

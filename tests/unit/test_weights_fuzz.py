@@ -119,7 +119,7 @@ def test_mutated_checkpoints_end_in_typed_errors_or_load(folders, tmp_path):
         content = mutated(rng, file, original)
         file.write_bytes(content)
         try:
-            model = load_model(Checkpoint.open(folder), torch.float32, torch.device("cpu"), None, PlainLinear)
+            model = load_model(Checkpoint.open(folder), torch.float32, torch.device("cpu"), linear=PlainLinear)
             survived += 1
             assert model.info("x").parameters > 0
         except (InvalidRequest, NotSupported) as refusal:

@@ -1,7 +1,7 @@
-"""The compiled part of CPU attention: finding it, and sharing torch's threads with it.
+"""The compiled library: finding it, and sharing torch's threads with it.
 
-It is built with the package where a C compiler is (pyproject.toml, ``ext-modules``) from ``native/paged.c``, which
-knows neither Python nor torch. Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
+It is built with the package where a C compiler is (pyproject.toml, ``ext-modules``) from ``src/``, which knows
+neither Python nor torch. Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
 threads of its own, and with two cores and two sets of threads each would wait for the other. So torch's runtime is made
 visible before the library is loaded, and both run on one set.
 """
@@ -9,6 +9,7 @@ visible before the library is loaded, and both run on one set.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-LIBRARY: Final = "_paged"
+LIBRARY: Final = "_kernels"
 _RUNTIME: Final = re.compile(r"(/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*)$", re.MULTILINE)
 
 
@@ -29,6 +30,22 @@ class Step(ctypes.Structure):
     )
 
 
+class Rows(ctypes.Structure):
+    """``struct rows`` of rows.c: one task for every row. Pointers are to the tensors' elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width", "heads", "head_dim")),
+        ("eps", ctypes.c_float),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "out", "delta", "weight", "head_norms", "cos", "sin")),
+    )
+
+
+ADD_NORM, ROTATE, GATE = 0, 1, 2
+"""``enum task`` of rows.c."""
+
+
+@functools.cache
 def load() -> Any:
     """The library with its functions typed. Raises OSError that says why there is none."""
     folder = Path(__file__).parent
@@ -49,6 +66,10 @@ def load() -> Any:
     tensors = (pointer, ctypes.c_int64, pointer, pointer, pointer)
     library.ferrum_attend.argtypes = (pointer, pointer, *tensors, integer, integer, real, real)
     library.ferrum_attend.restype = integer
+    library.ferrum_rows_lanes.argtypes = (integer,)
+    library.ferrum_rows_lanes.restype = integer
+    library.ferrum_rows.argtypes = (pointer, integer)
+    library.ferrum_rows.restype = None
     return library
 
 

@@ -1,69 +1,10 @@
-/* The work of one unit for one instruction set: included by paged.c once per set, with
+/* The work of one unit of attention, for one instruction set: included by paged.c once per set (see vectors.h).
  *
- *   ISA(name)   name with the set's suffix
- *   TARGET      the function attribute that lets the compiler use it
- *   LANES       floats in a vector: 16, 8 or 4
- *
- * Vectors are GCC's own, so that nothing here names an instruction. A vector is also how many slots of a block are
- * looked at together: their scores fit one vector, and so does the exponential of the softmax.
+ * A vector is also how many slots of a block are looked at together: their scores fit one vector, and so does the
+ * exponential of the softmax.
  */
 
-#define FV ISA(fv)
-#define IV ISA(iv)
-#define UV ISA(uv)
-#define HV ISA(hv)
-
-typedef float FV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t IV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t UV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t HV __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
-INLINE FV ISA(splat)(float x) { return x - (FV){0}; }
-
-INLINE FV ISA(where)(IV mask, FV yes, FV no) { return (FV)((mask & (IV)yes) | (~mask & (IV)no)); }
-
-/* LANES elements of a cache or query row as floats; a bfloat16 is the upper half of one. */
-INLINE FV ISA(load)(const char *row, int element, int wide)
-{
-    if (wide)
-        return *(const FV *)(row + 4 * (size_t)element);
-    const HV half = *(const HV *)(row + 2 * (size_t)element);
-    return (FV)(__builtin_convertvector(half, UV) << 16);
-}
-
-/* Round to the nearest bfloat16, ties to even; a NaN stays one. */
-INLINE void ISA(store)(char *row, int element, int wide, FV x)
-{
-    if (wide) {
-        *(FV *)(row + 4 * (size_t)element) = x;
-        return;
-    }
-    const UV bits = (UV)x;
-    const UV rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const IV number = x == x;
-    const UV half = ((UV)number & rounded) | (~(UV)number & 0x7fc0);
-    *(HV *)(row + 2 * (size_t)element) = __builtin_convertvector(half, HV);
-}
-
-/* e^x for x <= 0, to 2 ulp: 2^n by the exponent's bits, the rest by a polynomial (Cephes' expf). */
-INLINE FV ISA(exp)(FV x)
-{
-    const FV least = ISA(splat)(-87.0f);
-    x = ISA(where)(x > least, x, least);
-    const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    const FV shifted = x * 1.44269504088896341f + magic;
-    const FV n = shifted - magic;
-    const FV r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    FV y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    return (FV)((IV)y + (((IV)shifted - (IV)magic) << 23));
-}
+#include "vectors.h"
 
 INLINE FV ISA(tanh)(FV x)
 {
@@ -99,15 +40,6 @@ INLINE float ISA(largest)(FV x)
     for (int lane = 1; lane < LANES; lane++)
         most = x[lane] > most ? x[lane] : most;
     return most;
-}
-
-INLINE float ISA(total)(FV x)
-{
-    float sum = 0;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        sum += x[lane];
-    return sum;
 }
 
 /* Scores of `rows` (1 or 2) query rows against `count` slots, unscaled; lanes beyond are 0. Each element of K is read
@@ -334,9 +266,3 @@ static TARGET void ISA(run_join)(const struct layer *layer, const struct unit *u
 {
     ISA(join)(layer, unit, chunks, layer->step->head_dim, layer->wide);
 }
-
-#undef FV
-#undef IV
-#undef UV
-#undef HV
-#undef INLINE

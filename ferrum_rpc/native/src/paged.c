@@ -7,7 +7,7 @@
  * "Online normalizer calculation for softmax", 2018); splitting a long sequence over units is flash-decoding's idea
  * (Dao et al., 2023).
  *
- * No Python and no torch headers: ferrum_rpc/attention/native.py calls it on data pointers. It is compiled with
+ * No Python and no torch headers: ferrum_rpc/attention/native_paged.py calls it on data pointers. It is compiled with
  * -fopenmp and linked against no OpenMP: the caller makes torch's own runtime visible first, so that both share one set
  * of threads.
  */
@@ -16,6 +16,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "sets.h"
 
 #define MAX_DIM 256
 #define CHUNK 512    /* positions of a unit */
@@ -96,19 +98,6 @@ struct ferrum_attention {
     size_t unit_capacity, scratch_capacity, partial_capacity;
 };
 
-static int supported(int lanes)
-{
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (lanes == 16)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (lanes == 8)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-    return lanes == 4;
-}
-
 /* For an instruction set by name, or the best of this machine where name is NULL; NULL where the machine does not have
  * it or its vectors do not divide a head. */
 struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim)
@@ -128,7 +117,7 @@ struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim
     if (head_dim < 1 || head_dim > MAX_DIM)
         return NULL;
     for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
-        if (head_dim % sets[i].lanes || (name && strcmp(name, sets[i].name)) || !supported(sets[i].lanes))
+        if (head_dim % sets[i].lanes || (name && strcmp(name, sets[i].name)) || !set_supported(sets[i].lanes))
             continue;
         struct ferrum_attention *made = calloc(1, sizeof *made);
         if (made) {

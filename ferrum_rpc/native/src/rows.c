@@ -1,0 +1,77 @@
+/* What a decoder does between its matrix products: norms, the rotation of heads, the gate of the MLP.
+ *
+ * In torch each is several passes over bfloat16 rows that are widened, worked on and narrowed again, and each pass costs
+ * a dispatch: at 32 rows of the 0.6B shape together a tenth of a step. Here a row is read once and written once.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "sets.h"
+
+#define LARGE 131072 /* elements above which rows are shared out to threads */
+
+enum task { ADD_NORM, ROTATE, GATE };
+
+/* Rows of bfloat16, or float32 where wide; norms of heads, cosines and sines are float32. */
+struct rows {
+    int32_t task, wide, threads;
+    int32_t width;           /* elements of a row; of a gate's, half of them */
+    int32_t heads, head_dim; /* heads that are rotated, from the row's first on */
+    float eps;
+    int64_t count;
+    char *hidden, *out;
+    const char *delta, *weight;
+    const float *head_norms, *cos, *sin;
+};
+
+#define JOINED(name, suffix) name##suffix
+#define ISA(name) JOINED(name, _portable)
+#define TARGET
+#define LANES 4
+#include "rows_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+
+#if defined(__x86_64__)
+#define ISA(name) JOINED(name, _avx2)
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#include "rows_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+
+#define ISA(name) JOINED(name, _avx512)
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
+#define LANES 16
+#include "rows_isa.h"
+#undef ISA
+#undef TARGET
+#undef LANES
+#endif
+
+/* The lanes of the widest set of this machine whose vectors divide `elements`, or 0. */
+int32_t ferrum_rows_lanes(int32_t elements)
+{
+    for (int lanes = 16; lanes >= 4; lanes /= 2)
+        if (elements % lanes == 0 && set_supported(lanes))
+            return lanes;
+    return 0;
+}
+
+/* Do a task to every row. `lanes`: as ferrum_rows_lanes said. */
+void ferrum_rows(const struct rows *rows, int32_t lanes)
+{
+    void (*run)(const struct rows *, int64_t) = run_row_portable;
+#if defined(__x86_64__)
+    run = lanes == 16 ? run_row_avx512 : lanes == 8 ? run_row_avx2 : run;
+#endif
+    const int shared = rows->count * rows->width > LARGE && rows->threads > 1;
+    int64_t row;
+#pragma omp parallel for num_threads(rows->threads) if (shared)
+    for (row = 0; row < rows->count; row++)
+        run(rows, row);
+}

@@ -1,0 +1,125 @@
+"""What lies between the products, against float64, in torch and in every instruction set of this machine."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ferrum_rpc.models.rope import RopeSpec, Rotary
+from ferrum_rpc.models.row_ops import NativeRowOps, TorchRowOps, select_row_ops
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import library
+from tests.checkpoints import TINY
+
+CPU = torch.device("cpu")
+SPEC = replace(
+    ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+    hidden_size=96,
+    intermediate_size=160,
+    heads=6,
+    kv_heads=2,
+    head_dim=32,
+    activation="silu",
+)
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def every_way(dtype, spec=SPEC):
+    yield TorchRowOps(spec, dtype)
+    for lanes in (16, 8, 4):
+        with suppress(OSError):
+            yield NativeRowOps(spec, dtype, lanes)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual, expected):
+    """Within the rounding of one result of its type, and float32's own errors."""
+    eps = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), expected, rtol=0.51 * eps if eps > 1e-3 else 16 * eps, atol=4e-6)
+
+
+@TYPES
+@pytest.mark.parametrize("rows", [1, 3, 2000], ids=str)  # the last is shared out to threads
+def test_the_sum_is_kept_and_normed(dtype, rows):
+    weight, delta = draw(96, dtype=dtype, seed=1), draw(rows, 96, dtype=dtype, seed=2)
+    for ops in every_way(dtype):
+        hidden = draw(rows, 96, dtype=dtype) * 3
+        total = hidden + delta
+        for each in (delta, None):
+            normed = ops.add_norm(hidden, each, weight)
+            assert torch.equal(hidden, total)
+            exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()
+            close(normed, exact * weight.double())
+
+
+@TYPES
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+def test_queries_and_keys_are_normed_and_rotated_and_values_left_alone(dtype, norms):
+    positions = torch.tensor([0, 1, 500, 30_000])
+    cos, sin = Rotary(RopeSpec("yarn", factor=4.0, original_context=4096, attention_factor=1.2), 32, CPU)(positions)
+    norm = draw(8, 32, seed=5) if norms else None
+    for ops in every_way(dtype):
+        qkv = draw(4, 10 * 32, dtype=dtype, seed=3)
+        heads = qkv.clone().view(4, 10, 32).double()
+        rotating = heads[:, :8]
+        if norm is not None:
+            rotating = rotating * (rotating.square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt() * norm.double()
+        turned = torch.cat((-rotating[..., 16:], rotating[..., :16]), -1)
+        exact = rotating * cos.double() + turned * torch.cat((sin, sin), -1).double()
+        query, key, value = ops.heads(qkv, norm, cos, sin)
+        close(query, exact[:, :6])
+        close(key, exact[:, 6:])
+        assert torch.equal(value.double(), heads[:, 8:])
+
+
+@TYPES
+def test_the_gate_is_silu_from_one_end_of_the_numbers_to_the_other(dtype):
+    gate = torch.cat((draw(40) * 4, torch.linspace(-120, 120, 117), torch.tensor([0.0, -1e30, 1e30])))
+    rows = torch.cat((gate, draw(160, seed=4)))[None].to(dtype)
+    for ops in every_way(dtype):
+        # In torch the product is of two rounded numbers.
+        torch.testing.assert_close(
+            ops.gate(rows.clone()).double(),
+            F.silu(rows[:, :160].double()) * rows[:, 160:].double(),
+            rtol=1.1 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 4e-6,
+            atol=1e-30,
+        )
+
+
+def test_what_is_not_a_number_stays_none():
+    for ops in every_way(torch.bfloat16):
+        hidden = draw(1, 96, dtype=torch.bfloat16)
+        hidden[0, 5] = torch.nan
+        assert ops.add_norm(hidden, None, draw(96, dtype=torch.bfloat16)).isnan().all()
+        rows = draw(1, 320, dtype=torch.bfloat16)
+        rows[0, 7] = torch.nan
+        assert ops.gate(rows).isnan().nonzero().tolist() == [[0, 7]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "why"),
+    [
+        (SPEC, torch.float16, "not float16"),
+        (replace(SPEC, activation="gelu_tanh"), torch.float32, "not of gelu_tanh"),
+        (replace(SPEC, head_dim=12), torch.float32, "no multiple"),
+    ],
+    ids=["dtype", "activation", "width"],
+)
+def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype, why):
+    reason, ops = select_row_ops(spec, dtype, CPU)
+    assert ops.name == "torch" and why in reason
+
+
+def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch, tmp_path):
+    assert select_row_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    reason, ops = select_row_ops(SPEC, torch.bfloat16, CPU)
+    assert ops.name == "torch" and "compiler" in reason
