@@ -1,4 +1,4 @@
-"""`ferrum-rpc`: serve a model, and ask a running server.
+"""`ferrum-rpc`: serve a model, and ask or measure a running server.
 
 The parser is built from the settings model, so that a flag, its variable and its entry in a file are one thing. What a
 subcommand needs is imported when it runs: `--help` loads neither torch nor grpc.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ferrum_rpc import __version__
+from ferrum_rpc.bench.options import add_flags
 from ferrum_rpc.config import TOKEN_VARIABLE, ConfigError, ServeSettings, hint, load_settings
 
 EXIT_USAGE = 2
@@ -50,6 +51,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         ("status", "how a running server does"),
         ("health", "exit 0 if a running server serves"),
         ("generate", "complete a prompt greedily on a running server"),
+        ("bench", "measure a running server as a remote scheduler uses it"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
@@ -62,6 +64,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         named[name] = command
     for name in ("info", "status"):
         named[name].add_argument("--json", action="store_true", help="one JSON object, for programs")
+    add_flags(named["bench"])
     named["generate"].add_argument("prompt", help="the text to complete")
     named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     named["generate"].add_argument("--tokenizer", type=Path, help="tokenizer.json (default: bytes)")
@@ -115,10 +118,11 @@ def _run(parsed: argparse.Namespace) -> int:
 
         return serve(parsed.model, settings)
     from ferrum_rpc import ask
+    from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError
 
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to everybody
-    commands = {"info": ask.info, "status": ask.status, "health": ask.health, "generate": ask.generate}
+    commands = {"info": ask.info, "status": ask.status, "health": ask.health, "generate": ask.generate, "bench": bench}
     try:
         return asyncio.run(commands[parsed.command](parsed))
     except ExecutorError as error:

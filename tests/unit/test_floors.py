@@ -36,11 +36,12 @@ FLOORS: dict[str, Floor] = {
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
+    "ferrum_rpc.native": Floor("", "torch"),
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
-    "ferrum_rpc.models": Floor("core errors", "numpy torch transformers"),
-    "ferrum_rpc.attention": Floor("core errors", "numpy torch triton flashinfer"),
+    "ferrum_rpc.models": Floor("core errors native", "numpy torch transformers"),
+    "ferrum_rpc.attention": Floor("core errors native", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors", "numpy torch triton"),
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
@@ -65,7 +66,9 @@ FLOORS: dict[str, Floor] = {
         "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop",
         "structlog torch",
     ),
-    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask serve"),
+    # of `bench` the flags alone: `--help` loads no client
+    "ferrum_rpc.bench": Floor("ferrum_rpc core errors client", "numpy rich"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask bench serve"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""

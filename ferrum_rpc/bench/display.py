@@ -1,0 +1,175 @@
+"""What a person sees: a line that moves while it runs, tables at the end.
+
+The line is for a terminal only; a pipe gets the tables alone. Tables are rich's on a terminal where it is installed,
+aligned text otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final, TextIO
+
+from ferrum_rpc.bench.options import Workload
+from ferrum_rpc.bench.tally import Tally
+
+REFRESH_S: Final = 0.2
+BAR: Final = 24
+CLEAR: Final = "\r\x1b[2K"
+
+Table = list[tuple[str, ...]]
+TIMES: Final = {
+    "prompt": "prompt",
+    "step": "step",
+    "sent_late": "  sent after it was due",
+    "queue": "  queue in the executor",
+    "forward": "  forward pass",
+    "rest": "  wire, protocol, client",
+}
+COLUMNS: Final = {"p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max", "mean": "mean"}
+
+
+@contextlib.asynccontextmanager
+async def progress(workload: Workload, tally: Tally, out: TextIO) -> AsyncIterator[None]:
+    """A line on ``out`` while the body runs, where that is a terminal."""
+    if not out.isatty():
+        yield
+        return
+
+    async def draw() -> None:
+        while True:
+            width = shutil.get_terminal_size().columns - 1
+            out.write(CLEAR + progress_line(workload, tally, time.perf_counter())[:width])
+            out.flush()
+            await asyncio.sleep(REFRESH_S)
+
+    task = asyncio.ensure_future(draw())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        out.write(CLEAR)
+        out.flush()
+
+
+def progress_line(workload: Workload, tally: Tally, now: float) -> str:
+    """Where a run stands: steps that are done, their rate, and seconds that it will still take."""
+    if tally.phase != "steps":
+        prompts = f" {tally.prompts.times.count}/{workload.sequences}" if tally.phase == "prefill" else ""
+        return f"{tally.phase}{prompts} ..."
+    ran = max(now - tally.began, 1e-9)
+    rate = tally.attempts / ran
+    shares = []
+    if workload.steps is not None:
+        shares.append(tally.attempts / workload.steps)
+    if workload.seconds is not None:
+        shares.append(ran / workload.seconds)
+    done = min(1.0, max(shares))
+    left = f"{ran / done - ran:.0f} s left" if done else ""
+    bar = ("#" * round(BAR * done)).ljust(BAR, "-")
+    refused = f"  {sum(tally.errors.values())} refused" if tally.errors else ""
+    return f"[{bar}] {done:4.0%}  {tally.attempts:,} steps  {rate:,.1f}/s  {left}{refused}"
+
+
+def show(report: dict[str, Any], out: TextIO) -> None:
+    """Write a report's tables and notes."""
+    heading, notes = _heading(report), list(map(str, report["notes"]))
+    tables = [figures(report), times(report)]
+    if not (out.isatty() and _show_rich(heading, tables, notes, out)):
+        out.write("\n\n".join([heading, *(aligned(table) for table in tables if table), "\n".join(notes)]) + "\n")
+
+
+def figures(report: dict[str, Any]) -> Table:
+    """Totals and rates, a row each."""
+    prefill, decode, workload = report["prefill"], report["decode"], report["workload"]
+    rows: Table = []
+    if prefill["prompts"]:
+        rows.append(("prefill", _per_second(prefill["tokens_per_s"], "tokens"), f"{prefill['prompts']:,} prompts"))
+    if decode["steps"]:
+        rows += [
+            ("decode", _per_second(decode["tokens_per_s"], "tokens"), f"{decode['tokens']:,} tokens"),
+            ("", _per_second(decode["steps_per_s"], "steps"), f"{decode['steps']:,} in {decode['seconds']:.1f} s"),
+        ]
+    if decode["sequences_per_forward"]:
+        rows.append(("", f"{decode['sequences_per_forward']:.1f} sequences", "in a forward pass, mean"))
+    if workload["rate_per_s"] is not None:
+        rows.append(("due", _per_second(workload["rate_per_s"], "steps"), f"{report['unsent']:,} never sent"))
+        rows.append(("refused", f"{report['queue_full']:,} QUEUE_FULL", f"of {report['attempts']:,} sent"))
+    for reason, count in report["errors"].items():
+        if reason != "QUEUE_FULL" or workload["rate_per_s"] is None:
+            rows.append(("errors", f"{count:,} {reason}", f"of {report['attempts']:,} sent"))
+    if report["gave_up"]:
+        rows.append(("gave up", f"{report['gave_up']} of {workload['in_flight']}", "callers, before the end"))
+    return rows
+
+
+def times(report: dict[str, Any]) -> Table:
+    """Percentiles in milliseconds; no rows where nothing was timed."""
+    rows: Table = [
+        (title, *(f"{report['milliseconds'][name][column]:,.3f}" for column in COLUMNS))
+        for name, title in TIMES.items()
+        if report["milliseconds"][name]
+    ]
+    return [("milliseconds", *COLUMNS.values()), *rows] if rows else []
+
+
+def aligned(table: Table) -> str:
+    """Columns of text, numbers to the right."""
+    widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
+    wide = len(table[0]) > 3
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if wide and at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )
+
+
+def _show_rich(heading: str, tables: list[Table], notes: list[str], out: TextIO) -> bool:
+    """Whether rich is there and showed it."""
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        return False
+    console = Console(file=out, highlight=False)
+    console.print(Text(heading, style="bold"))
+    totals, percentiles = tables
+    grid = RichTable(box=None, show_header=False)
+    for row in totals:
+        grid.add_row(Text(row[0]), Text(row[1], style="bold"), Text(row[2], style="dim"))
+    console.print("", grid, "", sep="\n")
+    if percentiles:
+        timed = RichTable(percentiles[0][0], box=None)
+        for column in percentiles[0][1:]:
+            timed.add_column(column, justify="right")
+        for row in percentiles[1:]:
+            timed.add_row(*map(Text, row))
+        console.print(timed, "", sep="\n")
+    for note in notes:
+        console.print(Text(note, style="dim"))
+    return True
+
+
+def _heading(report: dict[str, Any]) -> str:
+    server, workload = report["server"], report["workload"]
+    model = "{model} ({weight_dtype}, {device}, {threads} threads)".format(**server) if server else "unknown model"
+    flight = "step" if workload["in_flight"] == 1 else "steps"
+    each = "1 sequence" if workload["batch"] == 1 else f"{workload['batch']} sequences"
+    arrivals = f", {workload['arrivals']} arrivals" if workload["arrivals"] else ""
+    return (
+        f"{model} on {report['target']}, executor {server.get('version', '?')}\n"
+        f"{workload['calls']}: {workload['in_flight']} {flight} in flight, {each} each; context {workload['context']}, "
+        f"prompts of {workload['prompt_tokens']}, {workload['output']}, {workload['loop']} loop{arrivals}"
+        + ("\ninterrupted: what was measured until then" if report["interrupted"] else "")
+    )
+
+
+def _per_second(rate: float | None, what: str) -> str:
+    return "-" if rate is None else f"{rate:,.1f} {what}/s"

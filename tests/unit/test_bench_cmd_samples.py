@@ -1,0 +1,38 @@
+"""Percentiles of `ferrum-rpc bench`: exact while every sample is kept, fair when they are thinned out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ferrum_rpc.bench.samples import Samples, quantile
+
+
+def test_percentiles_are_samples_by_nearest_rank() -> None:
+    samples = Samples()
+    for each in random.Random(1).sample(range(1, 1001), 1000):
+        samples.add(each / 1000)
+    assert samples.milliseconds() == pytest.approx(
+        {"p50": 500, "p90": 900, "p99": 990, "p99_9": 999, "max": 1000, "mean": 500.5}
+    )
+    assert not samples.thinned
+
+
+@pytest.mark.parametrize(("q", "expected"), [(0.0, 1), (0.5, 2), (0.67, 3), (0.999, 3), (1.0, 3)])
+def test_a_percentile_of_few_samples_is_one_of_them(q: float, expected: int) -> None:
+    assert quantile([1, 2, 3], q) == expected
+
+
+def test_memory_is_bounded_and_late_samples_count_as_much_as_early_ones() -> None:
+    samples = Samples(limit=1000)
+    for each in range(20_000):
+        samples.add(each / 20_000)
+    assert samples.thinned and len(samples._kept) == 1000
+    figures = samples.milliseconds()
+    assert figures["p50"] == pytest.approx(500, abs=60)  # four deviations of a median of 1000
+    assert (samples.count, figures["max"], figures["mean"]) == (20_000, 999.95, pytest.approx(499.975))
+
+
+def test_without_samples_there_are_no_figures() -> None:
+    assert Samples().milliseconds() == {}
