@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help setup demo serve test lint format stubs bench soak compose-test wheels transcript gpu-check compat clean
+.PHONY: help setup demo serve test lint format stubs bench bench-peers profile soak compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -48,10 +48,18 @@ format: .venv/.dev  ## Format the code
 stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
 	@$(BIN)/python tools/generate_stubs.py
 
-bench: .venv/.dev  ## What gRPC and the protocol cost; writes benchmarks/results and docs/benchmarks.md
+bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; writes docs/benchmarks.md
+	@$(BIN)/python -m benchmarks.suite
 	@$(BIN)/python -m benchmarks.wire
 	@$(BIN)/python -m benchmarks.protocol
 	@$(BIN)/python -m benchmarks.report
+
+bench-peers: .venv/.dev  ## Ours beside llama.cpp and transformers in all its ways (builds llama.cpp: minutes)
+	@$(BIN)/python -m benchmarks.peers
+	@$(BIN)/python -m benchmarks.report
+
+profile: .venv/.dev  ## Where a step's microseconds go, stage by stage, socket to kernel
+	@$(BIN)/python -m benchmarks.profile
 
 soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
 	@$(BIN)/python -m tools.soak
@@ -72,4 +80,4 @@ gpu-check: .venv/.dev  ## On a CUDA machine: run what waits for one, write bench
 	@$(BIN)/python tools/gpu_check.py
 
 clean:  ## Remove .venv and what the tools left
-	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

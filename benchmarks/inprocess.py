@@ -26,44 +26,64 @@ from ferrum_rpc.serve import build
 T = TypeVar("T")
 
 
+class RunnerThread:
+    """A runner and the thread that it belongs to."""
+
+    def __init__(self, runner: TorchRunner, pool: ThreadPoolExecutor) -> None:
+        self.runner = runner
+        self._pool = pool
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, path: str, settings: ServeSettings) -> AsyncIterator[RunnerThread]:
+        """Load the model as `ferrum-rpc serve` does."""
+        with ThreadPoolExecutor(1, thread_name_prefix="in-process") as pool:
+            runner = await asyncio.get_running_loop().run_in_executor(pool, build, path, settings)
+            assert isinstance(runner, TorchRunner)
+            thread = cls(runner, pool)
+            del runner
+            yield thread
+            del thread
+        gc.collect()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """``call`` in the thread, within the runner's context."""
+
+        def within() -> T:
+            with self.runner.context():
+                return call()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, within)
+
+
 class InProcess:
     """Drives a runner step by step."""
 
-    def __init__(self, workload: Workload, runner: TorchRunner, pool: ThreadPoolExecutor) -> None:
-        self.runner = runner
+    def __init__(self, workload: Workload, thread: RunnerThread) -> None:
+        self.runner = thread.runner
         self._workload = workload
-        self._pool = pool
-        self._tokens = workload.tokens(runner.info.vocab_size)
+        self._thread = thread
+        self._tokens = workload.tokens(self.runner.info.vocab_size)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, workload: Workload, threads: int) -> AsyncIterator[InProcess]:
-        """Load the model as `ferrum-rpc serve` does, and prefill every sequence."""
+        """Load the model, and prefill every sequence."""
         settings = ServeSettings(**workload.settings, threads=threads)
-        with ThreadPoolExecutor(1, thread_name_prefix="in-process") as pool:
-            runner = await asyncio.get_running_loop().run_in_executor(pool, build, workload.path, settings)
-            assert isinstance(runner, TorchRunner)
-            side = cls(workload, runner, pool)
-            await side._in_thread(side._prefill)
+        async with RunnerThread.open(workload.path, settings) as thread:
+            side = cls(workload, thread)
+            await thread.run(side._prefill)
             yield side
-            del runner, side
-        gc.collect()
+            del side
 
     async def round(self, batch: int, output: str, steps: int) -> Round:
         """Roll back, then ``steps`` timed decode steps of the first ``batch`` sequences."""
-        return await self._in_thread(lambda: self._round(batch, output_spec(output), steps))
-
-    async def _in_thread(self, run: Callable[[], T]) -> T:
-        def call() -> T:
-            with self.runner.context():
-                return run()
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        return await self._thread.run(lambda: self._round(batch, output_spec(output), steps))
 
     def _prefill(self) -> None:
         nothing = OutputSpec(Positions.NONE)
         for number, prompt in enumerate(self._workload.prompts(self.runner.info.vocab_size)):
-            _check(self.runner.forward(Step((Span(number, prompt, 0, nothing, create=True),))))
+            check(self.runner.forward(Step((Span(number, prompt, 0, nothing, create=True),))))
 
     def _round(self, batch: int, output: OutputSpec, steps: int) -> Round:
         timed = Round()
@@ -74,7 +94,7 @@ class InProcess:
             spans = tuple(Span(number, np.array([token], np.int32), start, output) for number, token in enumerate(fed))
             result = self.runner.forward(Step(spans))
             ended = time.perf_counter()
-            _check(result)
+            check(result)
             if index >= LEAD_IN:
                 timed.step_s.append(ended - began)
         last = result.outcomes[0]
@@ -83,7 +103,8 @@ class InProcess:
         return timed
 
 
-def _check(result: StepResult) -> None:
+def check(result: StepResult) -> None:
+    """Raise what refused a span."""
     for outcome in result.outcomes:
         if not isinstance(outcome, SpanResult):
             raise outcome

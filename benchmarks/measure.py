@@ -166,9 +166,9 @@ def point(
     case: Case, steps: int, exchange: tuple[bytes, bytes], rounds: Sequence[Trio], disturbed: Disturbed | None = None
 ) -> Point:
     """The figures of rounds of ``steps`` steps whose request and answer took the bytes of ``exchange``."""
-    inside = _spread([second for a, _, _ in rounds for second in a.step_s])
-    outside = _spread([second for _, b, _ in rounds for second in b.step_s])
-    wire = _spread([second for _, _, e in rounds for second in e.step_s])
+    inside = percentiles([second for a, _, _ in rounds for second in a.step_s])
+    outside = percentiles([second for _, b, _ in rounds for second in b.step_s])
+    wire = percentiles([second for _, _, e in rounds for second in e.step_s])
     around = [whole - forward for _, b, _ in rounds for whole, forward in zip(b.step_s, b.forward_s, strict=True)]
     samples = steps * len(rounds)
     overhead = outside["median"] - inside["median"]
@@ -183,14 +183,14 @@ def point(
         "in_process": _side(inside, case.batch, samples),
         "grpc": _side(outside, case.batch, samples),
         "echo_ms": wire,
-        "grpc_forward_ms": _spread([second for _, b, _ in rounds for second in b.forward_s]),
-        "grpc_queue_ms": _spread([second for _, b, _ in rounds for second in b.queue_s]),
+        "grpc_forward_ms": percentiles([second for _, b, _ in rounds for second in b.forward_s]),
+        "grpc_queue_ms": percentiles([second for _, b, _ in rounds for second in b.queue_s]),
         "ratio": _ratio([float(np.median(a.step_s) / np.median(b.step_s)) for a, b, _ in rounds], case),
         "echo_multiple": round(outside["median"] / wire["median"], 3),
         "echo_target": ECHO_TARGET if case.model == "identity" else None,
         "overhead_ms": round(overhead, 4),
         "bookkeeping_ms": round(overhead - wire["median"], 4),
-        "around_forward_ms": round(_spread(around)["median"] - wire["median"], 4),
+        "around_forward_ms": round(percentiles(around)["median"] - wire["median"], 4),
         "same_rows": [sum(a.digest == b.digest for a, b, _ in rounds), len(rounds)],
         "disturbed": disturbed or {"repeated": 0, "kept": 0},
     }
@@ -206,7 +206,8 @@ def _ratio(pairs: list[float], case: Case) -> Ratio:
     }
 
 
-def _spread(seconds: Sequence[float]) -> Spread:
+def percentiles(seconds: Sequence[float]) -> Spread:
+    """Of seconds, in milliseconds."""
     p10, median, p90 = np.percentile(np.asarray(seconds) * 1e3, (10, 50, 90))
     return {"median": round(float(median), 4), "p10": round(float(p10), 4), "p90": round(float(p90), 4)}
 

@@ -1,7 +1,8 @@
-"""`ferrum-rpc serve` that notes when each stage of a BatchDecode begins. Started by `benchmarks.profile_step`.
+"""`ferrum-rpc serve` that notes when each stage of a BatchDecode begins. Started by `benchmarks.profile_stages`.
 
 The server's files stay as they are: this wraps the seams between its floors before it starts. A mark costs 0.1 µs, and
-its clock (CLOCK_MONOTONIC) is one for all processes of the machine, so that marks of both ends make one timeline.
+its clock (CLOCK_MONOTONIC) is one for all processes of the machine, so that marks of both ends make one timeline. What
+happens in every layer is summed up for each step instead: a timeline of it would be longer than the step.
 
     python -m benchmarks.profile_server MARKS.json serve identity ...
 """
@@ -21,6 +22,8 @@ import grpc
 METHOD = "BatchDecode"
 
 marks: list[tuple[str, int]] = []
+inside: list[tuple[int, dict[str, float]]] = []
+"""When each step began, and microseconds of it by what was called within."""
 
 
 def mark(stage: str) -> None:
@@ -58,6 +61,34 @@ def around_async(owner: Any, name: str, before: str, after: str) -> None:
             mark(after)
 
     setattr(owner, name, marked)
+
+
+def summed(owner: Any, name: str, label: str) -> None:
+    """Add up what the calls of ``owner.name`` take in each step."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(original)
+    def timed(*arguments: Any, **named: Any) -> Any:
+        began = perf_counter_ns()
+        try:
+            return original(*arguments, **named)
+        finally:
+            spent = inside[-1][1]
+            spent[label] = spent.get(label, 0.0) + (perf_counter_ns() - began) / 1e3
+
+    setattr(owner, name, timed)
+
+
+def begin_step(owner: Any, name: str) -> None:
+    """A step begins with every call of ``owner.name``."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(original)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        inside.append((perf_counter_ns(), {}))
+        return original(*arguments, **named)
+
+    setattr(owner, name, noted)
 
 
 def watch_grpc() -> None:
@@ -103,13 +134,19 @@ def watch_floors() -> None:
     around(ModelThread, "submit", "server: submit", "hand-over: loop to model thread")
     around(ModelThread, "_step", "model thread: gather the step", None)
     around(TorchRunner, "forward", None, "model thread: account for the step")
+    begin_step(TorchRunner, "forward")
     around(ModelThread, "_deliver", "hand-over: model thread to loop", None)
     around(ForwardPath, "_commit", "server: commit handles, replay log", "server: wake the handler")
-    around(servicers, "results_to_proto", None, "server: pressure, timing, answer message")
+    around(servicers, "fill_results", None, "server: pressure, timing, answer message")
     plain = build.build_runner
 
     def marked(config: Any, progress: Any, _: Any) -> TorchRunner:
-        return plain(config, progress, lambda stage: mark(f"model thread: {stage}"))
+        runner = plain(config, progress, lambda stage: mark(f"model thread: {stage}"))
+        summed(type(runner.attention), "plan", "attention plan")
+        summed(type(runner.store), "write", "cache write")
+        summed(type(runner.attention), "attend", "attention")
+        summed(type(runner.model), "logits", "logits")
+        return runner
 
     build.build_runner = marked  # type: ignore[assignment]
 
@@ -124,7 +161,7 @@ def main() -> None:
     try:
         cli.main(sys.argv[2:])
     finally:
-        target.write_text(json.dumps(marks), encoding="utf-8")
+        target.write_text(json.dumps({"marks": marks, "inside": inside}), encoding="utf-8")
 
 
 if __name__ == "__main__":

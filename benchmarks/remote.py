@@ -116,9 +116,14 @@ class Remote:
 
 def serve_arguments(workload: Workload, threads: int, module: str = "ferrum_rpc.cli") -> list[str]:
     """How the server is started: the workload's settings as flags, a free port, logs that a program reads."""
-    flags = {**workload.settings, "threads": threads, "port": 0, "grace-s": 0, "log-format": "json"}
+    return serve_flags(workload.path, {**workload.settings, "threads": threads}, module)
+
+
+def serve_flags(model: str, settings: dict[str, Any], module: str = "ferrum_rpc.cli") -> list[str]:
+    """The same of any model and settings."""
+    flags = {**settings, "port": 0, "grace-s": 0, "log-format": "json"}
     written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return ["-m", module, "serve", workload.path, *written, "--no-warmup"]
+    return ["-m", module, "serve", model, *written, "--no-warmup"]
 
 
 async def vocabulary(channel: grpc.aio.Channel) -> int:

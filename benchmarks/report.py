@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import protocol_tables
+from benchmarks import protocol_tables, suite_report
 from benchmarks.environment import ROOT
 from benchmarks.measure import Point
+from benchmarks.plot import svg
+from benchmarks.record import conditions
 from benchmarks.tables import LEGEND, markdown
+from benchmarks.targets import newest
 from benchmarks.wire import RESULTS, SCHEMA, Result
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
@@ -50,14 +53,16 @@ PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json"})
 
 def document(results: Sequence[tuple[str, Any]]) -> str:
     """The whole page. ``results``: file names and what they hold."""
-    parts = [HEAD]
-    for name, result in results:
-        render = RENDERERS.get(result["benchmark"])
-        if render is None or result["schema"] != SCHEMA:
-            raise ValueError(f"{name}: no report for {result['benchmark']!r} of schema {result['schema']}")
-        parts.append(render(name, result))
     if not results:
-        parts.append("No results yet: run `make bench`.\n")
+        return "\n".join([HEAD, "No results yet: run `make bench`.\n"])
+    for name, result in results:
+        if result["benchmark"] not in RENDERERS or result["schema"] != SCHEMA:
+            raise ValueError(f"{name}: no report for {result['benchmark']!r} of schema {result['schema']}")
+    latest = newest(results)
+    parts = [HEAD, suite_report.glance(latest), suite_report.standing(latest)]
+    order = list(RENDERERS)
+    for name, result in sorted(results, key=lambda each: order.index(each[1]["benchmark"])):
+        parts.append(RENDERERS[result["benchmark"]](name, result))
     return "\n".join(parts)
 
 
@@ -103,7 +108,7 @@ def _conditions(name: str, result: Result) -> str:
         ("block size", f"{settings['block_size']} tokens"),
         ("seed", str(settings["seed"])),
     ]
-    return _how(name, result, rows)
+    return conditions(name, result, rows)
 
 
 def protocol(name: str, result: Any) -> str:
@@ -120,33 +125,16 @@ def protocol(name: str, result: Any) -> str:
         ("context", f"{settings['context']} tokens when a round begins"),
         ("bytes", f"of a request and its answer: {sizes}"),
     ]
-    return "\n".join([PROTOCOL, protocol_tables.markdown(points), "", legend, "", _how(name, result, rows)])
+    return "\n".join([PROTOCOL, protocol_tables.markdown(points), "", legend, "", conditions(name, result, rows)])
 
 
-def _how(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
-    """Hardware, versions and the commands that made it."""
-    machine, commit = result["hardware"], result["commit"]
-    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    others = "unknown" if result["others_cpu"] is None else f"{result['others_cpu']:.1%} of the cores' time"
-    rows = [
-        ("taken", f"{result['began']} to {result['ended']}"),
-        ("commit", f"`{commit['id'][:12]}`{' with uncommitted changes' if commit['dirty'] else ''}"),
-        (
-            "machine",
-            f"{machine['cores']} × {machine['cpu']}, {machine['memory_gib']} GiB, {', '.join(machine['flags'])}",
-        ),
-        ("huge pages", machine["huge_pages"]),
-        ("other processes", others),
-        ("versions", versions),
-        *more,
-        ("file", f"`benchmarks/results/{name}`"),
-    ]
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    return f"| | |\n| --- | --- |\n{table}\n\n```sh\n{result['command']}\npython -m benchmarks.report\n```\n"
-
-
-RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {"wire": wire, "protocol": protocol}
-"""By the ``benchmark`` that a file names."""
+RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
+    "suite": suite_report.suite,
+    "peers": suite_report.peers,
+    "protocol": protocol,
+    "wire": wire,
+}
+"""By the ``benchmark`` that a file names, in the order of the page."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in files]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(document(results), encoding="utf-8")
+    if panels := suite_report.panels(newest(results)):
+        options.out.with_name(suite_report.PICTURE).write_text(svg(panels), encoding="utf-8")
     print(f"wrote {options.out} from {len(results)} files")
 
 

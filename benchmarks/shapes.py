@@ -46,10 +46,25 @@ QWEN3_8B: dict[str, Any] = QWEN3_0_6B | {
     "max_window_layers": 36,
 }
 
+TINY: dict[str, Any] = QWEN3_0_6B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "max_window_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The same architecture at a size that a test can afford."""
+
 PERIOD = 4194301
 """Numbers drawn per checkpoint: a prime, so that no two rows of a matrix are equal (equal rows tie in the logits)."""
 
-SHAPES: dict[str, dict[str, Any]] = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B}
+SHAPES: dict[str, dict[str, Any]] = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B, "tiny": TINY}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

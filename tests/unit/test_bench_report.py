@@ -121,8 +121,8 @@ def test_the_page_without_results_says_how_to_get_some():
 
 
 def test_a_file_of_another_kind_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match=r"peers\.json"):
-        report.document([("peers.json", a_result([a_point()], benchmark="peers"))])
+    with pytest.raises(ValueError, match=r"guesses\.json"):
+        report.document([("guesses.json", a_result([a_point()], benchmark="guesses"))])
 
 
 def test_the_program_writes_the_page_from_a_folder(tmp_path):

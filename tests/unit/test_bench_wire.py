@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.environment import ROOT, hardware, label
-from benchmarks.profile_step import timelines
+from benchmarks.profile_stages import timelines
 from benchmarks.workload import CONTEXT, Workload, outputs_for
 
 

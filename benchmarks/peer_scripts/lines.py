@@ -1,0 +1,86 @@
+"""How a peer is driven: a line of JSON in, a line of JSON out. Runs in the peer's own environment: the standard library
+is all it may import.
+
+    {"do": "open", "model": FOLDER, "threads": 2, "options": {...}}          -> {"ok": facts}
+    {"do": "prepare", "prompts": [[...], ...], "room": 64}                   -> {"ok": {}}
+    {"do": "decode", "tokens": [[one of each sequence], ...], "lead_in": 2}  -> {"ok": {"step_s": [...], "last": [...]}}
+    {"do": "prefill", "prompts": [[...], ...], "lead_in": 1}                 -> {"ok": {"step_s": [...], "last": [...]}}
+
+``prepare`` makes the sequences and forgets earlier ones; every ``decode`` begins where ``prepare`` ended, and each of
+its steps feeds the tokens that it is given. ``step_s`` is of the steps after the first ``lead_in``; ``last`` are the
+arg-max tokens of the last step, to see that all engines compute the same model. A peer that cannot do something raises
+`Unsupported`: ``{"unsupported": reason}``. Anything else that it raises is ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+Timed = tuple[list[float], list[int]]
+"""Seconds of the timed steps, and the arg-max tokens of the last one."""
+
+
+class Unsupported(Exception):
+    """This engine does not do that."""
+
+
+class Peer(Protocol):
+    """An engine."""
+
+    def open(self, model: str, threads: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Load ``model``; facts about what was loaded, `name` and `versions` among them."""
+
+    def prepare(self, prompts: list[list[int]], room: int) -> None:
+        """Sequences that hold ``prompts`` and will grow by ``room`` tokens at most."""
+
+    def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
+        """A step for each entry of ``tokens``, from where `prepare` ended."""
+
+    def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
+        """A new sequence for each prompt, each forgotten when the next one begins."""
+
+
+def run(peer: Peer) -> None:
+    """Answer lines until there are no more. What libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(peer, sys.stdin, answers)
+
+
+def serve(peer: Peer, jobs: TextIO, answers: TextIO) -> None:
+    """The same between any two streams."""
+    for line in jobs:
+        answer: dict[str, Any]
+        try:
+            answer = {"ok": _do(peer, json.loads(line))}
+        except Unsupported as reason:
+            answer = {"unsupported": str(reason)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _do(peer: Peer, job: dict[str, Any]) -> dict[str, Any]:
+    match job:
+        case {"do": "open", "model": model, "threads": threads}:
+            return peer.open(model, threads, job.get("options", {}))
+        case {"do": "prepare", "prompts": prompts, "room": room}:
+            peer.prepare(prompts, room)
+            return {}
+        case {"do": "decode", "tokens": tokens, "lead_in": lead_in}:
+            return _timed(peer.decode, tokens, lead_in)
+        case {"do": "prefill", "prompts": prompts, "lead_in": lead_in}:
+            return _timed(peer.prefill, prompts, lead_in)
+    raise ValueError(f"no such job: {job.get('do')!r}")
+
+
+def _timed(run: Callable[[list[list[int]], int], Timed], tokens: list[list[int]], lead_in: int) -> dict[str, Any]:
+    step_s, last = run(tokens, lead_in)
+    return {"step_s": step_s, "last": last}

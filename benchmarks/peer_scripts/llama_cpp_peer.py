@@ -1,0 +1,127 @@
+"""llama.cpp as a peer, by the C interface that llama-cpp-python binds: batches of several sequences in one call.
+
+``options``: ``type`` is ``bf16`` or ``q8_0``. The checkpoint is converted once by `gguf_file`, beside the original.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.peer_scripts.gguf_file import converted
+from benchmarks.peer_scripts.lines import Timed, run
+
+PROMPT_BATCH: Final = 512
+"""Tokens of a prefill call: llama.cpp's own micro batch."""
+
+FIRST: Final = 0
+
+
+class LlamaCpp:
+    """One model; a context for each preparation."""
+
+    def open(self, model: str, threads: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Convert and load."""
+        kind = str(options.get("type", "bf16"))
+        file = converted(Path(model), kind)
+        llama_cpp.llama_backend_init()
+        self._threads = threads
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {file.name}")
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._context: Any = None
+        return {
+            "name": f"llama.cpp {kind} (llama-cpp-python {llama_cpp.__version__})",
+            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "threads": threads,
+            "weight_bytes": file.stat().st_size,
+            "built_with": llama_cpp.llama_print_system_info().decode(),
+        }
+
+    def prepare(self, prompts: list[list[int]], room: int) -> None:
+        """A context with room for the sequences, and their prompts in it."""
+        self._length = len(prompts[0])
+        self._new_context(len(prompts), self._length + room)
+        for sequence, prompt in enumerate(prompts):
+            for start in range(0, self._length, PROMPT_BATCH):
+                part = prompt[start : start + PROMPT_BATCH]
+                self._run([(token, start + index, sequence, False) for index, token in enumerate(part)])
+
+    def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
+        """Roll back and step."""
+        self._forget(self._length)
+        step_s: list[float] = []
+        for index, fed in enumerate(tokens):
+            began = time.perf_counter()
+            position = self._length + index
+            self._run([(token, position, sequence, True) for sequence, token in enumerate(fed)])
+            last = self._chosen(len(fed))
+            if index >= lead_in:
+                step_s.append(time.perf_counter() - began)
+        return step_s, last
+
+    def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
+        """One sequence after the other in one context."""
+        length = len(prompts[0])
+        self._new_context(1, length)
+        step_s: list[float] = []
+        for index, prompt in enumerate(prompts):
+            self._forget(FIRST)
+            began = time.perf_counter()
+            for start in range(0, length, PROMPT_BATCH):
+                part = list(enumerate(prompt[start : start + PROMPT_BATCH], start))
+                self._run([(token, position, 0, position == length - 1) for position, token in part])
+            last = self._chosen(1)
+            if index >= lead_in:
+                step_s.append(time.perf_counter() - began)
+        return step_s, last
+
+    def _new_context(self, sequences: int, tokens: int) -> None:
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+        wanted = llama_cpp.llama_context_default_params()
+        wanted.n_ctx = sequences * (-(-tokens // 256) * 256)  # a multiple of llama.cpp's padding for each sequence
+        wanted.n_batch = wanted.n_ubatch = PROMPT_BATCH
+        wanted.n_seq_max = sequences
+        wanted.n_threads = wanted.n_threads_batch = self._threads
+        self._context = llama_cpp.llama_init_from_model(self._model, wanted)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context for {sequences} sequences of {tokens} tokens")
+
+    def _run(self, entries: list[tuple[int, int, int, bool]]) -> None:
+        """One call: (token, position, sequence, whether its logits are wanted) of each entry."""
+        batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
+        try:
+            batch.n_tokens = len(entries)
+            for index, (token, position, sequence, wanted) in enumerate(entries):
+                batch.token[index] = token
+                batch.pos[index] = position
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = sequence
+                batch.logits[index] = wanted
+            status = llama_cpp.llama_decode(self._context, batch)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode answers {status}")
+
+    def _chosen(self, rows: int) -> list[int]:
+        address = ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float))
+        logits = np.ctypeslib.as_array(address, shape=(rows, self._vocabulary))
+        chosen: list[int] = logits.argmax(-1).tolist()
+        return chosen
+
+    def _forget(self, length: int) -> None:
+        """All sequences, back to ``length``."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_seq_rm(memory, -1, length, -1)
+
+
+if __name__ == "__main__":
+    run(LlamaCpp())

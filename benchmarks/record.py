@@ -1,0 +1,95 @@
+"""What every file of a comparison holds besides its figures, and how it is written: after each part, so that an
+interrupted run keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import environment
+from benchmarks.shapes import tensor_shapes
+from benchmarks.workload import SEED
+
+SCHEMA: Final = 1
+
+
+class Record:
+    """A result in the making; ``values`` is what the file holds."""
+
+    def __init__(self, benchmark: str, settings: dict[str, Any], out: Path) -> None:
+        self._bystanders = environment.Bystanders()
+        self._out = out
+        self.values: dict[str, Any] = {
+            "schema": SCHEMA,
+            "benchmark": benchmark,
+            "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+            "began": _now(),
+            "ended": "",
+            "commit": environment.commit(),
+            "hardware": environment.hardware(),
+            "versions": environment.versions(),
+            "others_cpu": None,
+            "settings": {"seed": SEED, **settings},
+        }
+
+    def save(self, **values: Any) -> None:
+        """Add ``values`` and write the file."""
+        self.values |= values
+        self.values |= {"ended": _now(), "others_cpu": self._bystanders.share()}
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.values, indent=1, ensure_ascii=False)
+        self._out.write_text(text + "\n", encoding="utf-8")
+
+    def tell(self) -> None:
+        """Where it is, and whether the machine was quiet."""
+        print(f"\nsaved {self._out}")
+        others = self.values["others_cpu"]
+        if others is not None and others > environment.QUIET:
+            print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
+
+
+def model_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint with random weights."""
+    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensor_shapes(dict(config)).values()]
+    return {
+        "name": name,
+        "parameters": sum(sizes),
+        "layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        "dtype": "bfloat16",
+    }
+
+
+def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
+    """The table at the end of a section: hardware, versions and the commands that made it."""
+    machine, commit = result["hardware"], result["commit"]
+    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+    others = "unknown" if result["others_cpu"] is None else f"{result['others_cpu']:.1%} of the cores' time"
+    rows = [
+        ("taken", f"{result['began']} to {result['ended']}"),
+        ("commit", f"`{commit['id'][:12]}`{' with uncommitted changes' if commit['dirty'] else ''}"),
+        (
+            "machine",
+            f"{machine['cores']} × {machine['cpu']}, {machine['memory_gib']} GiB, {', '.join(machine['flags'])}",
+        ),
+        ("huge pages", machine["huge_pages"]),
+        ("other processes", others),
+        ("versions", versions),
+        *more,
+        ("file", f"`benchmarks/results/{name}`"),
+    ]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    return f"| | |\n| --- | --- |\n{table}\n\n```sh\n{result['command']}\npython -m benchmarks.report\n```\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

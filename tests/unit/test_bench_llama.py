@@ -1,0 +1,129 @@
+"""The script that drives llama.cpp, against an engine that keeps its rules: positions follow on each other, logits come
+for the rows that were asked for, in their order, and a context holds what it was made for."""
+
+import ctypes
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+VOCABULARY = 32
+
+
+class FakeEngine(ModuleType):
+    """The part of llama_cpp's functions that the script calls. A row's arg-max is (token + position) mod the
+    vocabulary."""
+
+    __version__ = "0"
+
+    def __init__(self):
+        super().__init__("llama_cpp")
+        self.lengths = {}
+        self.freed = 0
+
+    def llama_backend_init(self):
+        pass
+
+    def llama_model_default_params(self):
+        return SimpleNamespace()
+
+    llama_context_default_params = llama_model_default_params
+
+    def llama_model_load_from_file(self, path, params):
+        return path.decode().endswith(".gguf")
+
+    def llama_model_get_vocab(self, model):
+        return model
+
+    def llama_vocab_n_tokens(self, vocab):
+        return VOCABULARY
+
+    def llama_print_system_info(self):
+        return b"AVX"
+
+    def llama_init_from_model(self, model, params):
+        self.params, self.lengths = params, dict.fromkeys(range(params.n_seq_max), 0)
+        return "context"
+
+    def llama_free(self, context):
+        self.freed += 1
+
+    def llama_get_memory(self, context):
+        return "memory"
+
+    def llama_memory_seq_rm(self, memory, sequence, first, last):
+        assert (sequence, last) == (-1, -1)
+        self.lengths = {name: min(length, first) for name, length in self.lengths.items()}
+
+    def llama_batch_init(self, tokens, embedded, sequences):
+        def blank():
+            return [0] * tokens
+
+        return SimpleNamespace(
+            token=blank(), pos=blank(), n_seq_id=blank(), seq_id=[[0] for _ in range(tokens)], logits=blank()
+        )
+
+    def llama_batch_free(self, batch):
+        self.freed += 1
+
+    def llama_decode(self, context, batch):
+        assert batch.n_tokens <= self.params.n_batch
+        rows = []
+        for index in range(batch.n_tokens):
+            [sequence], position = batch.seq_id[index], batch.pos[index]
+            assert position == self.lengths[sequence] < self.params.n_ctx / self.params.n_seq_max
+            self.lengths[sequence] += 1
+            if batch.logits[index]:
+                rows.append((batch.token[index] + position) % VOCABULARY)
+        self.rows = (ctypes.c_float * (len(rows) * VOCABULARY))()
+        for index, largest in enumerate(rows):
+            self.rows[index * VOCABULARY + largest] = 1.0
+        return 0
+
+    def llama_get_logits(self, context):
+        return ctypes.cast(self.rows, ctypes.POINTER(ctypes.c_float))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    engine = FakeEngine()
+    monkeypatch.setitem(sys.modules, "llama_cpp", engine)
+    files = ModuleType("gguf_file")
+    files.converted = lambda folder, kind: folder / f"model.{kind}.gguf"
+    monkeypatch.setitem(sys.modules, "benchmarks.peer_scripts.gguf_file", files)
+    monkeypatch.delitem(sys.modules, "benchmarks.peer_scripts.llama_cpp_peer", raising=False)
+    yield importlib.import_module("benchmarks.peer_scripts.llama_cpp_peer"), engine
+    sys.modules.pop("benchmarks.peer_scripts.llama_cpp_peer", None)
+
+
+@pytest.fixture
+def peer(script, tmp_path):
+    (tmp_path / "model.bf16.gguf").write_bytes(b"weights")
+    found = script[0].LlamaCpp()
+    assert found.open(str(tmp_path), 2, {"type": "bf16"})["weight_bytes"] == 7
+    return found
+
+
+def test_every_round_begins_where_the_prompts_ended(script, peer):
+    peer.prepare([[1, 2, 3], [4, 5, 6]], room=8)
+    for _ in range(2):
+        step_s, last = peer.decode([[1, 2], [3, 4], [5, 6], [7, 8]], lead_in=2)
+        assert len(step_s) == 2
+        assert last == [(7 + 3 + 3) % VOCABULARY, (8 + 3 + 3) % VOCABULARY]
+        assert script[1].lengths == {0: 7, 1: 7}
+
+
+def test_prefill_takes_long_prompts_in_pieces_and_answers_for_the_last_token(script, peer):
+    length = script[0].PROMPT_BATCH + 9
+    step_s, last = peer.prefill([[1] * length, [2] * (length - 1) + [9]], lead_in=1)
+    assert len(step_s) == 1 and last == [(9 + length - 1) % VOCABULARY]
+    assert script[1].lengths == {0: length}
+
+
+def test_a_new_preparation_frees_the_context_before(script, peer):
+    peer.prepare([[1, 2]], room=4)
+    batches = script[1].freed
+    peer.prepare([[1, 2]] * 3, room=4)
+    assert script[1].freed == batches + 1 + 3  # the context, and a batch for each prompt
+    assert script[1].params.n_seq_max == 3

@@ -1,0 +1,121 @@
+"""Peers are driven by lines of JSON: one that fails, ends or cannot be started is named, and never stops the others."""
+
+import asyncio
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.cells import QUICK_CELLS
+from benchmarks.peer_process import PeerFailed, PeerKind, PeerProcess
+from benchmarks.peer_scripts import lines
+from benchmarks.peer_scripts.gguf_names import tensor_name
+from benchmarks.peer_scripts.hf import Transformers
+from benchmarks.shapes import QWEN3_8B, TINY, tensor_shapes, write_checkpoint
+
+
+class Engine:
+    """A peer without a model."""
+
+    def open(self, model, threads, options):
+        return {"name": model, "threads": threads, "options": options}
+
+    def prepare(self, prompts, room):
+        self.prompts = prompts
+
+    def decode(self, tokens, lead_in):
+        return [0.5] * (len(tokens) - lead_in), [len(self.prompts)]
+
+    def prefill(self, prompts, lead_in):
+        raise lines.Unsupported("no prefill")
+
+
+def answers(*jobs):
+    out = io.StringIO()
+    lines.serve(Engine(), io.StringIO("".join(json.dumps(job) + "\n" for job in jobs)), out)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_every_job_has_one_answer():
+    found = answers(
+        {"do": "open", "model": "m", "threads": 2, "options": {"a": 1}},
+        {"do": "prepare", "prompts": [[1], [2]], "room": 4},
+        {"do": "decode", "tokens": [[1, 2]] * 5, "lead_in": 2},
+        {"do": "prefill", "prompts": [[1]], "lead_in": 1},
+        {"do": "dance"},
+        {"do": "decode", "tokens": [[1, 2]] * 3, "lead_in": 2},
+    )
+    assert found[0] == {"ok": {"name": "m", "threads": 2, "options": {"a": 1}}}
+    assert found[1] == {"ok": {}}
+    assert found[2] == {"ok": {"step_s": [0.5] * 3, "last": [2]}}
+    assert found[3] == {"unsupported": "no prefill"}
+    assert "dance" in found[4]["error"]
+    assert found[5]["ok"]["step_s"] == [0.5]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_every_round_of_transformers_begins_where_the_prompts_ended(tmp_path, monkeypatch, cache):
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # of the roll-back nothing is compiled
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # this process is not the peer's
+    peer, cell = Transformers(), QUICK_CELLS[2]
+    with torch.no_grad():
+        peer.open(str(write_checkpoint(tmp_path / "tiny", TINY, "float32")), 1, {"cache": cache})
+        prompts, fed = cell.prompts(512).tolist(), cell.fed(512, 4).tolist()
+        peer.prepare(prompts, 8)
+        step_s, first = peer.decode(fed, 2)
+        assert len(step_s) == 4
+        assert peer.decode(fed, 2)[1] == first
+        whole = torch.tensor([[*prompt, *(each[row] for each in fed)] for row, prompt in enumerate(prompts)])
+        assert peer._model(input_ids=whole).logits[:, -1].argmax(-1).tolist() == first
+
+
+async def test_a_peer_that_ends_is_an_error_with_its_last_words():
+    kind = PeerKind("gone", "no_such_script")
+    with pytest.raises(PeerFailed, match="No module named"):
+        async with PeerProcess.open(kind, "model", 1, 512):
+            raise AssertionError("it was never there")
+
+
+def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path):
+    out = tmp_path / "peers.json"
+    names = [peers.EAGER.name]
+    options = peers.parse(["--quick", "--out", str(out), "--python", str(tmp_path / "python"), "--peers", *names])
+    asyncio.run(peers.run(options, options.python, {"a==1": "no compiler"}))
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert "No such file" in result["left_out"][names[0]]
+    assert result["cells"] == [] and result["not_installed"] == {"a==1": "no compiler"}
+
+
+def test_a_requirement_that_does_not_install_costs_its_peer_only(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, **_):
+        asked.append(command)
+        broken = any(part.startswith("llama-cpp-python") for part in command)
+        return SimpleNamespace(returncode=int(broken), stderr="building\nno compiler\n" if broken else "")
+
+    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path / "peers")
+    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(run=run))
+    python, failed = peers.install()
+    assert asked[0][1:3] == ["-m", "venv"] and python == tmp_path / "peers" / "bin" / "python"
+    [(requirement, reason)] = failed.items()
+    assert requirement.startswith("llama-cpp-python==") and reason == "no compiler"
+    installed = [part for command in asked[1:] for part in command if "==" in part]
+    assert len(installed) > 4 and all("==" in each for each in installed)
+
+
+@pytest.mark.parametrize("config", [TINY, QWEN3_8B], ids=["tied", "untied"])
+def test_every_tensor_has_a_name_of_its_own_in_gguf(config):
+    names = [tensor_name(name) for name in tensor_shapes(config)]
+    assert len(set(names)) == len(names)
+    assert {"token_embd.weight", "output_norm.weight", "blk.0.attn_output.weight", "blk.1.ffn_down.weight"} <= {*names}
+    assert ("output.weight" in names) is not config["tie_word_embeddings"]
+
+
+def test_every_peer_has_its_script():
+    folder = peers.environment.ROOT / "benchmarks" / "peer_scripts"
+    assert {each.script for each in peers.PEERS} <= {file.stem for file in folder.glob("*.py")}

@@ -1,0 +1,177 @@
+"""`python -m benchmarks.suite --quick` runs: our two sides, a real peer, the other parts, the file and its page."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import report, starting, suite_report, targets
+from benchmarks.bookkeeping import Size, slope
+from benchmarks.cells import CELLS, DECODE, PREFILL, QUICK_CELLS, Cell
+from benchmarks.contest import Plan, contest
+from benchmarks.environment import ROOT
+from benchmarks.limits import roof
+from benchmarks.ours import Unsupported, settings
+from benchmarks.peer_process import EAGER
+from benchmarks.peers import PEERS
+from benchmarks.plot import Bar, Panel, svg
+from benchmarks.profile import Column, rows
+from benchmarks.profile_stages import Profile, medians
+from benchmarks.shapes import QWEN3_0_6B
+from benchmarks.sides import Round
+from benchmarks.suite import INSIDE, REFERENCE
+from benchmarks.suite_tables import NOT_YET, cell_rows, part_rows
+
+LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    out = tmp_path_factory.mktemp("suite") / "suite.json"
+    command = [sys.executable, "-m", "benchmarks.suite", "--quick", "--out", str(out)]
+    command += ["--only", "cells", "mixed", "bookkeeping"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(out) in done.stdout
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_a_quick_run_plays_every_cell_on_every_side(quick):
+    assert [cell["cell"] for cell in quick["cells"]] == [cell.name for cell in QUICK_CELLS]
+    for cell in quick["cells"]:
+        assert set(cell["sides"]) == {REFERENCE, INSIDE, EAGER.name}
+        assert set(cell["ratios"]) == {INSIDE, EAGER.name}
+        assert all(len(each["pairs"]) == 2 for each in cell["ratios"].values())
+        assert cell["roof"]["tokens_per_s"] > 0
+        assert cell["sides"][INSIDE]["same_tokens"] == cell["sides"][REFERENCE]["same_tokens"]
+        same, of = cell["sides"][EAGER.name]["same_tokens"]
+        assert of == 2 * cell["batch"]
+        assert same > of / 2, "another engine with the same weights computes another model"
+    assert quick["sides"][EAGER.name]["threads"] == quick["settings"]["threads"]
+
+
+def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
+    assert quick["mixed"]["p99_ms"] >= quick["mixed"]["p50_ms"] > 0 and quick["mixed"]["chunks"] > 0
+    assert quick["bookkeeping"][0]["all_us"] > 0 and "admit" in str(quick["bookkeeping"][0]["stages_us"])
+    page = report.document([("suite-2cpu.json", quick)])
+    for row in cell_rows(quick["cells"]):
+        assert "| " + " | ".join(row) + " |" in page
+
+
+class Scripted:
+    """A side whose steps take what the script says; it notes when its turns come."""
+
+    def __init__(self, name, step_s, turns, refuses=False):
+        self.facts = {"name": name, "threads": 1}
+        self._name, self._step_s, self._turns, self._refuses = name, step_s, turns, refuses
+
+    async def prepare(self, cell):
+        if self._refuses:
+            raise Unsupported("it cannot")
+
+    async def round(self, cell, number, steps):
+        self._turns.append((number, self._name))
+        return Round(step_s=[self._step_s] * steps, tokens=[1, 2])
+
+
+async def test_sides_alternate_and_ratios_are_of_pairs():
+    turns = []
+    players = {"peer": Scripted("peer", 0.02, turns), "ours": Scripted("ours", 0.01, turns)}
+    found = await contest(Cell(DECODE, 2, 8, most=5), players, "ours", Plan(rounds=3, round_s=0.05))
+    assert [name for number, name in turns if number > 1][:6] == ["peer", "ours"] * 3
+    assert found["ratios"] == {"peer": {"pairs": [2.0] * 3, "median": 2.0, "low": 2.0, "high": 2.0}}
+    assert found["sides"]["ours"]["tokens_per_s"] == 200.0
+    assert found["sides"]["peer"]["same_tokens"] == [6, 6]
+    assert found["steps"] == 5
+
+
+async def test_a_side_that_cannot_play_says_why_and_the_others_go_on():
+    players = {"ours": Scripted("ours", 0.01, []), "peer": Scripted("peer", 0.01, [], refuses=True)}
+    found = await contest(QUICK_CELLS[1], players, "ours", Plan(1, 0.01))
+    assert set(found["sides"]) == {"ours"} and found["absent"] == {"peer": "it cannot"}
+    assert any("none: it cannot" in row for row in cell_rows([found]))
+    with pytest.raises(Unsupported):
+        await contest(QUICK_CELLS[1], players, "peer", Plan(1, 0.01))
+
+
+def test_the_limit_of_a_decode_is_reading_the_weights_and_of_a_prefill_the_products():
+    decode = roof(Cell(DECODE, 1, 512), QWEN3_0_6B, LIMITS)
+    assert decode["bound_by"] == "memory"
+    assert decode["step_gb"] == pytest.approx(1.192 + 0.0587, abs=1e-3)  # 596 million weights, 512 tokens of K and V
+    assert decode["tokens_per_s"] == pytest.approx(30 / decode["step_gb"], rel=1e-3)
+    prefill = roof(Cell(PREFILL, 1, 512), QWEN3_0_6B, LIMITS)
+    assert prefill["bound_by"] == "matrix products"
+    assert 2000 < prefill["tokens_per_s"] < 2.0e12 / (2 * 440e6)
+
+
+def test_no_prompt_is_prefilled_twice_and_every_side_draws_the_same_tokens():
+    cell = CELLS[0]
+    first, second = cell.fresh(1000, 1, 3), cell.fresh(1000, 2, 3)
+    assert len({tuple(prompt) for prompt in (*first.tolist(), *second.tolist())}) == 8
+    assert (first == replace(cell).fresh(1000, 1, 3)).all()
+    assert CELLS[3].fed(1000, 8).shape == (10, 32) and CELLS[3].prompts(1000).max() < 1000
+
+
+def test_both_sides_of_ours_have_blocks_for_the_largest_cell():
+    found = settings(CELLS, 2)
+    assert found["kv_blocks"] * found["block_size"] > 32 * (256 + 2 + 48) + 512
+
+
+async def test_loading_is_what_a_start_takes_beyond_one_without_weights(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 5000)
+    took = iter([9.0, 2.0, 7.0, 2.5, 8.0, 3.0])
+
+    async def start(model, flags):
+        return next(took)
+
+    monkeypatch.setattr(starting, "_start", start)
+    found = await starting.starting(tmp_path, {}, 3)
+    assert (found["ready_s"], found["without_weights_s"], found["loading_s"]) == (8.0, 2.5, 5.5)
+    assert (found["weight_bytes"], found["starts_s"]) == (5000, [9.0, 7.0, 8.0])
+    assert any("plain read" in row[2] for row in part_rows({"start": found}))
+
+
+def test_bookkeeping_is_the_slope_between_one_sequence_and_many():
+    one = Profile({"server: admit": 50.0, "model thread: forward": 200.0, "wire: answer": 90.0}, {}, 340.0, (b"", b""))
+    many = replace(one, stages={"server: admit": 120.0, "model thread: commit": 14.0, "model thread: forward": 900.0})
+    found = slope(Size(8, 16, 8), one, many)
+    assert (found["one_us"], found["all_us"], found["per_sequence_us"]) == (50.0, 134.0, 12.0)
+    assert found["stages_us"] == {"server: admit": 10.0, "model thread: commit": 2.0}
+
+
+def test_the_profile_is_one_table_of_all_cases():
+    found = medians([{"a: x": 1.0, "b: y": 3.0}, {"a: x": 3.0, "b: y": 5.0}, {"a: x": 2.0, "b: y": 4.0}])
+    assert found == {"a: x": 2.0, "b: y": 4.0}
+    cases = [Column(name, Profile(found, {"attention": 1.0}, 6.0, (b"", b"")), 3.0) for name in ("one", "two")]
+    table = rows(cases)
+    assert all(len(line) == 3 for line in table)
+    assert ("b: y", "4.00 (66.7%)", "4.00 (66.7%)") in table
+    assert ("whole step, in echoes", "2.00", "2.00") in table
+
+
+def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
+    picture = svg([Panel("tokens & more", [Bar("ours <", 20.0, "20", "ours"), Bar("limit", 40.0, "40", "limit")])])
+    tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
+    widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    assert widths[1] == 2 * widths[0]
+
+
+def test_what_was_not_measured_says_so():
+    table = targets.rows({})
+    assert len(table) == len(targets.TARGETS) and all(row[1] == NOT_YET for row in table)
+    page = suite_report.glance({})
+    assert page.count(NOT_YET) == len(CELLS) * (3 + len(PEERS)) and "left out" in page
+
+
+def test_a_target_is_reached_or_not_by_the_newest_file():
+    def result(rate, ended):
+        sides = {REFERENCE: {"tokens_per_s": rate}}
+        cells = [{"cell": CELLS[1].name, "reference": REFERENCE, "sides": sides}]
+        return {"benchmark": "suite", "ended": ended, "cells": cells}
+
+    found = targets.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
+    row = next(row for row in targets.rows(found) if CELLS[1].name in row[0])
+    assert row[1:] == ("20.0 tok/s", "≥ 14.5 tok/s", "yes", "≥ 22 tok/s", "`new.json`")
