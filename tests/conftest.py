@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from tests.quiet_logs import quiet_logs
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():  # CUDA kernels run in Triton's interpreter; read when something first imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,12 @@ because an operator who finds the slow path in use wants to know the reason and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention import triton_probe
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
@@ -38,7 +39,10 @@ class AttentionBackend(Protocol):
 
 Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]
 
-AUTO = "auto"
+AUTO: Final = "auto"
+NATIVE: Final = NativePagedAttention.name
+TORCH: Final = TorchPagedAttention.name
+TRITON: Final = "triton"
 
 
 def select_backend(
@@ -46,20 +50,30 @@ def select_backend(
 ) -> tuple[str, str, Factory]:
     """``(name, reason, factory)`` of the backend for ``device``, these layers and a cache of ``dtype``.
 
-    ``requested`` is ``auto`` or a backend's name. Raises InvalidRequest where that name does not exist, or its backend
-    cannot be used here.
+    ``requested`` is ``auto`` (Triton on CUDA, the native kernel on a CPU, torch where that fails) or a backend's name.
+    Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
     """
-    names = (AUTO, NativePagedAttention.name, TorchPagedAttention.name)
+    names = (AUTO, NATIVE, TRITON, TORCH)
     if requested not in names:
         raise InvalidRequest(
             f"unknown attention backend {requested!r}; there are: {', '.join(names)}", field="attention_backend"
         )
-    if requested == TorchPagedAttention.name:
-        return TorchPagedAttention.name, "requested", TorchPagedAttention
-    obstacle, isa = probe(specs, device, dtype)
-    if obstacle is None:
-        return NativePagedAttention.name, f"K and V are read in place with {isa}", NativePagedAttention
-    if requested == NativePagedAttention.name:
+    if requested == TORCH:
+        return TORCH, "requested", TorchPagedAttention
+    fast = requested if requested != AUTO else TRITON if device.type == "cuda" else NATIVE
+    factory: Factory | None
+    if fast == TRITON:
+        obstacle, factory = triton_probe.probe(device, specs, dtype), None
+        reason = "one kernel for every span, K and V read in place"
+        if obstacle is None:
+            from ferrum_rpc.attention.triton_paged import TritonPagedAttention  # triton may not be there
+
+            factory = TritonPagedAttention
+    else:
+        obstacle, isa = probe(specs, device, dtype)
+        reason, factory = f"K and V are read in place with {isa}", NativePagedAttention
+    if obstacle is None and factory is not None:
+        return fast, reason, factory
+    if requested == fast:
         raise InvalidRequest(f"attention backend {requested!r} is not available: {obstacle}", field="attention_backend")
-    reason = f"exact block gather and SDPA on {device.type}; the native kernel: {obstacle}"
-    return TorchPagedAttention.name, reason, TorchPagedAttention
+    return TORCH, f"exact block gather and SDPA on {device.type}; {fast}: {obstacle}", TorchPagedAttention

@@ -171,6 +171,14 @@ def test_the_choice_of_a_backend_has_a_reason():
     assert refused.value.field == "attention_backend"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here triton's kernels run")
+def test_triton_is_not_for_a_cpu_unless_it_is_interpreted(monkeypatch):
+    spec = AttentionSpec(2, 1, 16, 0.3)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InvalidRequest, match="'triton' is not available"):
+        select_backend(CPU, [spec], torch.float32, "triton")
+
+
 @pytest.mark.parametrize(
     ("spec", "dtype", "why"),
     [

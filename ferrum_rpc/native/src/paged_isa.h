@@ -33,15 +33,6 @@ INLINE FV ISA(sum_each)(FV *sums)
     return sums[0];
 }
 
-INLINE float ISA(largest)(FV x)
-{
-    float most = x[0];
-#pragma GCC unroll 16
-    for (int lane = 1; lane < LANES; lane++)
-        most = x[lane] > most ? x[lane] : most;
-    return most;
-}
-
 /* Scores of `rows` (1 or 2) query rows against `count` slots, unscaled; lanes beyond are 0. Each element of K is read
  * and widened once for all rows. */
 INLINE void ISA(scores)(const float *query, int rows, const char *key, size_t slot_bytes, int count, int dim, int wide,

@@ -69,11 +69,45 @@ INLINE FV ISA(exp)(FV x)
     return (FV)(large & ((IV)y + (((IV)shifted - (IV)magic) << 23)));
 }
 
+/* The lanes of x, each with the one `by` lanes further on. A macro: the pattern must be a constant. */
+#undef TURNED
+#if LANES == 16
+#define TURNED(x, by)                                                                                                  \
+    __builtin_shuffle(x, (IV){by & 15, (by + 1) & 15, (by + 2) & 15, (by + 3) & 15, (by + 4) & 15, (by + 5) & 15,      \
+                              (by + 6) & 15, (by + 7) & 15, (by + 8) & 15, (by + 9) & 15, (by + 10) & 15,              \
+                              (by + 11) & 15, (by + 12) & 15, (by + 13) & 15, (by + 14) & 15, (by + 15) & 15})
+#elif LANES == 8
+#define TURNED(x, by)                                                                                                  \
+    __builtin_shuffle(x, (IV){by & 7, (by + 1) & 7, (by + 2) & 7, (by + 3) & 7, (by + 4) & 7, (by + 5) & 7,            \
+                              (by + 6) & 7, (by + 7) & 7})
+#else
+#define TURNED(x, by) __builtin_shuffle(x, (IV){by & 3, (by + 1) & 3, (by + 2) & 3, (by + 3) & 3})
+#endif
+
 INLINE float ISA(total)(FV x)
 {
-    float sum = 0;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        sum += x[lane];
-    return sum;
+#if LANES == 16
+    x += TURNED(x, 8);
+#endif
+#if LANES >= 8
+    x += TURNED(x, 4);
+#endif
+    x += TURNED(x, 2);
+    x += TURNED(x, 1);
+    return x[0];
+}
+
+INLINE FV ISA(larger)(FV x, FV y) { return ISA(where)(x > y, x, y); }
+
+INLINE float ISA(largest)(FV x)
+{
+#if LANES == 16
+    x = ISA(larger)(x, TURNED(x, 8));
+#endif
+#if LANES >= 8
+    x = ISA(larger)(x, TURNED(x, 4));
+#endif
+    x = ISA(larger)(x, TURNED(x, 2));
+    x = ISA(larger)(x, TURNED(x, 1));
+    return x[0];
 }

@@ -1,0 +1,192 @@
+"""The two kernels of the CUDA attention path. What they are given is decided in `triton_plan`, in integers on the host.
+
+The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): a program keeps a tile of query rows and walks over
+the keys once with an online softmax, in float32 and in powers of two. Three things differ, because this is a server:
+
+- K and V are read where the store keeps them (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). A tile of keys is
+  decoupled from the block size: every key finds its own block in the table, so that any block size runs at full width.
+- The query heads that share a KV head are rows of the same tile, so that K and V are read once per KV head. Rows are
+  counted through ``token * group + head``: tiles need not end where a token ends, and any group size fits.
+- A tile's keys may be split over several programs where too few would run (Flash-Decoding, Dao et al. 2023). Those
+  leave unnormalised sums and their statistics; `merge_kernel` adds them up.
+
+Everything that changes from step to step is read from device memory, so that a CUDA graph can replay the same launch. A
+program whose work item has no rows ends at once: that is how a fixed grid has room.
+
+Triton reads this file's functions as source: names in capitals are compile-time constants.
+"""
+
+# triton has no types, and its language is not Python's: a `for` here becomes a loop on the device
+# mypy: disable-error-code="untyped-decorator"
+# a kernel has as many arguments as it has, and is one function: a call is not a unit of its language
+# ruff: noqa: PLR0915, PLR0917
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_kernel(
+    query: tl.tensor,  # [T, heads, HEAD_DIM], strides query_token, query_head, 1
+    keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], strides kv_block, kv_slot, kv_head, 1
+    values: tl.tensor,  # as keys
+    output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
+    sums: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, HEAD_DIM]: where split items leave their sums
+    stats: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, 2]: their maximum (of base-2 exponents) and denominator
+    items: tl.tensor,  # int32 [items, 8]: see triton_plan
+    tables: tl.tensor,  # int32: block ids of all spans
+    factor: tl.tensor,  # what a dot product is multiplied with; see triton_paged
+    cap: tl.tensor,  # the soft cap times log2(e)
+    query_token: tl.tensor,
+    query_head: tl.tensor,
+    kv_block: tl.tensor,
+    kv_slot: tl.tensor,
+    kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens that a query sees; 0: all
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One program per work item and KV head: the item's rows against its keys."""
+    # The KV head runs fastest: programs that start together read neighbouring parts of the same slots.
+    program = tl.program_id(0)
+    head = program % KV_HEADS
+    item = items + program // KV_HEADS * 8
+    rows = tl.load(item + 2)
+    if rows == 0:
+        return
+    token = tl.load(item)
+    first_row = tl.load(item + 1)
+    start = tl.load(item + 3)
+    low = tl.load(item + 4)
+    high = tl.load(item + 5)
+    table = tables + tl.load(item + 6)
+    part = tl.load(item + 7)
+
+    # Rows behind the item's last one repeat it: no lane computes with what nobody owns.
+    index = tl.arange(0, ROWS)
+    row = first_row + tl.minimum(index, rows - 1)
+    position = start + row // GROUP
+    place = (token + row // GROUP).to(tl.int64)
+    query_head_of_row = head * GROUP + row % GROUP
+    dim = tl.arange(0, PADDED_DIM)
+    in_dim = dim < HEAD_DIM
+    query_at = place * query_token + query_head_of_row * query_head
+    q = tl.load(query + query_at[:, None] + dim[None, :], mask=in_dim[None, :], other=0.0)
+
+    # Keys that every row sees need no mask: those between `inner` and `outer`.
+    first_position = start + first_row // GROUP
+    outer = low + tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // KEYS * KEYS
+    inner = low
+    if WINDOW > 0:
+        last_position = start + (first_row + rows - 1) // GROUP
+        unseen = tl.maximum(last_position - WINDOW + 1 - low, 0)
+        inner = tl.minimum(low + (unseen + KEYS - 1) // KEYS * KEYS, outer)
+
+    keys += head * kv_head
+    values += head * kv_head
+    total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    for phase in tl.static_range(3):
+        begin = low
+        end = inner
+        if phase == 1:
+            begin = inner
+            end = outer
+        if phase == 2:
+            begin = outer
+            end = high
+        if WINDOW > 0 or phase > 0:
+            for key in tl.range(begin, end, KEYS):
+                n = key + tl.arange(0, KEYS)
+                if phase == 1:
+                    block = tl.load(table + n // BLOCK_SIZE)
+                    held = in_dim[None, :]
+                else:  # slots beyond the last key may hold anything: they are not read
+                    block = tl.load(table + n // BLOCK_SIZE, mask=n < high, other=0)
+                    held = (n < high)[:, None] & in_dim[None, :]
+                at = block.to(tl.int64) * kv_block + n % BLOCK_SIZE * kv_slot
+                k = tl.load(keys + at[:, None] + dim[None, :], mask=held, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+                if HAS_CAP:  # cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)), right at both infinities
+                    scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+                if phase != 1:  # only a tile's last part may end within a step of keys: at its last row's position
+                    seen = n[None, :] <= position[:, None]
+                    if WINDOW > 0:
+                        seen = seen & (n[None, :] > position[:, None] - WINDOW)
+                    scores = tl.where(seen, scores, float("-inf"))
+                highest = tl.maximum(maximum, tl.max(scores, 1))
+                # a row that has seen no key yet has no maximum: -inf - -inf would be NaN
+                base = tl.where(highest == float("-inf"), 0.0, highest)
+                weights = tl.exp2(scores - base[:, None])
+                decay = tl.exp2(maximum - base)
+                denominator = denominator * decay + tl.sum(weights, 1)
+                v = tl.load(values + at[:, None] + dim[None, :], mask=held, other=0.0)
+                total = tl.dot(weights.to(v.dtype), v, total * decay[:, None], input_precision=PRECISION)
+                maximum = highest
+
+    stored = (index < rows)[:, None] & in_dim[None, :]
+    if part < 0:
+        output_at = (place * (KV_HEADS * GROUP) + query_head_of_row) * HEAD_DIM
+        result = (total / denominator[:, None]).to(output.dtype.element_ty)
+        tl.store(output + output_at[:, None] + dim[None, :], result, mask=stored)
+    else:
+        slot = (part.to(tl.int64) * KV_HEADS + head) * ROWS + index
+        tl.store(sums + slot[:, None] * HEAD_DIM + dim[None, :], total, mask=stored)
+        tl.store(stats + slot * 2, maximum, mask=index < rows)
+        tl.store(stats + slot * 2 + 1, denominator, mask=index < rows)
+
+
+@triton.jit
+def merge_kernel(
+    output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
+    sums: tl.tensor,  # as in attend_kernel
+    stats: tl.tensor,
+    merges: tl.tensor,  # int32 [merges, 8]: see triton_plan
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """One program per row of a split tile: its parts' sums, brought to one maximum, over their denominators."""
+    program = tl.program_id(0)
+    index = program % ROWS
+    head = program // ROWS % KV_HEADS
+    merge = merges + program // (ROWS * KV_HEADS) * 8
+    rows = tl.load(merge + 2)
+    if index >= rows:
+        return
+    row = tl.load(merge + 1) + index
+    first = tl.load(merge + 3)
+    count = tl.load(merge + 4)
+    dim = tl.arange(0, PADDED_DIM)
+    in_dim = dim < HEAD_DIM
+    total = tl.zeros([PADDED_DIM], tl.float32)
+    denominator = 0.0
+    maximum = float("-inf")
+    for step in tl.range(0, count, PARTS):
+        part = step + tl.arange(0, PARTS)
+        slot = ((first + part).to(tl.int64) * KV_HEADS + head) * ROWS + index
+        maxima = tl.load(stats + slot * 2, mask=part < count, other=float("-inf"))
+        shares = tl.load(stats + slot * 2 + 1, mask=part < count, other=0.0)
+        highest = tl.maximum(maximum, tl.max(maxima, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(maxima - base)
+        decay = tl.exp2(maximum - base)
+        held = (part < count)[:, None] & in_dim[None, :]
+        partial = tl.load(sums + slot[:, None] * HEAD_DIM + dim[None, :], mask=held, other=0.0)
+        total = total * decay + tl.sum(partial * weights[:, None], 0)
+        denominator = denominator * decay + tl.sum(shares * weights, 0)
+        maximum = highest
+    place = (tl.load(merge) + row // GROUP).to(tl.int64)
+    at = (place * (KV_HEADS * GROUP) + head * GROUP + row % GROUP) * HEAD_DIM
+    tl.store(output + at + dim, (total / denominator).to(output.dtype.element_ty), mask=in_dim)

@@ -1,0 +1,165 @@
+"""How a step is cut into work items of the CUDA kernels: integers on the host, no tensor and no triton.
+
+A span's query rows (``token * group + head``, per KV head) are cut into *tiles*. A tile's keys are one *part* where
+enough programs run anyway, else several, so that every multiprocessor has work: one long sequence, a batch of few. How
+many is decided from the lengths and the number of programs that the device runs at once. Spans of few rows (decode) and
+of many (prefill) take different tile shapes, hence two lists of items, each one launch.
+
+The split depends on the whole step, so that a row's last bits may depend on its neighbours. What a split costs and how
+much it can add is bounded, whatever the lengths: `Limits` says by what, and that sizes the buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+
+Int32s = npt.NDArray[np.int32]
+
+FIELDS = 8
+"""Integers of a record, padded to 32 bytes: one memory transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A launch's shape: query ``rows`` and ``keys`` of a program, its ``warps`` and pipeline ``stages``, and the least
+    ``part`` of keys that is worth a program of its own."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What planning needs of a layer: query heads per KV head, and the last ``window`` tokens seen (None: all)."""
+
+    group: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``wanted``: items that fill the device (programs that run at once, over the KV heads).
+
+    Rounding gives a tile of x times the mean share floor(x + 1/2) parts; it is split from x = 3/2 on, and the x add up
+    to ``wanted`` at most. So split tiles number at most 2/3 of it, and their parts 4/3."""
+
+    wanted: int
+
+    @property
+    def parts(self) -> int:
+        """Most parts that the split tiles of a launch have together."""
+        return 4 * self.wanted // 3 + 1
+
+    @property
+    def merges(self) -> int:
+        """Most tiles of a launch that are split."""
+        return 2 * self.wanted // 3 + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One launch's records, int32.
+
+    items   [n, 8]: packed row of the span's first token; first row in the span; rows (0: nothing to do); tokens cached
+            before the span; first key; key after the last; offset of the span's table; part, or -1 where the tile is
+            not split. Longest first, so that the last programs to end are short ones.
+    merges  [m, 8]: packed row of the span's first token; first row; rows; first part; parts; three unused
+    """
+
+    items: Int32s
+    merges: Int32s
+
+
+def cut(geometry: BatchGeometry, spans: npt.NDArray[np.int64], sight: Sight, tile: Tile, limits: Limits) -> Launch:
+    """The work of ``spans`` (indices) in tiles of ``tile``. Offsets of tables count in `flat_tables`."""
+    counts, starts = np.diff(geometry.query_start).astype(np.int64), geometry.starts.astype(np.int64)
+    blocks = _table_sizes(geometry)
+    offsets = np.cumsum(blocks) - blocks
+    per_span = -(-counts[spans] * sight.group // tile.rows)
+    span = np.repeat(spans, per_span)
+    first = (np.arange(len(span)) - np.repeat(np.cumsum(per_span) - per_span, per_span)) * tile.rows
+    rows = np.minimum(tile.rows, counts[span] * sight.group - first)
+    high = starts[span] + (first + rows - 1) // sight.group + 1
+    low = np.zeros_like(high)
+    if sight.window is not None:
+        low = np.maximum(0, starts[span] + first // sight.group - sight.window + 1)
+
+    share = max(float(tile.part), float((high - low).sum()) / limits.wanted)
+    parts = np.maximum(1, ((high - low) / share + 0.5).astype(np.int64))
+    length = -(-(high - low) // (parts * tile.keys)) * tile.keys  # whole tiles of keys, hence never more parts
+    parts = -(-(high - low) // length)
+
+    split = parts > 1
+    first_part = np.cumsum(np.where(split, parts, 0)) - parts
+    whole = np.arange(len(span))
+    owner = np.repeat(whole, parts)
+    piece = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin = low[owner] + piece * length[owner]
+    end = np.minimum(high[owner], begin + length[owner])
+    part = np.where(split[owner], first_part[owner] + piece, -1)
+    token = geometry.query_start[:-1].astype(np.int64)[span]
+    items = np.stack(
+        [token[owner], first[owner], rows[owner], starts[span][owner], begin, end, offsets[span][owner], part], axis=1
+    )
+    items = items[np.argsort(begin - end, kind="stable")]
+    merges = np.zeros((int(split.sum()), FIELDS), dtype=np.int64)
+    merges[:, :5] = np.stack([token, first, rows, first_part, parts], axis=1)[split]
+    return Launch(items.astype(np.int32), merges.astype(np.int32))
+
+
+def flat_tables(geometry: BatchGeometry) -> Int32s:
+    """All spans' block ids, one after the other: of each as many as its length needs."""
+    sizes = _table_sizes(geometry).tolist()
+    tables = [table[:size] for table, size in zip(geometry.tables, sizes, strict=True)]
+    return np.concatenate(tables, dtype=np.int32) if tables else np.zeros(0, dtype=np.int32)
+
+
+def _table_sizes(geometry: BatchGeometry) -> npt.NDArray[np.int64]:
+    return -(-geometry.lengths.astype(np.int64) // geometry.block_size)
+
+
+def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[Tile, Tile]:
+    """``(small, large)`` for spans of few rows and of many, such that a program's shared memory is within
+    ``shared_bytes``.
+
+    16 rows are the least that the matrix units take: enough for a decoded token's group. 128 rows do 128 floating-point
+    operations per byte of K and V in 16 bits, about what the memory can feed. Where a row of K is longer, registers are
+    the limit (`tools/gpu_compile.py` shows them). Block ids must be there before keys can be asked for, so that Triton
+    needs two stages for each tile of keys under way: five for decode, which lives on bytes in flight.
+    """
+    row_bytes = padded_dim(head_dim) * itemsize
+    if itemsize > 2:  # float32 takes three products in TensorFloat-32, and three times the registers
+        keys = 32 if row_bytes <= 512 else 16
+        shapes = (Tile(16, keys, warps=4, stages=3, part=128), Tile(32, keys, warps=4, stages=3, part=512))
+    else:
+        keys = 64 if row_bytes <= 256 else 32
+        shapes = (Tile(16, keys, warps=4, stages=5, part=128), Tile(128, keys, warps=8, stages=3, part=512))
+    return _fit(shapes[0], row_bytes, shared_bytes), _fit(shapes[1], row_bytes, shared_bytes)
+
+
+def padded_dim(head_dim: int) -> int:
+    """The width of a row in the kernels: a power of two, and no less than a matrix unit takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _fit(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
+    """``tile``, with fewer stages or keys where queries, weights and the K and V under way would not fit. Generous by
+    one tile of K and V, which asynchronous matrix products and TensorFloat-32 take."""
+    while True:
+        under_way = 2 * ((tile.stages - 1) // 2 + 1) * tile.keys * row_bytes
+        if tile.rows * (row_bytes + 4 * tile.keys) + under_way <= shared_bytes:
+            return tile
+        if tile.stages > 3:
+            tile = replace(tile, stages=3)
+        elif tile.keys > 16:
+            tile = replace(tile, keys=tile.keys // 2)
+        else:
+            return tile

@@ -1,0 +1,90 @@
+"""Whether the CUDA kernels can be used here, and if not, why: the sentence that an operator reads in the log.
+
+The last question is put to the kernels themselves. A driver, a compiler and a GPU that were never tested together may
+well compute something else, and a wrong answer is worse than a slow one.
+
+This file can be imported where triton cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.core import AttentionSpec
+
+LEAST_CAPABILITY = (8, 0)
+"""The first with bfloat16 and asynchronous copies to shared memory."""
+
+WIDEST_HEAD = 256
+"""Wider heads do not fit a program's registers."""
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest difference from float32 arithmetic, for values of unit variance: some units in the last place."""
+
+SPANS = ((0, 5), (41, 1), (0, 1), (15, 20), (300, 1), (7, 70))
+"""``(tokens cached, tokens)``: chunks and single tokens, across blocks and tiles, one long enough to be split."""
+
+BLOCK_SIZE = 16
+
+
+def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
+    """Why layers of ``specs`` with K and V in ``dtype`` on ``device`` cannot use the kernels; None where they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if reason := _device_reason(device):
+        return reason
+    if dtype not in TOLERANCE:
+        return f"the kernels do not know {dtype}"
+    for spec in dict.fromkeys(specs):
+        if spec.head_dim > WIDEST_HEAD:
+            return f"heads of {spec.head_dim} are wider than {WIDEST_HEAD}"
+        try:
+            error = _error(device, spec, dtype)
+        except Exception as failure:  # whatever a compiler or a driver may raise: the other path runs without them
+            first_line = str(failure).partition("\n")[0]
+            return f"a small step failed: {type(failure).__name__}: {first_line}"
+        if not error <= TOLERANCE[dtype]:  # so that NaN fails too
+            return f"a small step differs from float32 arithmetic by {error:.1e}, more than {TOLERANCE[dtype]:.0e}"
+    return None
+
+
+def _device_reason(device: torch.device) -> str | None:
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the kernels are for CUDA, not for {'ROCm' if device.type == 'cuda' else device.type}"
+    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        return (
+            f"compute capability {capability[0]}.{capability[1]} is below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
+        )
+    return None
+
+
+def _error(device: torch.device, spec: AttentionSpec, dtype: torch.dtype) -> float:
+    """Largest difference between the kernels on ``device`` and the torch path in float32 on the CPU."""
+    from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+
+    if spec.window is not None:
+        spec = replace(spec, window=min(spec.window, 24))  # so that the steps here are longer than the window
+    sizes = [-(-(start + count) // BLOCK_SIZE) for start, count in SPANS]
+    blocks = np.random.default_rng(0).permutation(sum(sizes)).astype(np.int32) + 1
+    tables = np.split(blocks, np.cumsum(sizes)[:-1])
+    geometry = BatchGeometry.build(BLOCK_SIZE, [start for start, _ in SPANS], [count for _, count in SPANS], [*tables])
+    generator = torch.Generator().manual_seed(0)
+    shape = (sum(sizes) + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), generator=generator).to(dtype)
+    exact = TorchPagedAttention([spec], [keys.float()], [values.float()])
+    expected = exact.attend(0, query.float(), exact.plan(geometry))
+    kernels = TritonPagedAttention([spec], [keys.to(device)], [values.to(device)])
+    found = kernels.attend(0, query.to(device), kernels.plan(geometry))
+    return float((found.cpu().float() - expected).abs().max())

@@ -1,0 +1,251 @@
+"""The paged attention kernels against attention written out in float64, over every kind of span, layer and split.
+
+Here and in `tools/gpu_cases.py` every slot that no sequence owns holds NaN: one read too many shows in the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from ferrum_rpc.attention import triton_paged
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.attention.triton_plan import Tile
+from ferrum_rpc.core import AttentionSpec
+from tools.gpu_cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
+
+SMALL = AttentionSpec(4, 2, 16, 0.25)
+FINE = (Tile(16, 16, 4, 3, 16), Tile(32, 16, 4, 3, 32))
+"""Small tiles, so that short sequences have many and are split often."""
+
+TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[Tile, Tile] | None = None):
+    return TritonPagedAttention([step.spec], [step.keys], [step.values], processors=processors, tiles=tiles)
+
+
+def attend(step: PagedStep, backend=None) -> torch.Tensor:
+    backend = kernels(step) if backend is None else backend
+    return backend.attend(0, step.query, backend.plan(step.geometry))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_kind_of_layer(device, name):
+    step = paged_step(SPECS[name], MIX[1:8], device=device, seed=1)
+    assert step.error(attend(step)) <= TOLERANCE[torch.float32]
+
+
+@TYPES
+def test_every_type(device, dtype):
+    step = paged_step(replace(SMALL, heads=8), MIX, device=device, dtype=dtype)
+    assert step.error(attend(step)) <= TOLERANCE[dtype]
+    assert attend(step).dtype == dtype
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 16, 33])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_windows_and_caps_across_blocks_and_tiles(device, window, softcap):
+    step = paged_step(replace(SMALL, window=window, softcap=softcap), [*MIX, (61, 40)], device=device, block_size=8)
+    assert step.error(attend(step, kernels(step, 8, FINE))) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 20])
+def test_group_sizes(device, group):
+    step = paged_step(AttentionSpec(2 * group, 2, 16, 0.3), [(20, 1), (3, 6), (0, 1), (40, 2)], device=device)
+    assert step.error(attend(step, kernels(step, 1, FINE))) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(device, block_size):
+    step = paged_step(SMALL, [(37, 1), (0, 33), (5, 3)], device=device, block_size=block_size)
+    assert step.error(attend(step)) <= TOLERANCE[torch.float32]
+
+
+def test_few_long_sequences_beside_a_short_one(device):
+    step = paged_step(SMALL, [(start // 5, -(-count // 5)) for start, count in LONG], device=device)
+    assert step.error(attend(step, kernels(step, 8))) <= TOLERANCE[torch.float32]
+
+
+@TYPES
+def test_split_and_unsplit_are_one_answer(device, dtype):
+    step = paged_step(replace(SMALL, window=150), [(200, 1), (90, 20), (3, 1)], device=device, dtype=dtype)
+    whole, split = kernels(step, 1, FINE), kernels(step, 16, FINE)
+    assert not any(len(work.merges) for [*works] in whole.plan(step.geometry).work.values() for work in works[1:])
+    assert all(len(work.merges) for works in split.plan(step.geometry).work.values() for work in works)
+    assert step.error(attend(step, whole)) <= TOLERANCE[dtype]
+    assert step.error(attend(step, split)) <= TOLERANCE[dtype]
+
+
+def test_more_parts_than_one_access_merges(device):
+    step = paged_step(SMALL, [(3, 1), (699, 1)], device=device)
+    backend = kernels(step, 40, FINE)
+    [[work]] = backend.plan(step.geometry).work.values()
+    assert work.merges[:, 4].max() > triton_paged.MERGED_AT_ONCE
+    assert step.error(attend(step, backend)) <= TOLERANCE[torch.float32]
+
+
+def test_where_blocks_lie_does_not_change_a_bit(device):
+    one, other = (paged_step(SMALL, MIX, device=device, order=order) for order in (1, 2))
+    assert any((a != b).any() for a, b in zip(one.geometry.tables, other.geometry.tables, strict=True))
+    assert torch.equal(attend(one, kernels(one, 16, FINE)), attend(other, kernels(other, 16, FINE)))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_torch_path_says_the_same(device, softcap):
+    step = paged_step(replace(SMALL, window=20, softcap=softcap), MIX, device=device)
+    oracle = attend(step, TorchPagedAttention([step.spec], [step.keys], [step.values]))
+    torch.testing.assert_close(attend(step), oracle, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=5),
+    heads=st.sampled_from([(2, 2), (6, 2), (7, 1)]),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    softcap=st.sampled_from([None, 3.0]),
+    block_size=st.sampled_from([2, 5, 16]),
+    processors=st.sampled_from([1, 3, 12]),
+)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_mix_of_spans(device, spans, heads, window, softcap, block_size, processors):  # noqa: PLR0917
+    spec = AttentionSpec(*heads, 24, 0.2, window, softcap)
+    step = paged_step(spec, spans, device=device, block_size=block_size)
+    assert step.error(attend(step, kernels(step, processors, FINE))) <= TOLERANCE[torch.float32]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "processors"), [(1, 1), (1, 12), (5, 12)])
+def test_a_reserved_plan_follows_the_step(device, tokens, processors):
+    """The same launches and buffers, as a captured graph has them; what changes is what they read."""
+    spec = AttentionSpec(8, 2, 16, 0.25, window=30)
+    steps = [[(50, tokens), (3, 1), (0, tokens)], [(70, 1)], [(0, 1), (20, tokens), (90, tokens)]]
+    plan, buffer = None, None
+    for spans in steps:
+        step = paged_step(spec, spans, device=device)
+        backend = kernels(step, processors, FINE)
+        if plan is None:
+            plan = backend.reserve(spans=3, tokens=tokens, blocks=20)
+            buffer = plan.buffer.data_ptr()
+            grids = [(len(work.items), len(work.merges)) for works in plan.work.values() for work in works]
+        backend.fill(plan, step.geometry)
+        assert step.error(backend.attend(0, step.query, plan)) <= TOLERANCE[torch.float32]
+        assert plan.buffer.data_ptr() == buffer
+        assert grids == [(len(work.items), len(work.merges)) for works in plan.work.values() for work in works]
+
+
+def test_a_step_that_has_no_room_in_a_plan_leaves_it_as_it_was(device):
+    step = paged_step(SMALL, [(20, 1), (3, 1)], device=device)
+    backend = kernels(step, 1)
+    plan = backend.reserve(spans=2, tokens=1, blocks=3)
+    backend.fill(plan, step.geometry)
+    before = plan.buffer.clone()
+    longer = BatchGeometry.build(16, [40], [1], [np.arange(1, 4, dtype=np.int32)])
+    for spans in ([(160, 1)], [(0, 90)]):
+        bigger = paged_step(SMALL, spans, device=device)
+        with pytest.raises(ValueError, match="reserved"):
+            backend.fill(plan, bigger.geometry)
+    assert torch.equal(plan.buffer, before)
+    backend.fill(plan, longer)
+    assert not torch.equal(plan.buffer, before)
+
+
+def test_layers_share_a_plan_and_may_differ_in_window_and_heads(device):
+    specs = [AttentionSpec(4, 2, 16, 0.25), AttentionSpec(2, 2, 16, 0.4, window=9), AttentionSpec(4, 2, 16, 0.25)]
+    steps = [paged_step(spec, MIX[:6], device=device, seed=seed) for seed, spec in enumerate(specs)]
+    backend = TritonPagedAttention(specs, [step.keys for step in steps], [step.values for step in steps])
+    plan = backend.plan(steps[0].geometry)
+    assert len(plan.work) == 2
+    for layer, step in enumerate(steps):
+        assert step.error(backend.attend(layer, step.query, plan)) <= TOLERANCE[torch.float32]
+
+
+def test_queries_may_be_a_view_of_a_fused_projection(device):
+    step = paged_step(SMALL, MIX, device=device)
+    fused = torch.cat([step.query, torch.full_like(step.query, float("nan"))], dim=1)
+    backend = kernels(step)
+    output = backend.attend(0, fused[:, : step.spec.heads], backend.plan(step.geometry))
+    assert step.error(output) <= TOLERANCE[torch.float32] and output.is_contiguous()
+
+
+def test_an_empty_step_has_an_empty_answer(device):
+    step = paged_step(SMALL, [(0, 1)], device=device)
+    backend = kernels(step)
+    empty = BatchGeometry.build(16, [], [], [])
+    assert backend.attend(0, step.query[:0], backend.plan(empty)).shape == (0, 4, 16)
+
+
+class Recorder:
+    """Stands for a kernel and notes what decides whether Triton compiles it anew."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.variants: set[tuple] = set()
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            facts = [
+                (each.dtype, each.data_ptr() % 16 == 0)
+                if isinstance(each, torch.Tensor)
+                else (type(each), each == 1, each % 16 == 0)
+                for each in arguments
+            ]
+            self.variants.add((*facts, *constants.items()))
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_after_a_warm_up_no_step_waits_for_a_compiler(device, monkeypatch):
+    recorders = [Recorder(getattr(triton_paged, name)) for name in ("attend_kernel", "merge_kernel")]
+    monkeypatch.setattr(triton_paged, "attend_kernel", recorders[0])
+    monkeypatch.setattr(triton_paged, "merge_kernel", recorders[1])
+    specs = [replace(SMALL, softcap=5.0), replace(SMALL, window=9)]
+    layer = torch.zeros(9, 16, 2, 16, device=device)
+    backend = TritonPagedAttention(specs, [layer] * 2, [layer] * 2, processors=12, tiles=FINE)
+    backend.warm_up()
+    warm = [set(each.variants) for each in recorders]
+    assert [len(each) for each in warm] == [4, 2]
+    for blocks in (5, 6):  # what follows the tables in a plan's buffer moves with them
+        tables = [np.arange(1, 1 + blocks, dtype=np.int32)] * 2
+        step = BatchGeometry.build(16, [blocks * 16 - 1, 0], [1, 9], tables)
+        for index in range(2):
+            backend.attend(index, torch.zeros(10, 4, 16, device=device), backend.plan(step))
+    assert [each.variants for each in recorders] == warm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_follows_the_step():
+    device = torch.device("cuda")
+    spec = AttentionSpec(32, 8, 128, 128**-0.5)
+    steps = [
+        paged_step(spec, [(start, 1) for start in starts], device=device, dtype=torch.bfloat16, seed=seed)
+        for seed, starts in enumerate(([5, 700, 33, 1], [2000, 0, 90, 15], [64, 64, 64, 4000]))
+    ]
+    first = max(steps, key=lambda step: len(step.keys))
+    query, (keys, values) = first.query.clone(), (first.keys.clone(), first.values.clone())
+    backend = TritonPagedAttention([spec], [keys], [values])
+    plan = backend.reserve(spans=4, tokens=1, blocks=1000)
+    backend.fill(plan, first.geometry)
+    backend.attend(0, query, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.attend(0, query, plan)
+    for step in steps:
+        keys[: len(step.keys)], values[: len(step.values)] = step.keys, step.values
+        query.copy_(step.query)
+        backend.fill(plan, step.geometry)
+        graph.replay()
+        assert step.error(output) <= TOLERANCE[torch.bfloat16]

@@ -1,0 +1,114 @@
+"""Compile the CUDA kernels for a GPU that need not be here, and say what a program of them takes.
+
+Triton's compiler and assembler need no device. What the interpreter cannot show, they do: that the kernels are valid
+Triton, that a program's shared memory fits, that its registers do not spill. `python -m tools.gpu_compile` prints a
+table; the tests hold its figures to the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
+from ferrum_rpc.attention.triton_plan import Tile, padded_dim, tile_shapes
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
+per compute capability)."""
+
+TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+POINTERS = {"sums": "*fp32", "stats": "*fp32", "items": "*i32", "merges": "*i32", "tables": "*i32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one program takes: ``registers`` of each thread, how many bytes of them spill, bytes of ``shared`` memory;
+    and which matrix instructions it has."""
+
+    kernel: str
+    shape: str
+    registers: int
+    spilled: int
+    shared: int
+    matrix: str
+
+
+def usage(
+    capability: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    group: int = 4,
+    window: int = 0,
+    cap: bool = False,
+    block_size: int = 16,
+    tiles: tuple[Tile, ...] | None = None,
+) -> list[Usage]:
+    """Compile every launch shape of layers like this one for ``capability`` (90 is Hopper)."""
+    common = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim(head_dim)}
+    found = []
+    for tile in tiles or tile_shapes(head_dim, dtype.itemsize, SHARED_BYTES[capability]):
+        constants: dict[str, Any] = common | {
+            "BLOCK_SIZE": block_size,
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+            "WINDOW": window,
+            "HAS_CAP": cap,
+            "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        }
+        name = f"{tile.rows}x{tile.keys}x{head_dim} {TRITON_TYPES[dtype]}"
+        found.append(_compile(attend_kernel, name, capability, dtype, constants, (tile.warps, tile.stages)))
+    merging: dict[str, Any] = common | {"ROWS": 16, "PARTS": 32}
+    found.append(_compile(merge_kernel, f"{head_dim} {TRITON_TYPES[dtype]}", capability, dtype, merging, (4, 3)))
+    return found
+
+
+def _compile(  # noqa: PLR0917
+    kernel: Any, shape: str, capability: int, dtype: torch.dtype, constants: dict[str, Any], launch: tuple[int, int]
+) -> Usage:
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        pointer = POINTERS.get(name, f"*{TRITON_TYPES[dtype]}")
+        scalar = "fp32" if name in ("factor", "cap") else "i32" if name.startswith(("query_", "kv_")) else pointer
+        signature[name] = "constexpr" if name in constants else scalar
+        if name not in constants and scalar != "fp32":  # as the launcher finds them: 16 divides addresses and strides
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = dict(zip(("num_warps", "num_stages"), launch, strict=True))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    # spilled registers live in the stack frame, for which the kernels have no other use
+    registers, stack = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
+    words = sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])))
+    return Usage(kernel.__name__, shape, registers, stack, compiled.metadata.shared, " ".join(words))
+
+
+def main() -> None:
+    """Print what every shape of common layers takes on one kind of GPU."""
+    parser = argparse.ArgumentParser(description="Compile the CUDA kernels without a GPU.")
+    parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED_BYTES))
+    parser.add_argument("--head-dim", type=int, nargs="*", default=[64, 128, 256])
+    capability, head_dims = (arguments := parser.parse_args()).capability, arguments.head_dim
+    for head_dim, dtype in product(head_dims, (torch.bfloat16, torch.float32)):
+        for each in usage(capability, head_dim, dtype):
+            print(*asdict(each).values(), sep="\t")
+
+
+if __name__ == "__main__":
+    main()

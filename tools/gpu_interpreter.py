@@ -1,0 +1,66 @@
+"""Run Triton kernels on a CPU: what to set before triton is imported, and what its interpreter does not know yet.
+
+Triton decides when a kernel is defined whether it is compiled or interpreted (``TRITON_INTERPRET``), and its own
+library functions are defined when it is imported. So the choice is a process's, and comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def interpret() -> None:
+    """Make this process interpret every kernel. Raises RuntimeError where triton was imported to compile them."""
+    if "triton" in sys.modules:
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise RuntimeError("triton was imported before its interpreter was asked for")
+    os.environ["TRITON_INTERPRET"] = "1"
+    _complete()
+
+
+def _complete() -> None:
+    """Three things that the interpreter of triton 3.6 does not do as its language defines them.
+
+    A scalar is held in an array of one element, which numpy 2.4 no longer converts to an index: no loop with a bound
+    from memory runs. bfloat16 is held as the integers of its bits, which its matrix product multiplies as integers. And
+    float32 becomes bfloat16 by cutting it off, where a GPU rounds to the nearest.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+    if getattr(patch_tensor, "complete", False):
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widened(handle: Any) -> npt.NDArray[Any]:
+        data: npt.NDArray[Any] = handle.data
+        return (data.astype(np.uint32) << 16).view(np.float32) if handle.dtype == tl.bfloat16 else data
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        product = np.matmul(widened(a), widened(b), dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    convert_float = interpreter._convert_float
+
+    def convert(data: npt.NDArray[Any], source: Any, target: Any, rounding: Any) -> npt.NDArray[Any]:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert_float(data, source, target, rounding)  # type: ignore[no-any-return]
+        bits = data.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(data), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+    patch.complete = True  # type: ignore[attr-defined]
+    interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = patch
+    interpreter.InterpreterBuilder.create_dot = create_dot
