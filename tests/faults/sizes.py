@@ -53,6 +53,8 @@ class Size:
     """R15: calls after warm-up that may not take memory."""
     leak_whole_lives: bool
     """R15: whether those calls create and release sequences; what is remembered of them takes a minute to fill."""
+    expired_calls: int
+    """R15: calls whose callers do not wait, for what grpc.aio loses by them."""
     refused_dials: int
     """R11, R12: rounds of every wrong way to come in."""
     crash_rounds: int
@@ -87,6 +89,7 @@ CI: Final = Size(
     endings=2,
     leak_calls=5_000,
     leak_whole_lives=False,
+    expired_calls=0,
     refused_dials=1,
     crash_rounds=1,
     second_servers=1,
@@ -117,6 +120,7 @@ FULL: Final = Size(
     endings=100,
     leak_calls=100_000,
     leak_whole_lives=True,
+    expired_calls=80_000,
     refused_dials=50,
     crash_rounds=100,
     second_servers=20,
