@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc import __version__
+from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.thread import Runner
@@ -83,6 +84,7 @@ def serve(model: str, settings: ServeSettings) -> int:
     configure_logging(settings.log_format, settings.log_level)
     loop = choose_loop(settings.event_loop)
     log.info("chosen", choice=f"event loop {loop.name}", reason=loop.reason)
+    log.info("chosen", choice="allocator", reason=keep_freed_memory())
     try:
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(model, settings))

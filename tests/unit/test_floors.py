@@ -61,9 +61,11 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.logs": Floor("", "structlog"),
     "ferrum_rpc.config": Floor("core errors failpoints", "pydantic pydantic_settings"),
     "ferrum_rpc.event_loop": Floor("config", "uvloop"),
+    "ferrum_rpc.allocator": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop",
+        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop "
+        "allocator",
         "structlog torch",
     ),
     # of `bench` the flags alone: `--help` loads no client
