@@ -28,6 +28,7 @@ project = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']; 
 for extra in ('server', 'uvloop', 'scheduler')]"
 
 FROM ${BUILD_IMAGE} AS build
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY constraints.txt build/wheel[s] /wheels/
 RUN python3 -m venv /opt/venv \

@@ -33,7 +33,7 @@ from tests.faults.waiting import until
 from tests.serving import serve_identity
 from tests.wiring import item, pb, prefill
 
-SHORT_LEASE_S: Final = 0.2
+SHORT_LEASE_S: Final = 0.5
 SETTLED_S: Final = 5.0
 """For the short lease, a sweep, and a machine that is busy elsewhere."""
 FILL_BATCH: Final = 256
