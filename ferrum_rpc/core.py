@@ -5,13 +5,16 @@ Everything the executor does is one primitive: a *step*, a list of *spans* that 
 no torch, so that the service floor, the wire floor and the engine can all speak it.
 
 Shapes use these letters: T tokens of a step, R rows that were asked for, V vocabulary, k candidates of a row.
+
+What is made for every sequence of every step is a named tuple: as immutable as a frozen dataclass, and made in a
+quarter of its time, which would be 6 µs a sequence and step more.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +109,7 @@ class OutputSpec:
 # --- the primitive --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class Span(NamedTuple):
     """``tokens`` of one sequence, to be written at positions ``start ..`` and attended causally.
 
     ``start`` is the sequence's length, or less: then the sequence is first rolled back to ``start`` in the same
@@ -133,8 +135,7 @@ class Span:
         return self.output.row_count(len(self.tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Spans that run in one forward pass, at most one per sequence.
 
     ``atomic`` lists index ranges of ``spans`` that succeed or fail together (the wire's ``all_or_nothing``). A span
@@ -148,8 +149,7 @@ class Step:
 # --- what a scheduler asks for --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HandleRef:
+class HandleRef(NamedTuple):
     """The wire's KvHandle: who (opaque bytes), how long, and which version."""
 
     id: bytes
@@ -167,8 +167,7 @@ class CreateOptions:
     lease_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkItem:
+class WorkItem(NamedTuple):
     """The one work item behind every forward call, checked for form but not yet against any state.
 
     ``handle`` None asks for a new sequence. ``truncate_to`` rolls back first, in the same transaction.
@@ -209,6 +208,11 @@ class TokenRows:
     logprobs: npt.NDArray[np.float32] | None = None
 
     @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.token_ids)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
@@ -226,6 +230,11 @@ class TopTokenRows:
     token_ids: npt.NDArray[np.uint32]
     logits: npt.NDArray[np.float32]
     logsumexp: npt.NDArray[np.float32]
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.logsumexp)
 
     @property
     def nbytes(self) -> int:
@@ -246,6 +255,11 @@ class SelectedRows:
     logsumexp: npt.NDArray[np.float32]
 
     @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.logsumexp)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
         return self.logits.nbytes + self.logsumexp.nbytes
@@ -261,6 +275,11 @@ class LogitRows:
 
     dtype: RowDType
     logits: npt.NDArray[np.generic]
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.logits)
 
     @property
     def nbytes(self) -> int:
@@ -284,9 +303,17 @@ class Rows:
     first: int
     count: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows alone."""
+        return self.block.nbytes // self.block.rows * self.count
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
+    def alone(self) -> Rows:
+        """A copy of these rows, in a block of their own."""
+        return Rows(self.block.cut(self.first, self.first + self.count), 0, self.count)
+
+
+class StepTiming(NamedTuple):
     """How one step went, for one of its submissions. Times in seconds on the executor's monotonic clock."""
 
     step: int
@@ -296,8 +323,7 @@ class StepTiming:
     forward_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SpanResult:
+class SpanResult(NamedTuple):
     """A committed span: the sequence's new length and the rows that were asked for."""
 
     length: int
@@ -407,8 +433,7 @@ class Limits:
     max_blocks_per_caller: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CacheState:
+class CacheState(NamedTuple):
     """A snapshot of the block pool."""
 
     block_size: int

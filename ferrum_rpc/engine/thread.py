@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
@@ -232,7 +231,7 @@ class ModelThread:
         """Take what has arrived; run operations at once. True: the thread was asked to stop."""
         stopping = False
         try:
-            while True:
+            while wait or not self._inbox.empty():  # nobody else takes from it
                 work = self._wait() if wait else self._inbox.get_nowait()
                 wait = False
                 self._heartbeat.beat()
@@ -242,11 +241,10 @@ class ModelThread:
                     self._backlog.append(work)
                 elif self._claim_operation(work):
                     finished.append(self._operate(runner, work))
-        except Empty:
-            return stopping
         except BaseException:
             self._deliver(finished)  # what was done before the thread broke was done
             raise
+        return stopping
 
     def _wait(self) -> Submission | Operation | None:
         """The next work, with a sign of life now and then until it comes."""
@@ -307,15 +305,16 @@ class ModelThread:
         self.queued_tokens -= submission.tokens
 
     def _step(self, runner: Runner, claimed: list[Submission]) -> Finished:
-        spans = tuple(span for work in claimed for span in work.spans)
-        ends = tuple(accumulate(len(work.spans) for work in claimed))
-        atomic = tuple(
-            range(end - len(work.spans), end) for work, end in zip(claimed, ends, strict=True) if work.all_or_nothing
-        )
+        spans: list[Span] = []
+        atomic: list[range] = []
+        for work in claimed:
+            if work.all_or_nothing:
+                atomic.append(range(len(spans), len(spans) + len(work.spans)))
+            spans += work.spans
         began = time.monotonic()
         self._heartbeat.step_begins()
         try:
-            result = runner.forward(Step(spans, atomic))
+            result = runner.forward(Step(tuple(spans), tuple(atomic)))
         except StepFailed as error:
             return [_refusal(work, error) for work in claimed]
         except BaseException as error:
@@ -324,23 +323,30 @@ class ModelThread:
         finally:
             self._heartbeat.step_ends()
             self.cache = runner.cache_state()
-        ran = [span for span, each in zip(spans, result.outcomes, strict=True) if isinstance(each, SpanResult)]
-        tokens = sum(len(span.tokens) for span in ran)
+        ran = tokens = rows = 0
+        for span, outcome in zip(spans, result.outcomes, strict=True):
+            if isinstance(outcome, SpanResult):
+                ran += 1
+                tokens += len(span.tokens)
+                rows += span.row_count
         counters = self.counters
         if ran:
             counters.steps += 1
             counters.tokens += tokens
-            counters.rows += sum(span.row_count for span in ran)
+            counters.rows += rows
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s
         finished: Finished = []
         timings: list[StepTiming] = []
-        for work, end in zip(claimed, ends, strict=True):
+        first = 0
+        for work in claimed:
+            last = first + len(work.spans)
             timing = None
             if ran:
-                timing = StepTiming(counters.steps, len(ran), tokens, began - work.enqueued, result.forward_s)
+                timing = StepTiming(counters.steps, ran, tokens, began - work.enqueued, result.forward_s)
                 timings.append(timing)
-            finished.append(partial(work.done, result.outcomes[end - len(work.spans) : end], timing))
+            finished.append(partial(work.done, result.outcomes[first:last], timing))
+            first = last
         if timings:
             finished.append(partial(self._on_step, timings))
         return finished

@@ -36,18 +36,22 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
             field="items",
             metadata={"max_batch_items": limits.max_batch_items},
         )
-    valid = [item for item in items if isinstance(item, WorkItem)]
-    tokens = sum(len(item.tokens) for item in valid)
+    tokens = size = 0
+    ids = []
+    for item in items:
+        if isinstance(item, WorkItem):
+            tokens += len(item.tokens)
+            size += answer_bytes(item, model.vocab_size)
+            if item.handle is not None:
+                ids.append(item.handle.id)
     if tokens > limits.max_batch_tokens:
         raise InvalidRequest(
             f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
             field="items.token_ids",
             metadata={"max_batch_tokens": limits.max_batch_tokens},
         )
-    ids = [item.handle.id for item in valid if item.handle is not None]
     if len(set(ids)) < len(ids):
         raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
-    size = sum(answer_bytes(item, model.vocab_size) for item in valid)
     if size > max_bytes:
         raise OutputTooLarge(
             f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
@@ -62,7 +66,8 @@ def answer_bytes(item: WorkItem, vocab_size: int) -> int:
 
 def check_item(item: WorkItem, model: ModelInfo, limits: Limits) -> None:
     """Refuse tokens beyond the vocabulary and outputs beyond the limits."""
-    if int(item.tokens.max()) >= model.vocab_size:
+    tokens = item.tokens
+    if (tokens.item() if len(tokens) == 1 else int(tokens.max())) >= model.vocab_size:  # numpy's maximum takes 2 µs
         raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
     match item.output.kind:
         case TopTokens(k) if k > min(limits.max_top_tokens, model.vocab_size):

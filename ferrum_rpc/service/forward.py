@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ferrum_rpc.core import (
@@ -52,12 +52,13 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward call in flight. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the
-    item whose refusal refused the others, where the engine refused an atomic group."""
+    """A forward call in flight; its step writes into ``outcomes``. ``abandoned``: its caller was cancelled after the
+    point of no return. ``culprit``: the item whose refusal refused the others, where the engine refused an atomic
+    group."""
 
     admitted: list[Admitted]
+    outcomes: dict[int, ItemOutcome]
     done: asyncio.Future[StepTiming | None]
-    outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     abandoned: bool = False
     culprit: int | None = None
 
@@ -136,7 +137,7 @@ class ForwardPath:
             try:
                 if all_or_nothing:
                     _raise_first(outcomes)
-                if not self._has_room(len(admitted), sum(len(each.span.tokens) for each in admitted)):
+                if not self._has_room(len(admitted), sum([len(each.span.tokens) for each in admitted])):
                     raise self._queue_full()
             except ExecutorError as error:
                 self._withdraw(admitted, error)
@@ -144,9 +145,8 @@ class ForwardPath:
             timing: StepTiming | None = None
             culprit: int | None = None
             if admitted:
-                call = Call(admitted, asyncio.get_running_loop().create_future())
+                call = Call(admitted, outcomes, asyncio.get_running_loop().create_future())
                 timing = await self._run(call, all_or_nothing, deadline, take_back)
-                outcomes |= call.outcomes
                 culprit = call.culprit
             for index, ticket in replayed.items():
                 answer = await books.replay.answer(ticket)
@@ -200,14 +200,8 @@ class ForwardPath:
             record.origin = origin
         else:
             record = self._claim(item, item.handle, model, caller)
-        span = Span(
-            sequence=record.sequence,
-            tokens=item.tokens,
-            start=record.length if item.truncate_to is None else item.truncate_to,
-            output=item.output,
-            create=item.handle is None,
-            reserve_tokens=item.create.reserve_tokens,
-        )
+        start = record.length if item.truncate_to is None else item.truncate_to
+        span = Span(record.sequence, item.tokens, start, item.output, item.handle is None, item.create.reserve_tokens)
         entry = books.replay.begin(scope, item.request_id, fingerprint) if item.request_id else None
         return Admitted(index, item, record, span, scope, entry)
 
@@ -244,12 +238,10 @@ class ForwardPath:
         cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered, or that are too
         large for an empty queue, are let through to hear so."""
         limits, knows = self._books.limits, self._books.replay.knows
+        if len(items) > limits.max_batch_items or self._has_room(len(items), limits.max_batch_tokens):
+            return  # nearly always: counting the tokens costs more than asking whether any number would do
         tokens = sum(len(item.token_ids) for item in items)
-        if (
-            self._has_room(len(items), tokens)
-            or len(items) > limits.max_batch_items
-            or tokens > limits.max_batch_tokens
-        ):
+        if tokens > limits.max_batch_tokens or self._has_room(len(items), tokens):
             return
         if not any(item.request_id and knows(scope_of(caller.name, item.handle.id), item.request_id) for item in items):
             raise self._queue_full()

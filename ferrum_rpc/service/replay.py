@@ -18,11 +18,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, Rows, WorkItem
+from ferrum_rpc.core import HandleRef, ItemAnswer, WorkItem
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
 
 ENTRIES: Final = 65_536
 ENTRIES_PER_SEQUENCE: Final = 32
+DIGEST_BYTES: Final = 16
+SHARED_BYTES: Final = 256
+"""A recorded answer may keep a step's block of so few bytes alive: a copy of its own rows would take as much, and 3 µs
+a sequence and step. A larger one is never kept, not even where all of it is the answer's: it may be a view of more."""
+
 Recorded = ItemAnswer | tuple[HandleRef, ...]
 """A forward's answer; or the handles that a truncate, fork or release left."""
 
@@ -101,9 +106,11 @@ class ReplayLog:
             return
         entry.answer = outcome
         if isinstance(outcome, ItemAnswer) and outcome.rows is not None:
-            entry.answer = _with_own_rows(outcome, outcome.rows)
-            entry.rows_bytes = _bytes(entry.answer.rows)
+            rows = outcome.rows
+            entry.rows_bytes = rows.nbytes
             self.bytes += entry.rows_bytes
+            if rows.block.nbytes > SHARED_BYTES:
+                entry.answer = replace(outcome, rows=rows.alone())
             self._with_rows[key] = entry
         self._answers[key] = entry
         if not creation:
@@ -177,20 +184,12 @@ class ReplayLog:
 
 def item_fingerprint(item: WorkItem) -> Hashable:
     """What makes two work items the same call. The item id is the caller's own business and not part of it."""
-    tokens = hashlib.blake2b(item.tokens.tobytes(), digest_size=16).digest()
+    tokens = item.tokens.tobytes()
+    if len(tokens) >= DIGEST_BYTES:
+        tokens = hashlib.blake2b(tokens, digest_size=DIGEST_BYTES).digest()
     return (item.handle, tokens, item.truncate_to, item.output, item.create)
 
 
 def scope_of(owner: str, handle_id: bytes = b"") -> bytes:
     """Where a caller's request ids are unique: among the calls on one of its sequences, or among its creations."""
     return owner.encode() + b"\0" + handle_id
-
-
-def _with_own_rows(answer: ItemAnswer, rows: Rows) -> ItemAnswer:
-    """The answer with a copy of its rows: a view would keep the whole step's block alive."""
-    own = Rows(rows.block.cut(rows.first, rows.first + rows.count), 0, rows.count)
-    return ItemAnswer(answer.handle, own, answer.replayed, answer.cached_tokens)
-
-
-def _bytes(rows: Rows | None) -> int:
-    return 0 if rows is None else rows.block.nbytes

@@ -6,20 +6,13 @@ import time
 from typing import Any
 
 from ferrum_rpc import __version__
-from ferrum_rpc.core import StepTiming, WorkItem
+from ferrum_rpc.core import WorkItem
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.executor.v1 import (
-    forward_pb2,
-    info_pb2,
-    model_executor_pb2,
-    model_executor_pb2_grpc,
-    output_pb2,
-    types_pb2,
-)
+from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.calls import CallLog, Context, answers, answers_stream, deadline_of
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
-from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath
 from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
@@ -28,13 +21,14 @@ from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto
 from ferrum_rpc.wire.items import (
     Shape,
     fill_output,
+    fill_pressure,
+    fill_results,
+    fill_timing,
     handle_from_proto,
     handle_to_proto,
     item_from_proto,
     pressure_to_proto,
     request_id_from_proto,
-    results_to_proto,
-    timing_to_proto,
 )
 from ferrum_rpc.wire.revision import MINIMUM_CLIENT_REVISION, SCHEMA_REVISION
 from ferrum_rpc.wire.rows import RowPacker
@@ -86,54 +80,49 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.BatchPrefillRequest, context: Context
     ) -> model_executor_pb2.BatchPrefillResponse:
         """Several prompts or chunks."""
-        results, blocks, timing = await self._batch("BatchPrefill", request, Shape.PREFILL, context)
-        return model_executor_pb2.BatchPrefillResponse(
-            results=results, row_blocks=blocks, pressure=self._pressure(), timing=timing
-        )
+        response = model_executor_pb2.BatchPrefillResponse()
+        await self._batch("BatchPrefill", request, response, Shape.PREFILL, context)
+        return response
 
     @answers
     async def BatchDecode(  # noqa: N802
         self, request: model_executor_pb2.BatchDecodeRequest, context: Context
     ) -> model_executor_pb2.BatchDecodeResponse:
         """Several tokens."""
-        results, blocks, timing = await self._batch("BatchDecode", request, Shape.DECODE, context)
-        return model_executor_pb2.BatchDecodeResponse(
-            results=results, row_blocks=blocks, pressure=self._pressure(), timing=timing
-        )
+        response = model_executor_pb2.BatchDecodeResponse()
+        await self._batch("BatchDecode", request, response, Shape.DECODE, context)
+        return response
 
     @answers
     async def UnifiedForward(  # noqa: N802
         self, request: model_executor_pb2.UnifiedForwardRequest, context: Context
     ) -> model_executor_pb2.UnifiedForwardResponse:
         """Any mix."""
-        results, blocks, timing = await self._batch("UnifiedForward", request, Shape.ANY, context)
-        return model_executor_pb2.UnifiedForwardResponse(
-            results=results, row_blocks=blocks, pressure=self._pressure(), timing=timing
-        )
+        response = model_executor_pb2.UnifiedForwardResponse()
+        await self._batch("UnifiedForward", request, response, Shape.ANY, context)
+        return response
 
     async def _single(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:
         """A call of one item: its refusal is the call's."""
         self.calls.method(f"{self.service}/{method}").items += 1
-        self._forward.check_room([request.item], caller())
-        item = item_from_proto(request.item, shape)
-        answer = await self._forward.forward([item], caller=caller(), deadline=deadline_of(context))
+        who, message = caller(), request.item
+        self._forward.check_room((message,), who)
+        item = item_from_proto(message, shape)
+        answer = await self._forward.forward((item,), caller=who, deadline=deadline_of(context))
         outcome = answer.outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
         packer = RowPacker()
         fill_output(response.output, outcome, packer)
-        response.row_blocks.extend(packer.finish())
-        response.pressure.CopyFrom(self._pressure())
-        if answer.timing is not None:
-            response.timing.CopyFrom(timing_to_proto(answer.timing))
+        packer.finish(response.row_blocks)
+        self._complete(response, answer)
 
-    async def _batch(
-        self, method: str, request: Any, shape: Shape, context: Context
-    ) -> tuple[list[forward_pb2.ItemResult], list[output_pb2.RowBlock], types_pb2.StepTiming | None]:
+    async def _batch(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:
         """A call of several items: each has an outcome of its own."""
         count = self.calls.method(f"{self.service}/{method}")
         count.items += len(request.items)
-        self._forward.check_room(request.items, caller())
+        who = caller()
+        self._forward.check_room(request.items, who)
         items: list[WorkItem | ExecutorError] = []
         for item in request.items:
             try:
@@ -141,11 +130,16 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             except ExecutorError as error:
                 items.append(error)
         answer = await self._forward.forward(
-            items, caller=caller(), all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
+            items, caller=who, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
         )
         self.calls.refused_items(f"{self.service}/{method}", answer.outcomes, context)
-        results, blocks = results_to_proto(request.items, answer.outcomes)
-        return results, blocks, _timing(answer.timing)
+        fill_results(response, request.items, answer.outcomes)
+        self._complete(response, answer)
+
+    def _complete(self, response: Any, answer: ForwardAnswer) -> None:
+        fill_pressure(response.pressure, self._books.pressure())
+        if answer.timing is not None:
+            fill_timing(response.timing, answer.timing)
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
@@ -306,7 +300,3 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     # --- not offered by this version --------------------------------------------------------------------------------
 
     RegisterTokenMask = not_offered("RegisterTokenMask", "TOKEN_MASKS")
-
-
-def _timing(timing: StepTiming | None) -> types_pb2.StepTiming | None:
-    return None if timing is None else timing_to_proto(timing)

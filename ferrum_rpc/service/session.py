@@ -31,13 +31,14 @@ from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
+    fill_pressure,
+    fill_results,
+    fill_timing,
     handle_from_proto,
     handle_to_proto,
     item_from_proto,
     pressure_to_proto,
     request_id_from_proto,
-    results_to_proto,
-    timing_to_proto,
     with_lease,
 )
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -50,6 +51,8 @@ LEAST_INLINE_BYTES: Final = 256
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 
 Answer = session_pb2.SessionResponse
+Reply = tuple[Answer, int]
+"""A frame's answer, and the bytes of its rows."""
 
 
 class Sessions:
@@ -212,43 +215,46 @@ class Session:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, step: int, answer: Callable[[], Awaitable[Answer]]) -> None:
+    async def _begin(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
         if len(self._steps) - (self._leaving is not None) >= self._most:
             self._take_backs.pop(step, None)
             await self._write(self._refusal(step, self._too_many()))
             return
-        task = self._steps[step] = asyncio.create_task(self._answered(step, answer))
-        task.add_done_callback(lambda _: self._ended(step))
+        self._steps[step] = asyncio.create_task(self._run_step(step, answer))
 
-    def _ended(self, step: int) -> None:
-        del self._steps[step]
-        if self._leaving == step:
-            self._leaving = None
-        self._take_backs.pop(step, None)
-
-    async def _answered(self, step: int, answer: Callable[[], Awaitable[Answer]]) -> None:
-        """Run a step and write its answer, whatever it is."""
+    async def _run_step(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
         try:
-            response = await answer()
+            await self._answered(step, answer)
+        finally:
+            del self._steps[step]
+            if self._leaving == step:
+                self._leaving = None
+            self._take_backs.pop(step, None)
+
+    async def _answered(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
+        """Run a step and write its answer, whatever it is."""
+        row_bytes = 0
+        try:
+            response, row_bytes = await answer()
         except ExecutorError as error:
             response = self._refusal(step, error)
         except Exception as error:
             internal = InternalError("the executor failed internally; its log says more")
             response = self._refusal(step, internal, cause=error)
         try:
-            if response.WhichOneof("frame") == "forward":
+            if row_bytes > self._inline:
                 for part in self._parts(response):
                     await self._write(part)
             await self._write(response, leaving=step if step in self._steps else None)
         except Exception as error:  # the stream is over: nobody is there to be told
             log.debug("session_answer_not_written", step=step, error=repr(error))
 
-    async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Answer:
-        count = self._calls.method(METHOD)
-        count.items += len(request.items)
-        self._forward.check_room(request.items, self._caller)
+    async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Reply:
+        messages = request.items
+        self._calls.method(METHOD).items += len(messages)
+        self._forward.check_room(messages, self._caller)
         items: list[WorkItem | ExecutorError] = []
-        for each in request.items:
+        for each in messages:
             try:
                 items.append(with_lease(item_from_proto(each, Shape.ANY), self._lease.id))
             except ExecutorError as error:
@@ -263,16 +269,15 @@ class Session:
             take_back=take_back,
         )
         self._calls.refused_items(METHOD, answer.outcomes, self._context)
-        results, blocks = results_to_proto(request.items, answer.outcomes)
-        forward = session_pb2.SessionForwardAnswer(
-            results=results,
-            row_blocks=blocks,
-            pressure=pressure_to_proto(self._books.pressure()),
-            timing=None if answer.timing is None else timing_to_proto(answer.timing),
-        )
-        return Answer(step_id=step, forward=forward)
+        response = Answer(step_id=step)
+        forward = response.forward
+        row_bytes = fill_results(forward, messages, answer.outcomes)
+        fill_pressure(forward.pressure, self._books.pressure())
+        if answer.timing is not None:
+            fill_timing(forward.timing, answer.timing)
+        return response, row_bytes
 
-    async def _on_truncate(self, step: int, request: session_pb2.SessionTruncate) -> Answer:
+    async def _on_truncate(self, step: int, request: session_pb2.SessionTruncate) -> Reply:
         if len(request.handles) != len(request.lengths):
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
         request_id = request_id_from_proto(request.request_id)
@@ -285,7 +290,7 @@ class Session:
             lambda _, result: result[0],
         )
 
-    async def _on_release(self, step: int, request: session_pb2.SessionRelease) -> Answer:
+    async def _on_release(self, step: int, request: session_pb2.SessionRelease) -> Reply:
         handles = [handle_from_proto(handle) for handle in request.handles]
         return await self._each(
             step,
@@ -296,7 +301,7 @@ class Session:
             lambda index, _: handles[index],
         )
 
-    async def _each(self, step: int, calls: list[Any], handle: Callable[[int, Any], Any]) -> Answer:
+    async def _each(self, step: int, calls: list[Any], handle: Callable[[int, Any], Any]) -> Reply:
         """One outcome per handle."""
         most = self._books.limits.max_batch_items
         if len(calls) > most:
@@ -313,10 +318,10 @@ class Session:
                 raise outcome
             else:
                 answer.results.add(handle=handle_to_proto(handle(index, outcome)))
-        answer.pressure.CopyFrom(pressure_to_proto(self._books.pressure()))
-        return Answer(step_id=step, handles=answer)
+        fill_pressure(answer.pressure, self._books.pressure())
+        return Answer(step_id=step, handles=answer), 0
 
-    async def _on_fork(self, step: int, request: session_pb2.SessionFork) -> Answer:
+    async def _on_fork(self, step: int, request: session_pb2.SessionFork) -> Reply:
         children, _ = await self._operations.fork(
             handle_from_proto(request.handle),
             request.count or 1,
@@ -328,13 +333,13 @@ class Session:
         answer = session_pb2.SessionHandlesAnswer(pressure=pressure_to_proto(self._books.pressure()))
         for child in children:
             answer.results.add(handle=handle_to_proto(child))
-        return Answer(step_id=step, handles=answer)
+        return Answer(step_id=step, handles=answer), 0
 
-    async def _on_keep_alive(self, step: int) -> Answer:
+    async def _on_keep_alive(self, step: int) -> Reply:
         lease = self._books.leases.renew(self._lease.id, self._caller.name)
         answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
         set_seconds(answer.ttl, lease.ttl_s)
-        return Answer(step_id=step, keep_alive=answer)
+        return Answer(step_id=step, keep_alive=answer), 0
 
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
         books, released = self._books, 0

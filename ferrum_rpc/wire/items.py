@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,14 +21,13 @@ from ferrum_rpc.core import (
     WorkItem,
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import RowPacker
 from ferrum_rpc.wire.status import status_from_error
 
 MAX_REQUEST_ID_BYTES: Final = 128
 _NO_OPTIONS: Final = CreateOptions()
-_I32_MAX: Final = 0x7FFFFFFF
 _U32_MAX: Final = 0xFFFFFFFF
 
 
@@ -60,7 +59,8 @@ def request_id_from_proto(request_id: str) -> str:
 
 def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
     """Wire to domain. Raises `InvalidRequest` or `NotSupported`; the item's state is checked by the service floor."""
-    count = len(item.token_ids)
+    token_ids = item.token_ids
+    count = len(token_ids)
     has_handle = item.HasField("handle")
     if count == 0:
         raise InvalidRequest("token_ids is empty; an item feeds at least one token", field="token_ids")
@@ -74,17 +74,18 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
-    tokens = np.fromiter(item.token_ids, np.int64, count)  # twice as fast as np.array, and the maximum is numpy's
-    if tokens.max() > _I32_MAX:
-        raise InvalidRequest("a token id is above the vocabulary", field="token_ids")
+    try:
+        tokens = np.fromiter(token_ids, np.int32, count)  # twice as fast as np.array
+    except OverflowError:
+        raise InvalidRequest("a token id is above the vocabulary", field="token_ids") from None
     return WorkItem(
-        item_id=item.item_id,
-        handle=handle_from_proto(item.handle) if has_handle else None,
-        tokens=tokens.astype(np.int32),
-        truncate_to=item.truncate_to if has_handle and item.HasField("truncate_to") else None,
-        output=output_from_proto(item.output, Positions.ALL if shape is Shape.VERIFY else Positions.LAST),
-        request_id=request_id_from_proto(item.request_id) if item.request_id else "",
-        create=_options_from_proto(item.create) if item.HasField("create") else _NO_OPTIONS,
+        item.item_id,
+        handle_from_proto(item.handle) if has_handle else None,
+        tokens,
+        item.truncate_to if has_handle and item.HasField("truncate_to") else None,
+        output_from_proto(item.output, Positions.ALL if shape is Shape.VERIFY else Positions.LAST),
+        request_id_from_proto(item.request_id) if item.request_id else "",
+        _options_from_proto(item.create) if item.HasField("create") else _NO_OPTIONS,
     )
 
 
@@ -100,7 +101,7 @@ def with_lease(item: WorkItem, lease_id: str) -> WorkItem:
     """The item, a new sequence under ``lease_id`` where it names no lease of its own."""
     if item.handle is not None or item.create.lease_id:
         return item
-    return replace(item, create=replace(item.create, lease_id=lease_id))
+    return item._replace(create=replace(item.create, lease_id=lease_id))
 
 
 def item_to_proto(
@@ -130,9 +131,7 @@ def item_to_proto(
 def fill_output(output: forward_pb2.ForwardOutput, answer: ItemAnswer, packer: RowPacker) -> None:
     """Write an answer into its message; the packer completes the row range."""
     handle = output.handle
-    handle.id = answer.handle.id
-    handle.seq_len = answer.handle.seq_len
-    handle.version = answer.handle.version
+    handle.id, handle.seq_len, handle.version = answer.handle
     if answer.replayed:
         output.replayed = True
     if answer.cached_tokens:
@@ -141,40 +140,41 @@ def fill_output(output: forward_pb2.ForwardOutput, answer: ItemAnswer, packer: R
         packer.add(answer.rows, output.rows)
 
 
-def results_to_proto(
-    items: Sequence[forward_pb2.ForwardItem], outcomes: Sequence[ItemOutcome]
-) -> tuple[list[forward_pb2.ItemResult], list[output_pb2.RowBlock]]:
-    """A batch's results, ``results[i]`` for ``items[i]``, and its packed rows."""
-    packer = RowPacker()
-    results = []
+def fill_results(response: Any, items: Sequence[forward_pb2.ForwardItem], outcomes: Sequence[ItemOutcome]) -> int:
+    """Write a batch's results, ``results[i]`` for ``items[i]``, and its packed rows into its answer, of whatever type.
+    Returns the bytes of the rows."""
+    packer, results = RowPacker(), response.results
     for item, outcome in zip(items, outcomes, strict=True):
-        result = forward_pb2.ItemResult(item_id=item.item_id)
+        result = results.add()
+        result.item_id = item.item_id
         if isinstance(outcome, ExecutorError):
             result.error.CopyFrom(status_from_error(outcome))
         else:
             fill_output(result.output, outcome, packer)
-        results.append(result)
-    return results, packer.finish()
+    return packer.finish(response.row_blocks)
+
+
+def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:
+    """Write how full the executor is into its message."""
+    message.free_blocks = pressure.free_blocks
+    message.total_blocks = pressure.total_blocks
+    message.block_size = pressure.block_size
+    message.queued_items = pressure.queued_items
+    message.queued_tokens = pressure.queued_tokens
+    message.sequences = pressure.sequences
 
 
 def pressure_to_proto(pressure: Pressure) -> types_pb2.KvPressure:
     """Domain to wire."""
-    return types_pb2.KvPressure(
-        free_blocks=pressure.free_blocks,
-        total_blocks=pressure.total_blocks,
-        block_size=pressure.block_size,
-        queued_items=pressure.queued_items,
-        queued_tokens=pressure.queued_tokens,
-        sequences=pressure.sequences,
-    )
+    message = types_pb2.KvPressure()
+    fill_pressure(message, pressure)
+    return message
 
 
-def timing_to_proto(timing: StepTiming) -> types_pb2.StepTiming:
-    """Domain to wire; durations saturate rather than wrap."""
-    return types_pb2.StepTiming(
-        step=timing.step,
-        queue_micros=min(round(timing.queue_s * 1e6), _U32_MAX),
-        forward_micros=min(round(timing.forward_s * 1e6), _U32_MAX),
-        step_sequences=timing.sequences,
-        step_tokens=timing.tokens,
-    )
+def fill_timing(message: types_pb2.StepTiming, timing: StepTiming) -> None:
+    """Write a timing into its message; durations saturate rather than wrap."""
+    message.step = timing.step
+    message.queue_micros = min(round(timing.queue_s * 1e6), _U32_MAX)
+    message.forward_micros = min(round(timing.forward_s * 1e6), _U32_MAX)
+    message.step_sequences = timing.sequences
+    message.step_tokens = timing.tokens

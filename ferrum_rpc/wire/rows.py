@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +12,27 @@ import numpy.typing as npt
 from ferrum_rpc.core import LogitRows, RowBlock, RowDType, Rows, SelectedRows, TokenRows, TopTokenRows
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
-from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, tensor_from_proto, tensor_to_proto
+from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 F32 = types_pb2.D_TYPE_F32
 U32 = types_pb2.D_TYPE_U32
+
+
+class RowBlocks(Protocol):
+    """The repeated field that an answer's blocks go into."""
+
+    def add(self) -> output_pb2.RowBlock:
+        """A new block at its end."""
+
+
+@dataclass(slots=True)
+class _Extent:
+    """The rows ``low .. high`` of a block are the answer's, as its block ``index``."""
+
+    index: int
+    block: RowBlock
+    low: int
+    high: int
 
 
 class RowPacker:
@@ -23,50 +42,54 @@ class RowPacker:
     `add` notes the range, `finish` cuts every block once.
     """
 
+    __slots__ = ("_extents", "_ranges")
+
     def __init__(self) -> None:
-        self._ranges: list[tuple[output_pb2.RowRange, int, Rows]] = []
+        self._extents: dict[int, _Extent] = {}
+        self._ranges: list[tuple[output_pb2.RowRange, _Extent, Rows]] = []
 
     def add(self, rows: Rows, target: output_pb2.RowRange) -> None:
         """Note ``rows``; ``target`` is filled by `finish`."""
-        self._ranges.append((target, id(rows.block), rows))
+        block, low, high = rows.block, rows.first, rows.first + rows.count
+        extent = self._extents.get(id(block))
+        if extent is None:
+            extent = self._extents[id(block)] = _Extent(len(self._extents), block, low, high)
+        else:
+            extent.low, extent.high = min(low, extent.low), max(high, extent.high)
+        self._ranges.append((target, extent, rows))
 
-    def finish(self) -> list[output_pb2.RowBlock]:
-        """The answer's blocks; fills the ranges given to `add`."""
-        extents: dict[int, tuple[RowBlock, int, int]] = {}
-        for _, key, rows in self._ranges:
-            block, low, high = extents.get(key, (rows.block, rows.first, rows.first))
-            extents[key] = (block, min(low, rows.first), max(high, rows.first + rows.count))
-        order = {key: index for index, key in enumerate(extents)}
-        for target, key, rows in self._ranges:
-            target.block = order[key]
-            target.first = rows.first - extents[key][1]
+    def finish(self, row_blocks: RowBlocks) -> int:
+        """Write the answer's blocks, and the ranges given to `add`. Returns the bytes of its rows."""
+        for target, extent, rows in self._ranges:
+            target.block = extent.index
+            target.first = rows.first - extent.low
             target.count = rows.count
-        return [block_to_proto(block, low, high) for block, low, high in extents.values()]
+        size = 0
+        for extent in self._extents.values():
+            block, low, high = extent.block, extent.low, extent.high
+            fill_block(row_blocks.add(), block, low, high)
+            size += block.nbytes // block.rows * (high - low)
+        return size
 
 
-def block_to_proto(block: RowBlock, low: int, high: int) -> output_pb2.RowBlock:
-    """Rows ``low .. high`` of a block."""
+def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int) -> None:
+    """Write the rows ``low .. high`` of a block into its message."""
     match block:
         case TokenRows(token_ids, logprobs):
-            tokens = output_pb2.TokenRows(token_ids=tensor_to_proto(token_ids[low:high], U32))
+            fill_tensor(message.tokens.token_ids, token_ids[low:high], U32)
             if logprobs is not None:
-                tokens.logprobs.CopyFrom(tensor_to_proto(logprobs[low:high], F32))
-            return output_pb2.RowBlock(tokens=tokens)
+                fill_tensor(message.tokens.logprobs, logprobs[low:high], F32)
         case TopTokenRows(token_ids, logits, logsumexp):
-            top = output_pb2.TopTokenRows(
-                token_ids=tensor_to_proto(token_ids[low:high], U32),
-                logits=tensor_to_proto(logits[low:high], F32),
-                logsumexp=tensor_to_proto(logsumexp[low:high], F32),
-            )
-            return output_pb2.RowBlock(top_tokens=top)
+            top = message.top_tokens
+            fill_tensor(top.token_ids, token_ids[low:high], U32)
+            fill_tensor(top.logits, logits[low:high], F32)
+            fill_tensor(top.logsumexp, logsumexp[low:high], F32)
         case SelectedRows(logits, logsumexp):
-            selected = output_pb2.SelectedTokenRows(
-                logits=tensor_to_proto(logits[low:high], F32), logsumexp=tensor_to_proto(logsumexp[low:high], F32)
-            )
-            return output_pb2.RowBlock(selected_tokens=selected)
+            selected = message.selected_tokens
+            fill_tensor(selected.logits, logits[low:high], F32)
+            fill_tensor(selected.logsumexp, logsumexp[low:high], F32)
         case LogitRows(dtype, raw):
-            full = output_pb2.LogitRows(logits=tensor_to_proto(raw[low:high], ROW_DTYPE_TO_PROTO[dtype]))
-            return output_pb2.RowBlock(logits=full)
+            fill_tensor(message.logits.logits, raw[low:high], ROW_DTYPE_TO_PROTO[dtype])
 
 
 def rows_from_proto(row_blocks: Iterable[output_pb2.RowBlock]) -> list[RowBlock]:

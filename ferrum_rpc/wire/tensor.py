@@ -32,9 +32,14 @@ ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
 ROW_DTYPE_FROM_PROTO: Final[dict[int, RowDType]] = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
 
 
-def tensor_to_proto(array: npt.NDArray[Any], dtype: types_pb2.DType) -> types_pb2.Tensor:
-    """A C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16)."""
-    return types_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())
+def fill_tensor(tensor: types_pb2.Tensor, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
+    """Write a C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16) into its message.
+
+    Where it lies: a message that is given to another one is serialized and parsed on the way.
+    """
+    tensor.dtype = dtype
+    tensor.shape.extend(array.shape)
+    tensor.data = array.tobytes()
 
 
 def tensor_from_proto(tensor: types_pb2.Tensor) -> npt.NDArray[Any]:

@@ -15,8 +15,8 @@ CALLERS = 64
 
 
 async def test_64_independent_unary_decoders_take_far_fewer_than_64_steps_a_round() -> None:
-    # 32 layers: a step of some milliseconds, as the steps of real models are.
-    async with serve_identity(kv_blocks=CALLERS * 4, layers=32) as served:
+    # 128 layers: a step of some milliseconds, as the steps of real models are.
+    async with serve_identity(kv_blocks=CALLERS * 4, layers=128) as served:
         handles = [await prefill(served, [1, index]) for index in range(CALLERS)]
         rounds = 10
         before = served.server.books.thread.counters.steps

@@ -14,7 +14,7 @@ from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import LogitRows, RowBlock, RowDType, SelectedRows, TokenRows, TopTokenRows
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.rows import block_to_proto
+from ferrum_rpc.wire.rows import fill_block
 
 R, K = 7, 3
 DICE = np.random.default_rng(0)
@@ -37,6 +37,12 @@ BLOCKS: dict[str, RowBlock] = {
     "half logits": LogitRows(RowDType.F16, floats(R, 33).astype(np.float16)),
     "bfloat logits": LogitRows(RowDType.BF16, DICE.integers(0, 1 << 16, (R, 33), dtype=np.uint16)),
 }
+
+
+def block_to_proto(block: RowBlock, low: int, high: int) -> output_pb2.RowBlock:
+    message = output_pb2.RowBlock()
+    fill_block(message, block, low, high)
+    return message
 
 
 def cut(block: output_pb2.RowBlock, index: int, together: int) -> list[session_pb2.SessionRows]:
