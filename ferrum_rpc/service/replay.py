@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -66,7 +66,7 @@ class ReplayLog:
         self._in_flight: dict[Key, Entry] = {}
         self._answers: OrderedDict[Key, Entry] = OrderedDict()
         self._with_rows: OrderedDict[Key, Entry] = OrderedDict()
-        self._scopes: dict[bytes, deque[str]] = {}
+        self._scopes: dict[bytes, list[str]] = {}
         self.bytes = 0
         self.replays = 0
 
@@ -114,10 +114,10 @@ class ReplayLog:
             self._with_rows[key] = entry
         self._answers[key] = entry
         if not creation:
-            mine = self._scopes.setdefault(scope, deque())
+            mine = self._scopes.setdefault(scope, [])  # short: a deque takes 600 bytes for the first
             mine.append(request_id)
             if len(mine) > ENTRIES_PER_SEQUENCE:
-                self._drop((scope, mine.popleft()))
+                self._drop((scope, mine.pop(0)))
         self._evict()
 
     def forget_rows(self, scope: bytes) -> None:
@@ -170,7 +170,7 @@ class ReplayLog:
         mine = self._scopes.get(key[0])
         if mine is not None:
             if mine and mine[0] == key[1]:  # answers are dropped oldest first, so it is the first or gone already
-                mine.popleft()
+                mine.pop(0)
             if not mine:
                 del self._scopes[key[0]]
 
