@@ -21,6 +21,7 @@ from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.session import SessionTransport
+from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport, UnaryTransport
 from ferrum_rpc.core import OutputSpec, Pressure
@@ -64,6 +65,7 @@ class Link:
         self.pressure: Pressure | None = None
         self._timeout_s = timeout_s
         self._info: ExecutorInfo | None = None
+        self._asking = Shared("asking what the executor is")
         self._item_ids = itertools.count(1)
         self.forwards = Forwards(self)
         self.releases = Releases(self, release_timeout_s)
@@ -87,16 +89,20 @@ class Link:
 
     async def info(self, deadline: Deadline) -> ExecutorInfo:
         """What the executor is, asked once per process lifetime of it."""
-        if self._info is None:
-            request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
-            info = info_from_proto(await self.calls.mutate(self.executor.GetInfo, request, deadline))
-            if info.minimum_client_revision > SCHEMA_REVISION:
-                raise NotSupported(
-                    f"the executor ({info.server_version}) needs clients of schema revision "
-                    f"{info.minimum_client_revision}; this one has {SCHEMA_REVISION}"
-                )
-            self._info = info
-        return self._info
+        if self._info is not None:
+            return self._info
+        return await self._asking.get(lambda: self._info, lambda: self._ask(deadline), deadline)
+
+    async def _ask(self, deadline: Deadline) -> ExecutorInfo:
+        request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
+        info = info_from_proto(await self.calls.mutate(self.executor.GetInfo, request, deadline))
+        if info.minimum_client_revision > SCHEMA_REVISION:
+            raise NotSupported(
+                f"the executor ({info.server_version}) needs clients of schema revision "
+                f"{info.minimum_client_revision}; this one has {SCHEMA_REVISION}"
+            )
+        self._info = info
+        return info
 
     async def transport(self, deadline: Deadline) -> Transport:
         """How requests travel: through the session where one is wanted and offered."""

@@ -149,6 +149,8 @@ async def test_few_streams_are_enough_for_a_client_with_a_session() -> None:
             sequences = [client.sequence() for _ in range(64)]
             await asyncio.gather(*[each.prefill([1, 2, 3]) for each in sequences])
             assert {each.length for each in sequences} == {3}
+            methods = {each.method.rpartition("/")[2]: each.calls for each in (await client.status()).methods}
+            assert methods["GetInfo"] == 1  # 64 callers wanted to know; one asked
 
 
 async def test_after_kill_9_and_a_restart_old_handles_are_of_another_instance() -> None:
