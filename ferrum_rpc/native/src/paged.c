@@ -57,32 +57,8 @@ struct layer {
     float *partials;
 };
 
-#define JOINED(name, suffix) name##suffix
-#define ISA(name) JOINED(name, _portable)
-#define TARGET
-#define LANES 4
-#include "paged_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-
-#if defined(__x86_64__)
-#define ISA(name) JOINED(name, _avx2)
-#define TARGET __attribute__((target("avx2,fma")))
-#define LANES 8
-#include "paged_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-
-#define ISA(name) JOINED(name, _avx512)
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
-#define LANES 16
-#include "paged_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-#endif
+#define BODY "paged_isa.h"
+#include "each_set.h"
 
 typedef void (*run_unit)(const struct layer *, const struct unit *, int, int, float *);
 typedef void (*run_join)(const struct layer *, const struct unit *, int);

@@ -26,32 +26,8 @@ struct rows {
     const float *head_norms, *cos, *sin;
 };
 
-#define JOINED(name, suffix) name##suffix
-#define ISA(name) JOINED(name, _portable)
-#define TARGET
-#define LANES 4
-#include "rows_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-
-#if defined(__x86_64__)
-#define ISA(name) JOINED(name, _avx2)
-#define TARGET __attribute__((target("avx2,fma")))
-#define LANES 8
-#include "rows_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-
-#define ISA(name) JOINED(name, _avx512)
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
-#define LANES 16
-#include "rows_isa.h"
-#undef ISA
-#undef TARGET
-#undef LANES
-#endif
+#define BODY "rows_isa.h"
+#include "each_set.h"
 
 /* The lanes of the widest set of this machine whose vectors divide `elements`, or 0. */
 int32_t ferrum_rows_lanes(int32_t elements)
