@@ -1,8 +1,8 @@
 """R15: nothing leaks, however a call ends.
 
 One thing does, and is told apart: a call whose deadline passes takes some bytes with it in a bare grpc.aio server too
-(55 to 110 a call with 1.76 and 1.85; no Python object is left, so they are of its C or Cython part; which, is not known).
-`_expired` measures both. The endings below show that of ours nothing is left behind by such a call.
+(55 to 110 a call with 1.76 and 1.85). No Python object is left, so they are of its C or Cython part; which, is not
+known. `_expired` measures both. The endings below show that of ours nothing is left behind by such a call.
 """
 
 from __future__ import annotations
