@@ -143,7 +143,7 @@ def watch_floors() -> None:
     def marked(config: Any, progress: Any, _: Any) -> TorchRunner:
         runner = plain(config, progress, lambda stage: mark(f"model thread: {stage}"))
         summed(type(runner.attention), "plan", "attention plan")
-        summed(type(runner.store), "write", "cache write")
+        summed(type(runner.attention), "write", "cache write")
         summed(type(runner.attention), "attend", "attention")
         summed(type(runner.model), "logits", "logits")
         return runner

@@ -1,7 +1,7 @@
 """What an attention backend is, and how one is chosen.
 
-A backend reads K and V where the store keeps them, by block tables, for whatever mix of spans a step has. The new
-tokens' K and V are in the store before ``attend`` is called. A choice is made once, at start, by a probe that says why,
+A backend writes K and V of a step's new tokens to where the store keeps them, and reads there, by block tables, for
+whatever mix of spans the step has. A choice is made once, at start, by a probe that says why,
 because an operator who finds the slow path in use wants to know the reason and not the absence of the fast one.
 """
 
@@ -30,8 +30,14 @@ class AttentionBackend(Protocol):
     def plan(self, geometry: BatchGeometry) -> Any:
         """Everything that all layers of one step share: tile lists, block ids on the device. Once per step."""
 
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put ``key`` and ``value`` [T, kv_heads, head_dim], their last axis dense, into ``slots`` (int64 [T]) of the
+        layer. A slot may occur twice only if nobody reads it (padding in the null block): which of the two stays is
+        undefined."""
+
     def attend(self, layer: int, query: Tensor, plan: Any) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim] over each row's own sequence; the same shape and dtype.
+        The step's K and V of the layer are written.
 
         Row r of span s sees the positions ``0 .. starts[s] + r`` of that sequence, or the last ``window`` of them.
         """

@@ -104,6 +104,10 @@ class NativePagedAttention:
         )
         return NativePlan(step, arrays, rest)
 
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """See `AttentionBackend`."""
+        self._torch.write(layer, slots, key, value)
+
     def attend(self, layer: int, query: Tensor, plan: NativePlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
         spec = self._specs[layer]

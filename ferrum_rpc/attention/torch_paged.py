@@ -42,6 +42,7 @@ class TorchPagedAttention:
         self._specs = tuple(specs)
         self._sights = [Sight(spec.window, square=spec.softcap is None) for spec in specs]
         self._keys, self._values = keys, values
+        self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in zip(keys, values, strict=True)]
         block, dtype, device = keys[0][0], keys[0].dtype, keys[0].device
         self._planner = Planner(len(block), block.nbytes, dtype, device)
         self._masks = {spec.window: BandMask(spec.window, dtype, device) for spec in specs}
@@ -51,6 +52,11 @@ class TorchPagedAttention:
         """The work of every distinct sight of the layers, for all spans or those with these indices."""
         chosen = range(geometry.spans) if spans is None else spans
         return {sight: self._planner.work(geometry, sight, chosen) for sight in dict.fromkeys(self._sights)}
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """See `AttentionBackend`; converts where ``key`` and ``value`` are of another dtype."""
+        for place, rows in zip(self._slots[layer], (key, value), strict=True):
+            place.index_copy_(0, slots, rows.to(place.dtype))
 
     def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""

@@ -32,6 +32,7 @@ from ferrum_rpc.attention.triton_plan import (
     padded_dim,
     tile_shapes,
 )
+from ferrum_rpc.attention.triton_store import store
 from ferrum_rpc.core import AttentionSpec
 
 PROGRAMS_PER_PROCESSOR = (3, 1)
@@ -189,6 +190,10 @@ class TritonPagedAttention:
         plan.buffer.copy_(host, non_blocking=True)
 
     # --- the layers -------------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """See `AttentionBackend`."""
+        store(self._keys[layer], self._values[layer], slots, key, value)
 
     def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`. Rows that the plan's spans do not

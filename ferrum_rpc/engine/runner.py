@@ -15,17 +15,16 @@ from typing import Final
 import numpy as np
 import structlog
 import torch
-from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
+from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import DeviceLost, ExecutorError, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.sampling.rows import select_rows
 
 log = structlog.get_logger("ferrum_rpc.engine")
 
@@ -72,6 +71,7 @@ class TorchRunner:
         self.kv = kv
         self.store = store
         self.attention = attention
+        self.compute = Compute(model, attention)
         self.beat: Callable[[], None] = no_beat
         self._stage = stage
 
@@ -141,12 +141,12 @@ class TorchRunner:
             )
             overwritten = [each.overwritten for each in reservations if len(each.overwritten)]
             if overwritten:
-                saved = self.store.save(self._to_device(np.concatenate(overwritten)))
+                saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
             self.store.copy_blocks([pair for reservation in reservations for pair in reservation.copies])
             self._stage("forward")
-            hidden = self._forward(spans, geometry)
+            hidden = self.compute.forward(spans, geometry, self.beat)
             self._stage("select")
-            rows = self._select(spans, geometry, hidden)
+            rows = self.compute.select(spans, geometry, hidden)
             self._stage("commit")
             return rows
         except BaseException as error:
@@ -163,37 +163,11 @@ class TorchRunner:
                 raise StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed") from error
             raise
 
-    def _forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        plan = self.attention.plan(geometry)
-        slots = self._to_device(geometry.slots)
-        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self.beat()
-            self.store.write(layer, slots, key, value)
-            return self.attention.attend(layer, query, plan)
-
-        return self.model.forward(self._to_device(tokens.astype(np.int64)), self._to_device(geometry.positions), attend)
-
-    def _select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
-        wanted = [index for index, span in enumerate(spans) if span.row_count]
-        if not wanted:
-            return [None] * len(spans)
-        requests = []
-        for index in wanted:
-            count = spans[index].row_count
-            requests.append((int(geometry.query_start[index + 1]) - count, count, spans[index].output.kind))
-        answers = iter(select_rows(hidden, requests, self.model.logits))
-        return [next(answers) if span.row_count else None for span in spans]
-
     def _undo(self, saved: Saved | None, reservations: Sequence[Reservation], error: BaseException) -> None:
         if saved is not None and not isinstance(error, GONE):
             self.store.restore(saved)
         for reservation in reservations:
             self.kv.rollback(reservation)
-
-    def _to_device(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device)
 
     # --- integer operations, in the same queue ----------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The tensors behind the block pool: keys and values of every layer, in blocks of ``block_size`` slots.
 
 A *slot* is one token's place: ``block * block_size + offset``. Who owns which block is not known here: the pool counts
-references, the runner says which slots to write, and block 0 (the null block) is where padding may be written. All
-layers live in one allocation, so that what concerns all of them (copy-on-write, undo) is one indexed operation instead
-of one per layer.
+references, an attention backend writes where the runner says, and block 0 (the null block) is where padding may be
+written. All layers live in one allocation, so that what concerns all of them (copy-on-write, undo) is one indexed
+operation instead of one per layer.
 
 This file must not know sequences, tokens, hashes or the model.
 """
@@ -63,8 +63,6 @@ class KvStore:
         self._slots = self._buffer.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
         self.keys: list[Tensor] = [self._buffer[layer, KEY] for layer in range(layers)]
         self.values: list[Tensor] = [self._buffer[layer, VALUE] for layer in range(layers)]
-        self._key_slots: list[Tensor] = [self._slots[layer, KEY] for layer in range(layers)]
-        self._value_slots: list[Tensor] = [self._slots[layer, VALUE] for layer in range(layers)]
 
     @property
     def layers(self) -> int:
@@ -85,14 +83,6 @@ class KvStore:
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers."""
         return self._buffer.nbytes // self.num_blocks
-
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put ``keys`` and ``values`` [T, kv_heads, head_dim] into ``slots`` (int64 [T]) of one layer.
-
-        A slot may occur twice only if nobody reads it (padding in the null block): which of the two stays is undefined.
-        """
-        self._key_slots[layer].index_copy_(0, slots, keys.to(self.dtype))
-        self._value_slots[layer].index_copy_(0, slots, values.to(self.dtype))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block ``src`` to ``dst`` for every ``(src, dst)``, in all layers. All reads come before all writes."""

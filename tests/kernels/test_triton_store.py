@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_store import store
+from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import KvStore
 
 
@@ -21,7 +23,9 @@ def test_it_writes_what_the_store_writes(device, heads, head_dim, dtype):
     slots = torch.tensor([5, 0, 23, 9, 4], device=device)
     fused = torch.randn(5, 3 * heads, head_dim, generator=generator).to(device)  # query, key and value of a projection
     key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    stores[0].write(1, slots, key, value)
+    TorchPagedAttention([AttentionSpec(heads, heads, head_dim, 1.0)] * 2, stores[0].keys, stores[0].values).write(
+        1, slots, key, value
+    )
     store(stores[1].keys[1], stores[1].values[1], slots, key, value)
     for layer in range(2):
         assert torch.equal(stores[0].keys[layer], stores[1].keys[layer])

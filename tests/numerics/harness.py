@@ -108,7 +108,7 @@ class Executor:
         plan, slots = self.backend.plan(geometry), torch.from_numpy(geometry.slots).to(self.device)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self.store.write(layer, slots, key, value)
+            self.backend.write(layer, slots, key, value)
             return self.backend.attend(layer, query, plan)
 
         with torch.inference_mode():

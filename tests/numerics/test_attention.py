@@ -64,7 +64,9 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
         )
         position = np.arange(length)
         slots = torch.from_numpy(table[position // block_size].astype(np.int64) * block_size + position % block_size)
-        store.write(0, slots.to(device), key.to(device), value.to(device))
+        TorchPagedAttention([spec], store.keys, store.values).write(
+            0, slots.to(device), key.to(device), value.to(device)
+        )
         content.append((key, value))
     query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
     for backend in backends([spec], store):
@@ -143,7 +145,7 @@ def test_layers_may_differ_in_their_window():
     backend = TorchPagedAttention(specs, store.keys, store.values)
     plan = backend.plan(geometry)
     for layer, spec in enumerate(specs):
-        store.write(layer, torch.from_numpy(geometry.slots), key, key)
+        backend.write(layer, torch.from_numpy(geometry.slots), key, key)
         expected = dense(spec, query, key, key, 0)
         torch.testing.assert_close(backend.attend(layer, query, plan).double(), expected, rtol=0, atol=2e-6)
 
@@ -267,3 +269,32 @@ def test_large_scores_neither_overflow_nor_lose_the_small_ones():
     query = cache.queries[:, 0]
     answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
     torch.testing.assert_close(answer, oracle.attend(0, query, oracle.plan(geometry)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spans", [[(0, 3)], [(5, 1), (0, 40), (17, 2)]], ids=str)
+def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):
+    heads, dim = 2, 32
+    rng = np.random.default_rng(0)
+    tables = np.split((1 + rng.permutation(30)).astype(np.int32), [10, 20])[: len(spans)]
+    geometry = BatchGeometry.build(4, [start for start, _ in spans], [count for _, count in spans], tables)
+    slots = torch.from_numpy(geometry.slots)
+    fused = torch.randn(geometry.tokens, 3 * heads, dim).to(dtype)  # query, key and value of a projection
+    key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
+    store = KvStore(2, 32, 4, heads, dim, dtype=dtype, device=CPU)
+    for backend in backends([AttentionSpec(heads, heads, dim, 1.0)] * 2, store):
+        store.fill_slots(torch.arange(128), 7.0)
+        backend.write(1, slots, key, value)
+        for written, rows in ((store.keys, key), (store.values, value)):
+            expected = torch.full((128, heads, dim), 7.0, dtype=dtype)
+            expected[slots] = rows
+            assert torch.equal(written[1].flatten(0, 1), expected)
+            assert (written[0] == 7).all()
+
+
+def test_padding_may_be_written_to_the_null_block():
+    store = KvStore(1, 6, 4, 2, 8, dtype=torch.float32, device=CPU)
+    for backend in backends([AttentionSpec(2, 2, 8, 1.0)], store):
+        store.fill_slots(torch.arange(24), 7.0)
+        backend.write(0, torch.tensor([0, 0, 0]), torch.randn(3, 2, 8), torch.randn(3, 2, 8))
+        assert (store.keys[0][1:] == 7).all()

@@ -96,7 +96,7 @@ class Saboteur:
         """Stand in the way of what the stages call."""
         attention, store, model = runner.attention, runner.store, runner.model
         plan, attend = attention.plan, attention.attend
-        save, copy, write, logits = store.save, store.copy_blocks, store.write, model.logits
+        save, copy, write, logits = store.save, store.copy_blocks, attention.write, model.logits
 
         def planned(geometry: Any) -> Any:
             self("attention plan")
@@ -124,7 +124,7 @@ class Saboteur:
             return logits(hidden)
 
         attention.plan, attention.attend = planned, attended
-        store.save, store.copy_blocks, store.write = saved, copied, written
+        store.save, store.copy_blocks, attention.write = saved, copied, written
         model.logits = projected
 
 

@@ -1,0 +1,57 @@
+"""The device's part of a step: planned integers in, packed rows out.
+
+The runner knows sequences and what to do when something fails; this file knows the model, the cache's tensors and the
+attention backend, and nothing of reservations. Only the model thread may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.core import Rows, Span
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.rows import select_rows
+
+
+class Compute:
+    """Forward passes of ``model`` over what ``attention`` reads and writes."""
+
+    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+        self.model = model
+        self.attention = attention
+
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
+        """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer."""
+        attention = self.attention
+        plan = attention.plan(geometry)
+        slots = self.to_device(geometry.slots)
+        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            beat()
+            attention.write(layer, slots, key, value)
+            return attention.attend(layer, query, plan)
+
+        return self.model.forward(self.to_device(tokens.astype(np.int64)), self.to_device(geometry.positions), attend)
+
+    def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
+        """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing."""
+        wanted = [index for index, span in enumerate(spans) if span.row_count]
+        if not wanted:
+            return [None] * len(spans)
+        requests = []
+        for index in wanted:
+            count = spans[index].row_count
+            requests.append((int(geometry.query_start[index + 1]) - count, count, spans[index].output.kind))
+        answers = iter(select_rows(hidden, requests, self.model.logits))
+        return [next(answers) if span.row_count else None for span in spans]
+
+    def to_device(self, array: Int64Array) -> Tensor:
+        """The same integers where the model is."""
+        return torch.from_numpy(array).to(self.model.device)
