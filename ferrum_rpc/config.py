@@ -74,6 +74,7 @@ class ServeSettings(BaseSettings):
     insecure: bool = Field(False, description="listen beyond this machine without TLS and without tokens")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and cache")
+    quantize: Literal["none", "int8"] = Field("none", description="int8: round weights to 8 bits, on a CPU")
     attention: str = Field("auto", description="attention backend")
     threads: int | None = Field(None, ge=1, description="compute threads (default: torch's own choice)")
     kv_memory: Bytes | None = Field(

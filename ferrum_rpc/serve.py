@@ -60,6 +60,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
         name=model if model in BUILT_IN else "",
         device=settings.device,
         dtype=settings.dtype,
+        quantize=settings.quantize,
         attention=settings.attention,
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,

@@ -22,12 +22,14 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.identity import IdentityConfig
-from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.models.row_ops import select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
+QUANTIZE_NONE: Final = "none"
+QUANTIZE_INT8: Final = "int8"
 CPU_SHARE: Final = 0.25
 CPU_MOST: Final = 4 << 30
 CUDA_SHARE: Final = 0.85
@@ -46,6 +48,7 @@ class BuildConfig:
     name: str = ""
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = QUANTIZE_NONE
     attention: str = AUTO
     block_size: int = 16
     kv_memory: int | None = None
@@ -69,6 +72,8 @@ def _assemble(
     config: BuildConfig, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage
 ) -> TorchRunner:
     info = model.info(config.name or Path(config.model).name)
+    if config.quantize == QUANTIZE_INT8:
+        info = replace(info, weight_dtype=QUANTIZE_INT8)
     if config.max_context is not None:
         info = replace(info, max_context=min(info.max_context, config.max_context))
     blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
@@ -133,10 +138,18 @@ def _load(
     checkpoint = Checkpoint.open(config.model)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
-    linear, why, factory = select_linear(device, dtype)
-    choices.append((f"linear={linear}", why))
     reason, ops = select_row_ops(ModelSpec.from_config(checkpoint.config), dtype, device)
     choices.append((f"rows={ops.name}", reason))
+    if config.quantize == QUANTIZE_INT8:
+        rounding = select_bytes(device, dtype)
+        model = load_model(checkpoint, dtype, device, progress, linear=rounding, ops=ops)
+        told = f"requested; rounding the weights changed them by {rounding.error:.2%} (root mean square)"
+        choices.append(("quantize=int8", told))
+        return model
+    if config.quantize != QUANTIZE_NONE:
+        raise InvalidRequest(f"quantize {config.quantize!r} is none of none, int8", field="quantize")
+    linear, why, factory = select_linear(device, dtype)
+    choices.append((f"linear={linear}", why))
     return load_model(checkpoint, dtype, device, progress, linear=factory, ops=ops)
 
 

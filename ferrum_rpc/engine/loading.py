@@ -21,6 +21,7 @@ from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.row_ops import RowOps
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import cpu
 from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
 
 Progress = Callable[[int, int], None]
@@ -137,12 +138,7 @@ def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) 
 
 
 def _bf16_instruction() -> str | None:
-    """The CPU's instruction set for bfloat16 products, or None. A cgroup or container does not hide it."""
+    """The CPU's instruction set for bfloat16 products, or None."""
     if not torch._C._has_mkldnn:
         return None
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in cpu.flags()), None)

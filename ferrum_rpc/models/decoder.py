@@ -143,7 +143,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""
-        return self._require().head(hidden).to(torch.float32)
+        return self._require().head.widened(hidden)
 
     def _require(self) -> Loaded:
         if self._loaded is None:

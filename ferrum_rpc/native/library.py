@@ -41,8 +41,23 @@ class Rows(ctypes.Structure):
     )
 
 
+class Matrix(ctypes.Structure):
+    """``struct linear`` of linear.c: a packed weight."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "n", "k")),
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
+    )
+
+
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of rows.c."""
+
+PAIRS, BYTES = 0, 1
+"""``enum kind`` of linear.c."""
+
+HUGE_PAGE: Final = 2 << 20
+_MADV_HUGEPAGE: Final = 14  # linux/mman.h
 
 
 @functools.cache
@@ -70,7 +85,27 @@ def load() -> Any:
     library.ferrum_rows_lanes.restype = integer
     library.ferrum_rows.argtypes = (pointer, integer)
     library.ferrum_rows.restype = None
+    library.ferrum_linear_supported.argtypes = (integer,)
+    library.ferrum_linear_supported.restype = integer
+    if library.ferrum_linear_supported(PAIRS) or library.ferrum_linear_supported(BYTES):
+        library.ferrum_linears_new.argtypes = ()
+        library.ferrum_linears_new.restype = pointer
+        library.ferrum_linears_free.argtypes = (pointer,)
+        library.ferrum_linears_free.restype = None
+        rows = (pointer, ctypes.c_int64, ctypes.c_int64)
+        library.ferrum_linear.argtypes = (pointer, pointer, *rows, pointer, integer, integer)
+        library.ferrum_linear.restype = integer
     return library
+
+
+def prefer_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for pages of 2 MB under a large tensor that nothing was written to yet. Reading weights in order, they gained
+    5 % (40 against 38 GB/s on two cores). No Linux, or a kernel that says no: as it was."""
+    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if start < end and madvise is not None:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
 
 
 def _openmp_of_torch() -> Path | None:

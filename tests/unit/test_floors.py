@@ -49,7 +49,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.heartbeat": Floor(),
     "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat"),
     "ferrum_rpc.engine": Floor(
-        "core errors failpoints kv kv.store models attention sampling weights distributed engine.thread",
+        "core errors failpoints kv kv.store models attention sampling weights distributed native engine.thread",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
-from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import FAMILIES, make_model
 
@@ -87,28 +85,3 @@ def test_info():
     assert (info.heads, info.kv_heads, info.head_dim) == (4, 2, 16)
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert (info.eos_token_ids, info.bos_token_id) == ((2, 7), 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_packed_product_is_the_plain_one(dtype, biased):
-    name, reason, factory = select_linear(CPU, dtype)
-    if factory is not PackedLinear:
-        pytest.skip(f"no packed weights here: {reason}")
-    assert name == "onednn"
-    weight, bias = torch.randn(96, 80).to(dtype), torch.randn(96).to(dtype) if biased else None
-    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
-    for rows in (0, 1, 2, 17, 200):
-        x = torch.randn(rows, 80).to(dtype)
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(packed(x), plain(x), rtol=20 * eps, atol=100 * eps)
-
-
-def test_the_choice_of_a_linear_has_a_reason():
-    assert select_linear(CPU, torch.float32, "plain") == ("plain", "requested", PlainLinear)
-    name, reason, factory = select_linear(CPU, torch.float64)
-    assert (name, factory) == ("plain", PlainLinear) and "float64" in reason
-    with pytest.raises(InvalidRequest, match="not available"):
-        select_linear(CPU, torch.float64, "onednn")
-    with pytest.raises(InvalidRequest, match="unknown"):
-        select_linear(CPU, torch.float32, "gpu")

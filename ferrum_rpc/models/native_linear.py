@@ -1,0 +1,152 @@
+"""Matrix products by our C kernel (``native/src/linear.c``): weights in panels, in bfloat16 or in 8 bits.
+
+Packed once, at load. A product's sums run over the elements in one order, whatever else is in the step: an answer does
+not depend on its neighbours in the batch, bit for bit. ``k`` is the width of a row, ``n`` of an output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.native import library
+
+COLUMNS: Final = 16
+"""Of a panel."""
+
+GROUP: Final = 64
+"""Elements of a column, or of a row, that share a scale where weights have 8 bits."""
+
+SLAB: Final = 4096
+"""Columns that are packed at a time: what the intermediate copies cost."""
+
+
+class Workspace:
+    """The kernel's buffers, which products of one model share; one product at a time."""
+
+    def __init__(self, kind: int) -> None:
+        self.library = library.load()
+        if not self.library.ferrum_linear_supported(kind):
+            instruction = "avx512_bf16" if kind == library.PAIRS else "avx512_vnni"
+            raise OSError(f"the CPU has no {instruction}")
+        self.handle = self.library.ferrum_linears_new()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.library.ferrum_linears_free(self.handle)
+
+
+class NativeLinear:
+    """A `Linear` over bfloat16 rows. ``tensors``: panels, scales (of bytes) and bias, as a factory made them."""
+
+    __slots__ = ("_address", "_held", "_k", "_matrix", "_n", "_space")
+
+    def __init__(self, space: Workspace, kind: int, n: int, k: int, tensors: tuple[Tensor | None, ...]) -> None:
+        self._space, self._n, self._k = space, n, k
+        self._held = tensors
+        self._matrix = library.Matrix(kind, n, k, *(None if each is None else each.data_ptr() for each in tensors))
+        self._address = ctypes.addressof(self._matrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._product(x, x.new_empty((*x.shape[:-1], self._n)), 0)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._product(x, x.new_empty((*x.shape[:-1], self._n), dtype=torch.float32), 1)
+
+    def _product(self, x: Tensor, out: Tensor, wide: int) -> Tensor:
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+        if rows.shape[1] < self._k:
+            rows = F.pad(rows, (0, self._k - rows.shape[1]))
+        status = self._space.library.ferrum_linear(
+            self._space.handle,
+            self._address,
+            rows.data_ptr(),
+            rows.stride(0),
+            len(rows),
+            out.data_ptr(),
+            wide,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError("no memory for the matrix product's buffers")
+        return out
+
+
+class PairFactory:
+    """A `LinearFactory`: bfloat16 weights as they are. Raises OSError where the kernel cannot run."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._space = Workspace(library.PAIRS)
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too: no model that we know has one."""
+        weight = F.pad(weight, (0, weight.shape[1] % 2))
+        n, k = weight.shape
+        panels = _panels(n, k, 2, torch.bfloat16)
+        for first, slab in _slabs(weight):
+            panels[first : first + len(slab) // COLUMNS] = slab.view(-1, COLUMNS, k // 2, 2).transpose(1, 2)
+        return NativeLinear(self._space, library.PAIRS, n, k, (panels, None, _floats(bias)))
+
+
+class ByteFactory:
+    """A `LinearFactory`: weights rounded to 8 bits, every 64 of a column with a scale of their own. Raises OSError
+    where the kernel cannot run."""
+
+    def __init__(self) -> None:
+        self._space = Workspace(library.BYTES)
+        self._squares = torch.zeros(2, dtype=torch.float64)
+
+    @property
+    def error(self) -> float:
+        """Root mean square of what rounding changed, relative to the weights, over all that were packed."""
+        changed, whole = self._squares.tolist()
+        return float((changed / whole) ** 0.5) if whole else 0.0
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        """Round and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of 64."""
+        n, k = weight.shape
+        if k % GROUP:
+            raise InvalidRequest(
+                f"8-bit weights come in blocks of {GROUP}, and this model has rows of {k}", field="quantize"
+            )
+        panels = _panels(n, k, 4, torch.uint8)
+        scales = torch.empty((len(panels), k // GROUP, COLUMNS), dtype=torch.float32)
+        for first, slab in _slabs(weight):
+            grouped = slab.float().view(len(slab), k // GROUP, GROUP)
+            scale = grouped.abs().amax(-1, keepdim=True) / 127.0
+            rounded = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
+            self._squares[0] += (rounded * scale - grouped).double().square().sum()
+            self._squares[1] += grouped.double().square().sum()
+            last = first + len(slab) // COLUMNS
+            unsigned = (rounded + 128.0).to(torch.uint8).view(-1, COLUMNS, k // 4, 4)
+            panels[first:last] = unsigned.transpose(1, 2)
+            scales[first:last] = scale.view(-1, COLUMNS, k // GROUP).transpose(1, 2)
+        return NativeLinear(self._space, library.BYTES, n, k, (panels, scales, _floats(bias)))
+
+
+def _panels(n: int, k: int, together: int, dtype: torch.dtype) -> Tensor:
+    """Room for a matrix [n, k]: [panels, k / together, 16, together]."""
+    panels = torch.empty((-(-n // COLUMNS), k // together, COLUMNS, together), dtype=dtype)
+    library.prefer_huge_pages(panels)
+    return panels
+
+
+def _slabs(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Whole panels' rows of ``weight``, the last filled up with zeros, and the index of their first panel."""
+    for first in range(0, len(weight), SLAB):
+        slab = weight[first : first + SLAB]
+        yield first // COLUMNS, F.pad(slab, (0, 0, 0, -len(slab) % COLUMNS))
+
+
+def _floats(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(torch.float32)

@@ -1,0 +1,50 @@
+"""What is built from a description, and what is told of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.native_linear import ByteFactory
+from tests.checkpoints import make_checkpoint
+
+
+def logits(runner, tokens):
+    """float32 [vocab] of the last token."""
+    span = Span(1, tokens, 0, OutputSpec(Positions.LAST, FullLogits(RowDType.F32)), create=True)
+    with runner.context():
+        [outcome] = runner.forward(Step((span,))).outcomes
+        runner.release([1])
+    return torch.from_numpy(outcome.rows.block.logits[outcome.rows.first].copy())
+
+
+def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
+    try:
+        ByteFactory()
+    except OSError as reason:
+        pytest.skip(str(reason))
+    folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+    plain, rounded = (
+        build_runner(BuildConfig(str(folder), dtype="bfloat16", kv_blocks=8, quantize=each)) for each in ("none", "int8")
+    )
+    told = dict(rounded.device.choices)["quantize=int8"]
+    assert 0.002 < float(told.split("by ")[1].split("%")[0]) / 100 < 0.01
+    assert (plain.info.weight_dtype, rounded.info.weight_dtype, rounded.info.kv_dtype) == (
+        "bfloat16",
+        "int8",
+        "bfloat16",
+    )
+    tokens = np.arange(5, 45, dtype=np.int32)
+    exact, near = logits(plain, tokens), logits(rounded, tokens)
+    assert 0 < (near - exact).square().mean().sqrt() / exact.std() < 0.05
+
+
+@pytest.mark.parametrize(("quantize", "dtype", "says"), [("int4", "bfloat16", "int4"), ("int8", "float32", "float32")])
+def test_rounding_that_is_not_there_is_refused(tmp_path, quantize, dtype, says):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(InvalidRequest, match=says):
+        build_runner(BuildConfig(str(folder), dtype=dtype, quantize=quantize))
