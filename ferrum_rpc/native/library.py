@@ -22,7 +22,7 @@ _RUNTIME: Final = re.compile(r"(/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*)$", re.
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of paged.c: what all layers of a step share. Pointers are to int32 arrays."""
+    """``struct step`` of step.h: what all layers of a step share. Pointers are to int32 arrays."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("spans", "heads", "kv_heads", "head_dim", "block_size", "threads")),
@@ -56,6 +56,9 @@ ADD_NORM, ROTATE, GATE = 0, 1, 2
 PAIRS, BYTES = 0, 1
 """``enum kind`` of linear.c."""
 
+FLASH_UNIT: Final = 16
+"""What flash.c needs a head's width to be a multiple of."""
+
 HUGE_PAGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14  # linux/mman.h
 
@@ -81,6 +84,18 @@ def load() -> Any:
     tensors = (pointer, ctypes.c_int64, pointer, pointer, pointer)
     library.ferrum_attend.argtypes = (pointer, pointer, *tensors, integer, integer, real, real)
     library.ferrum_attend.restype = integer
+    long = ctypes.c_int64
+    library.ferrum_store.argtypes = (pointer, pointer, pointer, long, pointer, pointer, long, long, long)
+    library.ferrum_store.restype = None
+    library.ferrum_flash_supported.argtypes = (integer,)
+    library.ferrum_flash_supported.restype = integer
+    if library.ferrum_flash_supported(FLASH_UNIT):
+        library.ferrum_flash_new.argtypes = ()
+        library.ferrum_flash_new.restype = pointer
+        library.ferrum_flash_free.argtypes = (pointer,)
+        library.ferrum_flash_free.restype = None
+        library.ferrum_flash.argtypes = (pointer, pointer, *tensors, integer, real, real)
+        library.ferrum_flash.restype = integer
     library.ferrum_rows_lanes.argtypes = (integer,)
     library.ferrum_rows_lanes.restype = integer
     library.ferrum_rows.argtypes = (pointer, integer)

@@ -104,6 +104,23 @@ def test_many_single_tokens_fill_several_groups():
     compare(spec, [(start, 1) for start in np.random.default_rng(1).integers(0, 400, size=60)], block_size=8)
 
 
+LONG = [(0, 33), (0, 150), (3, 64), (61, 70), (200, 129), (130, 1)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 150])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("heads", HEADS)
+def test_long_spans_in_sixteen_bits(heads, window, softcap):
+    compare(AttentionSpec(*HEADS[heads], 32, 0.2, window, softcap), LONG, dtype=torch.bfloat16, atol=0.03)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
+@pytest.mark.parametrize("block_size", [1, 5, 64])
+def test_long_spans_of_any_head_and_block(head_dim, block_size):
+    spec = AttentionSpec(7, 1, head_dim, head_dim**-0.5)
+    compare(spec, [(0, 40), (90, 65)], block_size=block_size, dtype=torch.bfloat16, atol=0.03)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits(dtype):
     compare(AttentionSpec(8, 2, 32, 0.2), MIX, dtype=dtype, atol=0.03 if dtype == torch.bfloat16 else 0.004)
@@ -249,6 +266,44 @@ def test_an_answer_depends_on_neither_the_threads_nor_the_rest_of_the_batch(wind
     for sequence, count in zip(everybody, counts, strict=True):
         assert torch.equal(together[sequence], again[sequence])
         assert torch.equal(together[sequence], cache.attend([sequence], [count])[sequence])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window):
+    """Bit for bit, as long as no piece is short."""
+    spec = AttentionSpec(8, 2, 64, 0.125, window)
+    store = KvStore(1, 80, 16, 2, 64, dtype=torch.bfloat16, device=CPU)
+    for tensor in (*store.keys, *store.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    tables = np.split((1 + np.random.default_rng(0).permutation(79)).astype(np.int32), [32])
+    backend = NativePagedAttention([spec], store.keys, store.values)
+    query = torch.randn(500, 8, 64).bfloat16()
+
+    def attend(first, last, neighbour=0):
+        starts, counts = [first, 200][: 1 + bool(neighbour)], [last - first, neighbour][: 1 + bool(neighbour)]
+        geometry = BatchGeometry.build(16, starts, counts, tables[: len(starts)])
+        rows = torch.cat([query[first:last], query[:neighbour]])
+        return backend.attend(0, rows, backend.plan(geometry))[: last - first]
+
+    whole, before = attend(0, 500), torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for neighbour in (0, 1, 90):
+                pieces = [attend(*each, neighbour) for each in ((0, 133), (133, 300), (300, 333), (333, 500))]
+                assert torch.equal(torch.cat(pieces), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_of_long_spans_neither_overflow_nor_lose_the_small_ones():
+    cache = Cache([64, 900], spec=AttentionSpec(2, 1, 16, 30.0))
+    oracle = TorchPagedAttention([cache.spec], cache.store.keys, cache.store.values)
+    geometry = BatchGeometry.build(16, [0, 836], [64, 64], cache.tables)
+    query = cache.queries.flatten(0, 1)
+    answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
+    expected = oracle.attend(0, query, oracle.plan(geometry))
+    torch.testing.assert_close(answer.float(), expected.float(), rtol=0, atol=0.05)
 
 
 def test_short_and_long_spans_of_a_step_go_to_their_kernels_and_come_back_in_order():

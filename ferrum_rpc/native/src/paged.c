@@ -18,21 +18,12 @@
 #include <string.h>
 
 #include "sets.h"
+#include "step.h"
 
 #define MAX_DIM 256
 #define CHUNK 512    /* positions of a unit */
 #define TILE_ROWS 16 /* query rows (tokens x group) of a unit and KV head */
 #define SMALL 65536  /* bytes of K and V below which waking threads costs more than they save */
-
-/* What all layers of a step share. Arrays have an entry per span, table_start one more. */
-struct step {
-    int32_t spans, heads, kv_heads, head_dim, block_size, threads;
-    const int32_t *rows;        /* first row in the packed queries */
-    const int32_t *starts;      /* tokens cached before the span */
-    const int32_t *lengths;     /* tokens once it is written */
-    const int32_t *table_start; /* first entry in tables */
-    const int32_t *tables;      /* block ids */
-};
 
 struct row {
     float most, sum; /* largest score so far, and the sum of the weights relative to it */
@@ -172,6 +163,16 @@ static size_t cut(const struct step *step, int window, struct unit *units, size_
         }
     }
     return count;
+}
+
+/* Copy `count` tokens' K and V, `bytes` each and `key_bytes` and `value_bytes` apart, to their slots of a layer. */
+void ferrum_store(char *keys, char *values, const int64_t *slots, int64_t count, const char *key, const char *value,
+                  int64_t key_bytes, int64_t value_bytes, int64_t bytes)
+{
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(keys + slots[i] * bytes, key + i * key_bytes, (size_t)bytes);
+        memcpy(values + slots[i] * bytes, value + i * value_bytes, (size_t)bytes);
+    }
 }
 
 /* One layer of a step: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two rows of

@@ -6,13 +6,6 @@
 
 #include "vectors.h"
 
-INLINE FV ISA(tanh)(FV x)
-{
-    const FV t = ISA(exp)(ISA(where)(x < 0.0f, x, -x) * 2.0f);
-    const FV y = (1.0f - t) / (1.0f + t);
-    return ISA(where)(x < 0.0f, -y, y);
-}
-
 /* Lane s of the result is the sum of sums[s]: neighbours are added in pairs, log2(LANES) times. */
 INLINE FV ISA(sum_each)(FV *sums)
 {

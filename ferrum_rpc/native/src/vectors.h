@@ -69,6 +69,13 @@ INLINE FV ISA(exp)(FV x)
     return (FV)(large & ((IV)y + (((IV)shifted - (IV)magic) << 23)));
 }
 
+INLINE FV ISA(tanh)(FV x)
+{
+    const FV t = ISA(exp)(ISA(where)(x < 0.0f, x, -x) * 2.0f);
+    const FV y = (1.0f - t) / (1.0f + t);
+    return ISA(where)(x < 0.0f, -y, y);
+}
+
 /* The lanes of x, each with the one `by` lanes further on. A macro: the pattern must be a constant. */
 #undef TURNED
 #if LANES == 16

@@ -1,0 +1,354 @@
+/* Attention of long spans over a paged KV cache on a CPU, by products of bfloat16 pairs (dots.h).
+ *
+ * A prompt's attention is arithmetic, not reading: torch's kernel did 70 GFLOP/s of it where the products of its layers
+ * ran at 800 (512 tokens, two cores with AVX-512 BF16), and took two fifths of a prompt's time. Here K and V are put
+ * into panels, 64 positions at a time, and met by all rows of a tile of queries: scores by one product, their softmax
+ * online in float32, weights rounded to bfloat16, V by another product (Dao, "FlashAttention-2", 2023, without its
+ * parallel loops). Positions lie on a fixed grid of 64 and a row's sums run in their order, so that a row's answer does
+ * not depend on where its span was cut, on the other spans or on the threads.
+ *
+ * OpenMP, and who calls: see paged.c.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "dots.h"
+#include "step.h"
+
+struct ferrum_flash {
+    char *scratch;
+    size_t size;
+};
+
+#if defined(__x86_64__)
+
+#define JOINED(name, suffix) name##suffix
+#define ISA(name) JOINED(name, _flash)
+#define TARGET DOT_TARGET
+#define LANES 16
+#include "vectors.h"
+
+#define MAX_DIM 256
+#define KEYS DOT_WIDTH /* positions at a time: four panels */
+#define TILE_ROWS 256  /* query rows (tokens x group) of a unit */
+
+int32_t ferrum_flash_supported(int32_t head_dim)
+{
+    __builtin_cpu_init();
+    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+
+struct ferrum_flash *ferrum_flash_new(void) { return calloc(1, sizeof(struct ferrum_flash)); }
+
+void ferrum_flash_free(struct ferrum_flash *self)
+{
+    free(self->scratch);
+    free(self);
+}
+
+DOT_ENTRY(flash_entry, dot_pairs)
+
+struct job {
+    const struct step *step;
+    const char *query, *keys, *values;
+    char *output;
+    size_t query_bytes, slot_bytes;
+    float scale, softcap;
+    int32_t window, group, dim, wide_dim, panels; /* dim, and up to a multiple of 32; panels of V */
+};
+
+/* A thread's buffers, for `rows` rows. */
+struct buffers {
+    char *query;      /* bfloat16 [rows][wide_dim] */
+    char *key, *value; /* panels: [4][wide_dim / 2][16][2], [panels][KEYS / 2][16][2] */
+    char *weights;    /* bfloat16 [DOT_ROWS][KEYS] */
+    float *scores;    /* [DOT_ROWS][KEYS] */
+    float *sums;      /* [panels / 4][rows][64] */
+    float *most, *total;
+};
+
+static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static size_t lay_out(const struct job *job, int rows, char *base, struct buffers *buffers)
+{
+    const size_t planes = (size_t)(job->panels + DOT_PANELS - 1) / DOT_PANELS;
+    size_t at = 0;
+#define PLACE(name, bytes)                                                                                             \
+    buffers->name = (void *)(base + at);                                                                               \
+    at += rounded(bytes)
+    PLACE(query, (size_t)rows * job->wide_dim * 2);
+    PLACE(key, (size_t)KEYS * job->wide_dim * 2);
+    PLACE(value, (size_t)KEYS * job->panels * DOT_COLUMNS * 2);
+    PLACE(weights, DOT_ROWS * KEYS * 2);
+    PLACE(scores, DOT_ROWS * KEYS * sizeof(float));
+    PLACE(sums, planes * rows * DOT_WIDTH * sizeof(float));
+    PLACE(most, rows * sizeof(float));
+    PLACE(total, rows * sizeof(float));
+#undef PLACE
+    return at;
+}
+
+/* Transpose 16 vectors of 16 numbers. */
+DOT_INLINE void transpose(__m512i *x)
+{
+    __m512i y[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+        x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
+    }
+}
+
+/* K and V of the positions `first .. first + KEYS` of one head into panels; zeros from `end` on: what lies there was never
+ * written, and may be anything. */
+static DOT_TARGET void pack(const struct job *job, const int32_t *table, int head, int first, int end,
+                            const struct buffers *to)
+{
+    const int size = job->step->block_size, dim = job->dim;
+    const char *key[KEYS], *value[KEYS];
+    for (int i = 0; i < KEYS; i++) {
+        const int position = first + i;
+        if (position >= end) {
+            key[i] = value[i] = NULL;
+            continue;
+        }
+        const size_t slot = (size_t)table[position / size] * size + position % size;
+        const size_t at = slot * job->slot_bytes + (size_t)head * dim * 2;
+        key[i] = job->keys + at;
+        value[i] = job->values + at;
+    }
+    for (int panel = 0; panel < KEYS / DOT_COLUMNS; panel++)
+        for (int d = 0; d < job->wide_dim; d += 32) {
+            const __mmask32 held = dim - d < 32 ? (__mmask32)((1u << (dim - d)) - 1) : 0xffffffffu;
+            __m512i x[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) {
+                const char *row = key[panel * DOT_COLUMNS + i];
+                x[i] = row ? _mm512_maskz_loadu_epi16(held, row + d * 2) : _mm512_setzero_si512();
+            }
+            transpose(x);
+            char *out = to->key + ((size_t)panel * job->wide_dim / 2 + d / 2) * 64;
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++)
+                _mm512_storeu_si512(out + i * 64, x[i]);
+        }
+    for (int pair = 0; pair < KEYS / 2; pair++)
+        for (int panel = 0; panel < job->panels; panel++) {
+            const char *even = value[2 * pair], *odd = value[2 * pair + 1];
+            __m512i x = _mm512_setzero_si512();
+            if (even)
+                x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + panel * 32)));
+            if (odd)
+                x = _mm512_or_si512(
+                    x, _mm512_slli_epi32(
+                           _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + panel * 32))), 16));
+            _mm512_storeu_si512(to->value + ((size_t)panel * KEYS / 2 + pair) * 64, x);
+        }
+}
+
+/* One row's scores against the positions `first .. first + KEYS`, of which it sees `low .. high`, to weights: a step of
+ * the online softmax. Returns what its sums so far are to be multiplied by. */
+DOT_INLINE float soften(const struct job *job, const float *scores, int first, int low, int high, float *most,
+                        float *total, char *weights)
+{
+    FV x[KEYS / 16], largest = ISA(splat)(-__builtin_inff());
+    const IV lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int whole = low <= first && first + KEYS <= high;
+#pragma GCC unroll 4
+    for (int i = 0; i < KEYS / 16; i++) {
+        x[i] = *(const FV *)(scores + i * 16) * job->scale;
+        if (job->softcap > 0.0f)
+            x[i] = ISA(tanh)(x[i] / job->softcap) * job->softcap;
+        if (!whole) {
+            const IV position = lane + (first + i * 16);
+            x[i] = ISA(where)((position >= low) & (position < high), x[i], ISA(splat)(-__builtin_inff()));
+        }
+        largest = (FV)_mm512_max_ps((__m512)largest, (__m512)x[i]);
+    }
+    const float before = *most, now = _mm512_reduce_max_ps((__m512)largest);
+    if (!(now > -__builtin_inff())) { /* it sees none of them */
+        memset(weights, 0, KEYS * 2);
+        return 1.0f;
+    }
+    const float after = now > before ? now : before;
+    FV sum = {0};
+#pragma GCC unroll 4
+    for (int i = 0; i < KEYS / 16; i++) {
+        x[i] = ISA(exp)(x[i] - after);
+        sum += x[i];
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x[i]);
+        memcpy(weights + i * 32, &rounded, sizeof rounded);
+    }
+    const float scale = now > before ? ISA(exp)(ISA(splat)(before - after))[0] : 1.0f;
+    *most = after;
+    *total = *total * scale + ISA(total)(sum);
+    return scale;
+}
+
+/* A tile of `tokens` tokens from row `row`, position `position` on, for one KV head. */
+static DOT_TARGET void run_tile(const struct job *job, const int32_t *table, int head, int row, int position, int tokens,
+                                const struct buffers *own)
+{
+    const int group = job->group, dim = job->dim, rows = tokens * group;
+    const int planes = (job->panels + DOT_PANELS - 1) / DOT_PANELS, end = position + tokens;
+    for (int r = 0; r < rows; r++) {
+        char *to = own->query + (size_t)r * job->wide_dim * 2;
+        memcpy(to, job->query + (size_t)(row + r / group) * job->query_bytes + ((size_t)head * group + r % group) * dim * 2,
+               (size_t)dim * 2);
+        memset(to + (size_t)dim * 2, 0, (size_t)(job->wide_dim - dim) * 2);
+        own->most[r] = -__builtin_inff();
+        own->total[r] = 0.0f;
+    }
+    memset(own->sums, 0, (size_t)planes * rows * DOT_WIDTH * sizeof(float));
+    const int seen = job->window > 0 && position + 1 > job->window ? position + 1 - job->window : 0;
+    for (int first = seen / KEYS * KEYS; first < end; first += KEYS) {
+        pack(job, table, head, first, end, own);
+        int count;
+        for (int r = 0; r < rows; r += count) {
+            count = rows - r < DOT_ROWS ? rows - r : DOT_ROWS;
+            const int last = position + (r + count - 1) / group;
+            if (last < first || (job->window > 0 && position + r / group - job->window >= first + KEYS))
+                continue; /* no row of the block sees any of these positions */
+            struct dots dots = {
+                .rows = own->query + (size_t)r * job->wide_dim * 2,
+                .panels = own->key,
+                .ahead = own->key,
+                .row_bytes = (size_t)job->wide_dim * 2,
+                .panel_bytes = (size_t)job->wide_dim / 2 * 64,
+                .sums = own->scores,
+                .vectors = job->wide_dim / 2,
+            };
+            memset(own->scores, 0, (size_t)count * KEYS * sizeof(float));
+            flash_entry(&dots, count, KEYS / DOT_COLUMNS);
+            for (int i = 0; i < count; i++) {
+                const int at = position + (r + i) / group;
+                const int low = job->window > 0 && at + 1 > job->window ? at + 1 - job->window : 0;
+                const float scale = soften(job, own->scores + i * KEYS, first, low, at + 1, own->most + r + i,
+                                           own->total + r + i, own->weights + i * KEYS * 2);
+                if (scale != 1.0f)
+                    for (int plane = 0; plane < planes; plane++) {
+                        float *sums = own->sums + ((size_t)plane * rows + r + i) * DOT_WIDTH;
+#pragma GCC unroll 4
+                        for (int d = 0; d < DOT_WIDTH; d += 16)
+                            *(FV *)(sums + d) = *(FV *)(sums + d) * scale;
+                    }
+            }
+            for (int plane = 0; plane < planes; plane++) {
+                const int panels = job->panels - plane * DOT_PANELS < DOT_PANELS ? job->panels - plane * DOT_PANELS : DOT_PANELS;
+                dots = (struct dots){
+                    .rows = own->weights,
+                    .panels = own->value + (size_t)plane * DOT_PANELS * (KEYS / 2) * 64,
+                    .ahead = own->value,
+                    .row_bytes = KEYS * 2,
+                    .panel_bytes = KEYS / 2 * 64,
+                    .sums = own->sums + ((size_t)plane * rows + r) * DOT_WIDTH,
+                    .vectors = KEYS / 2,
+                };
+                flash_entry(&dots, count, panels);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        char *to = job->output + ((size_t)(row + r / group) * job->step->heads + (size_t)head * group + r % group) * dim * 2;
+        const float share = 1.0f / own->total[r];
+        for (int d = 0; d < dim; d += 16)
+            ISA(store)(to, d, 0, *(FV *)(own->sums + ((size_t)(d / DOT_WIDTH) * rows + r) * DOT_WIDTH + d % DOT_WIDTH) * share);
+    }
+}
+
+/* One layer of a step, all bfloat16; arguments as ferrum_attend's. 0, or -1 where there is no memory for the buffers. */
+int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const void *query, int64_t query_stride,
+                     const void *keys, const void *values, void *output, int32_t window, float scale, float softcap)
+{
+    const struct job job = {
+        .step = step,
+        .query = query,
+        .keys = keys,
+        .values = values,
+        .output = output,
+        .query_bytes = (size_t)query_stride * 2,
+        .slot_bytes = (size_t)step->kv_heads * step->head_dim * 2,
+        .scale = scale,
+        .softcap = softcap,
+        .window = window,
+        .group = step->heads / step->kv_heads,
+        .dim = step->head_dim,
+        .wide_dim = (step->head_dim + 31) / 32 * 32,
+        .panels = step->head_dim / DOT_COLUMNS,
+    };
+    const int tile = job.group < TILE_ROWS ? TILE_ROWS / job.group : 1;
+    struct buffers buffers;
+    const size_t bytes = lay_out(&job, tile * job.group, NULL, &buffers), wanted = bytes * step->threads;
+    if (wanted > self->size) {
+        void *larger = NULL;
+        if (posix_memalign(&larger, 64, wanted))
+            return -1;
+        free(self->scratch);
+        self->scratch = larger;
+        self->size = wanted;
+    }
+    int64_t tiles = 0;
+    for (int span = 0; span < step->spans; span++)
+        tiles += (step->lengths[span] - step->starts[span] + tile - 1) / tile;
+    const int64_t jobs = tiles * step->kv_heads;
+    int arrived = 0;
+    int64_t taken = 0;
+#pragma omp parallel num_threads(step->threads) if (step->threads > 1)
+    {
+        struct buffers own;
+        lay_out(&job, tile * job.group, self->scratch + bytes * __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED), &own);
+        int64_t next;
+        while ((next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < jobs) {
+            /* from the last tile on: a span's later ones see more, and the small ones fill the end */
+            int64_t left = tiles - 1 - next / step->kv_heads;
+            int span = 0;
+            for (;; span++) {
+                const int64_t count = (step->lengths[span] - step->starts[span] + tile - 1) / tile;
+                if (left < count)
+                    break;
+                left -= count;
+            }
+            const int from = (int)left * tile, tokens = step->lengths[span] - step->starts[span] - from;
+            run_tile(&job, step->tables + step->table_start[span], (int)(next % step->kv_heads), step->rows[span] + from,
+                     step->starts[span] + from, tokens < tile ? tokens : tile, &own);
+        }
+    }
+    return 0;
+}
+
+#else
+
+/* No such instructions: nothing here is called but this. */
+int32_t ferrum_flash_supported(int32_t head_dim)
+{
+    (void)head_dim;
+    return 0;
+}
+
+#endif
