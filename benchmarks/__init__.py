@@ -3,6 +3,6 @@
 No part of the package and no part of the test suite's verdict; the tests only see to it that these programs run.
 """
 
-import os
+from ferrum_rpc.openmp import wait_briefly
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `ferrum-rpc serve` does: both sides compute alike
+wait_briefly()  # as `ferrum-rpc serve` does: both sides compute alike

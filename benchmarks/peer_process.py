@@ -1,7 +1,7 @@
 """A peer in a process and, where it needs one, a Python environment of its own, driven by `benchmarks.peer_scripts`.
 
-It waits as our sides do (OMP_WAIT_POLICY, see the package): libgomp's own default spins, and next to any other busy
-process a spinning team takes seconds for a step that takes 0.1 s otherwise (measured: 4.2 s).
+Its threads wait as ours do (see `ferrum_rpc.openmp`): libgomp's own default spins for milliseconds, and next to any
+other busy process such a team takes seconds for a step that takes 0.1 s otherwise (measured: 4.2 s).
 """
 
 from __future__ import annotations

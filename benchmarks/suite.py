@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,6 +32,7 @@ from benchmarks.suite_tables import show
 from benchmarks.wire import RESULTS
 from benchmarks.workload import BLOCK_SIZE, CACHE, LEAD_IN, checkpoint
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.openmp import waits
 
 PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
 REFERENCE: Final = "ours, gRPC session"
@@ -87,7 +87,7 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
         "round_s": options.round_seconds,
         "lead_in_steps": LEAD_IN,
         "block_size": BLOCK_SIZE,
-        "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
+        "openmp_waits": waits(),
         "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
     }
 

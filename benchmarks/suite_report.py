@@ -119,7 +119,7 @@ def _facts(result: Any) -> list[tuple[str, str]]:
         ("model", f"{model['name']}: {size}"),
         *sides,
         ("rounds", f"{turns}; disturbed by other processes: {disturbed[0]} repeated, {disturbed[1]} kept"),
-        ("OpenMP waits", f"{settings['omp_wait_policy'].lower()}{spins}"),
+        ("OpenMP waits", f"{settings['openmp_waits']}{spins}"),
         ("output", settings["output"]),
         ("seed", str(settings["seed"])),
     ]

@@ -23,6 +23,7 @@ from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.openmp import wait_briefly
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.observation import Observation
@@ -39,13 +40,8 @@ log = structlog.get_logger("ferrum_rpc.serve")
 
 def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
     """Load the model and make its runner. Runs in the model thread and is what imports torch, so that the port is bound
-    and health is answered before.
-
-    OpenMP's threads are told to sleep rather than spin between two products: a spinning one takes the core that the
-    event loop needs. Measured with two cores and a second busy process: p95 of a decode step of the demo model 7 ms
-    instead of 237, of a batch of 32 14 ms instead of 456. Whoever sets OMP_WAIT_POLICY decides otherwise.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch loads OpenMP
+    and health is answered before."""
+    wait_briefly()
     import torch
 
     from ferrum_rpc.engine.build import BuildConfig, build_runner

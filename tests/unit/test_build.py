@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -28,9 +30,8 @@ def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
     except OSError as reason:
         pytest.skip(str(reason))
     folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
-    plain, rounded = (
-        build_runner(BuildConfig(str(folder), dtype="bfloat16", kv_blocks=8, quantize=each)) for each in ("none", "int8")
-    )
+    config = BuildConfig(str(folder), dtype="bfloat16", kv_blocks=8)
+    plain, rounded = build_runner(config), build_runner(replace(config, quantize="int8"))
     told = dict(rounded.device.choices)["quantize=int8"]
     assert 0.002 < float(told.split("by ")[1].split("%")[0]) / 100 < 0.01
     assert (plain.info.weight_dtype, rounded.info.weight_dtype, rounded.info.kv_dtype) == (

@@ -40,7 +40,7 @@ FLOORS: dict[str, Floor] = {
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
-    "ferrum_rpc.models": Floor("core errors native", "numpy torch transformers"),
+    "ferrum_rpc.models": Floor("core errors native", "numpy torch transformers triton"),
     "ferrum_rpc.attention": Floor("core errors native", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors", "numpy torch triton"),
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
@@ -62,10 +62,11 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.config": Floor("core errors failpoints", "pydantic pydantic_settings"),
     "ferrum_rpc.event_loop": Floor("config", "uvloop"),
     "ferrum_rpc.allocator": Floor(),
+    "ferrum_rpc.openmp": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop "
-        "allocator",
+        "allocator openmp",
         "structlog torch",
     ),
     # of `bench` the flags alone: `--help` loads no client
