@@ -76,6 +76,7 @@ class ServeSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and cache")
     quantize: Literal["none", "int8"] = Field("none", description="int8: round weights to 8 bits, on a CPU")
     attention: str = Field("auto", description="attention backend")
+    cuda_graphs: Literal["auto", "off"] = Field("auto", description="on a GPU: record decode steps and replay them")
     threads: int | None = Field(None, ge=1, description="compute threads (default: torch's own choice)")
     kv_memory: Bytes | None = Field(
         None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"

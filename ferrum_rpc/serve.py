@@ -58,6 +58,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
         dtype=settings.dtype,
         quantize=settings.quantize,
         attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,
         kv_blocks=settings.kv_blocks,

@@ -59,34 +59,46 @@ TILES: Final = (
 """Shapes to try beside the chosen ones, small and large."""
 
 
-def measure(device: torch.device, loads: tuple[Load, ...], *, spec: AttentionSpec = LLAMA, rounds: int = 9) -> Any:
-    """The limits of ``device`` and, per load, the seconds of each side: a dict for JSON."""
+def measure(device: torch.device, loads: tuple[Load, ...], limits: dict[str, float], *, rounds: int = 9) -> Any:
+    """Per load, the seconds of each side, and its shares of ``limits``: a dict for JSON."""
     torch.manual_seed(0)
-    limits = _limits(device, tiny=loads is TINY)
-    found = [_load(device, each, spec, limits, rounds) for each in loads]
-    return {"limits": limits, "spec": asdict(spec), "loads": found}
+    return {"spec": asdict(LLAMA), "loads": [_load(device, each, LLAMA, limits, rounds) for each in loads]}
+
+
+def shapes(device: torch.device, loads: tuple[Load, ...]) -> list[Any]:
+    """Per load, the seconds with other tile shapes than the chosen ones."""
+    return [{"name": each.name, "shapes": _shapes(device, _Case(device, each, LLAMA).kernel)} for each in loads]
+
+
+class _Case:
+    """``load`` on the device: random K and V in blocks that lie anywhere."""
+
+    def __init__(self, device: torch.device, load: Load, spec: AttentionSpec) -> None:
+        self.spec, self.dtype = spec, torch.bfloat16
+        self.length = load.cached + load.tokens
+        blocks = -(-self.length // BLOCK_SIZE)
+        order = torch.randperm(load.batch * blocks).numpy().astype(np.int32) + 1
+        self.tables = order.reshape(load.batch, blocks)
+        self.geometry = BatchGeometry.build(
+            BLOCK_SIZE, [load.cached] * load.batch, [load.tokens] * load.batch, list(self.tables)
+        )
+        shape = (load.batch * blocks + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
+        self.keys, self.values = (torch.randn(shape, dtype=self.dtype, device=device) for _ in range(2))
+        self.query = torch.randn((self.geometry.tokens, spec.heads, spec.head_dim), dtype=self.dtype, device=device)
+
+    def kernel(self, tiles: tuple[Tile, Tile] | None = None) -> Call:
+        """The kernel's call."""
+        backend = TritonPagedAttention([self.spec], [self.keys], [self.values], tiles=tiles)
+        plan = backend.plan(self.geometry)
+        return lambda: backend.attend(0, self.query, plan)
 
 
 def _load(device: torch.device, load: Load, spec: AttentionSpec, limits: dict[str, float], rounds: int) -> Any:
-    length = load.cached + load.tokens
-    blocks = -(-length // BLOCK_SIZE)
-    dtype = torch.bfloat16
-    order = torch.randperm(load.batch * blocks).numpy().astype(np.int32) + 1
-    geometry = BatchGeometry.build(
-        BLOCK_SIZE, [load.cached] * load.batch, [load.tokens] * load.batch, list(order.reshape(load.batch, blocks))
-    )
-    shape = (load.batch * blocks + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
-    keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-    query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), dtype=dtype, device=device)
-
-    def kernel(tiles: tuple[Tile, Tile] | None = None) -> Call:
-        backend = TritonPagedAttention([spec], [keys], [values], tiles=tiles)
-        plan = backend.plan(geometry)
-        return lambda: backend.attend(0, query, plan)
-
-    tables = torch.from_numpy(order.reshape(load.batch, blocks).astype(np.int64)).to(device)
-    key, value = (each[tables].flatten(1, 2)[:, :length].contiguous() for each in (keys, values))
-    sides, absent = {"ours": kernel()}, {}
+    case = _Case(device, load, spec)
+    query, length, dtype = case.query, case.length, case.dtype
+    tables = torch.from_numpy(case.tables.astype(np.int64)).to(device)
+    key, value = (each[tables].flatten(1, 2)[:, :length].contiguous() for each in (case.keys, case.values))
+    sides, absent = {"ours": case.kernel()}, {}
     for name, peer in (("sdpa", _sdpa), ("varlen_attn", _varlen)):
         try:
             call = peer(load, spec, query, key, value)
@@ -94,7 +106,7 @@ def _load(device: torch.device, load: Load, spec: AttentionSpec, limits: dict[st
             sides[name] = call
         except Exception as error:  # a torch, or a device, without it
             absent[name] = reason(error)
-    seconds = _alternate(device, sides, rounds)
+    seconds = alternate_calls(device, sides, rounds)
     moved = 2 * load.batch * length * spec.kv_heads * spec.head_dim * dtype.itemsize
     pairs = load.tokens * (load.cached + (load.tokens + 1) / 2) * load.batch
     work = 4 * pairs * spec.heads * spec.head_dim
@@ -112,16 +124,15 @@ def _load(device: torch.device, load: Load, spec: AttentionSpec, limits: dict[st
         "absent": absent,
         "share_of_bandwidth": moved / ours / limits["bytes_per_s"],
         "share_of_matrix_units": work / ours / limits["operations_per_s"],
-        "shapes": _shapes(device, kernel, TILES if device.type == "cuda" else ()),
     }
 
 
-def _shapes(device: torch.device, kernel: Callable[[tuple[Tile, Tile]], Call], tiles: Any) -> Any:
-    """Seconds with each of ``tiles``, or why there are none: a shape may need more than the device has."""
+def _shapes(device: torch.device, kernel: Callable[[tuple[Tile, Tile]], Call]) -> Any:
+    """Seconds with each of `TILES`, or why there are none: a shape may need more than the device has."""
     found = []
-    for small, large in tiles:
+    for small, large in TILES:
         try:
-            result: float | str = median(_alternate(device, {"": kernel((small, large))}, 3)[""])
+            result: float | str = median(alternate_calls(device, {"": kernel((small, large))}, 3)[""])
         except Exception as error:
             result = reason(error)
         found.append({"small": asdict(small), "large": asdict(large), "result": result})
@@ -152,19 +163,28 @@ def _varlen(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: 
     return lambda: varlen.varlen_attn(query, key, value, query_ends, key_ends, load.tokens, length, **options)
 
 
-def _limits(device: torch.device, *, tiny: bool) -> dict[str, float]:
-    """What a copy moves (read and written) and what a square product computes, each second."""
+def device_limits(device: torch.device, *, tiny: bool) -> dict[str, float]:
+    """What memory moves in a second (the better of a copy, read and written, and of a read) and what a square product
+    computes."""
     count, side = (1 << 20, 256) if tiny else (1 << 30, 8192)
     source, target = (torch.empty(count, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
-    seconds = _alternate(device, {"copy": lambda: target.copy_(source), "product": lambda: left @ right}, 5)
+    calls: dict[str, Call] = {
+        "copy": lambda: target.copy_(source),
+        "read": lambda: source.view(torch.int32).amax(),
+        "product": lambda: left @ right,
+    }
+    seconds = {name: median(each) for name, each in alternate_calls(device, calls, 5).items()}
+    copied, read = 2 * source.nbytes / seconds["copy"], source.nbytes / seconds["read"]
     return {
-        "bytes_per_s": 2 * source.nbytes / median(seconds["copy"]),
-        "operations_per_s": 2 * side**3 / median(seconds["product"]),
+        "bytes_per_s": max(copied, read),
+        "copy_bytes_per_s": copied,
+        "read_bytes_per_s": read,
+        "operations_per_s": 2 * side**3 / seconds["product"],
     }
 
 
-def _alternate(device: torch.device, sides: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+def alternate_calls(device: torch.device, sides: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     """Seconds of one call of each side in each round. On CUDA the call is a graph's, so that only the device counts."""
     timers = {name: _cuda_timer(call) if device.type == "cuda" else _timer(call) for name, call in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sides}

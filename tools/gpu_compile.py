@@ -23,13 +23,18 @@ from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import Tile, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_store import store_kernel
+from ferrum_rpc.models.triton_rows import add_norm_kernel, gate_kernel, rotate_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
 per compute capability)."""
 
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-POINTERS = {"sums": "*fp32", "stats": "*fp32", "items": "*i32", "merges": "*i32", "tables": "*i32"}
+POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin"), "*fp32")
+POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"}
+FLOATS = ("factor", "cap", "eps")
+STRIDES = ("query_", "kv_", "key_", "value_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +80,30 @@ def usage(
     return found
 
 
+def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
+    """Compile what lies between the products, and the cache write, for the widths of an 8B model."""
+    heads, rotating, half, width = 48, 40, 64, 4096
+    kernels: list[tuple[Any, dict[str, Any], int]] = [
+        (store_kernel, {"HEAD_DIM": 2 * half, "SIZE": 1024, "WIDTH": 1024}, 4),
+        (add_norm_kernel, {"WIDTH": width, "PADDED": width, "HAS_DELTA": True}, 8),
+        (
+            rotate_kernel,
+            {"ROTATING": rotating, "HEADS": heads, "HALF": half, "PADDED": half, "AT_ONCE": 8, "HAS_NORM": True},
+            4,
+        ),
+        (gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024}, 4),
+    ]
+    name = TRITON_TYPES[dtype]
+    return [_compile(kernel, name, capability, dtype, constants, (warps, 3)) for kernel, constants, warps in kernels]
+
+
 def _compile(  # noqa: PLR0917
     kernel: Any, shape: str, capability: int, dtype: torch.dtype, constants: dict[str, Any], launch: tuple[int, int]
 ) -> Usage:
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
         pointer = POINTERS.get(name, f"*{TRITON_TYPES[dtype]}")
-        scalar = "fp32" if name in ("factor", "cap") else "i32" if name.startswith(("query_", "kv_")) else pointer
+        scalar = "fp32" if name in FLOATS else "i32" if name.startswith(STRIDES) else pointer
         signature[name] = "constexpr" if name in constants else scalar
         if name not in constants and scalar != "fp32":  # as the launcher finds them: 16 divides addresses and strides
             aligned[(index,)] = [["tt.divisibility", 16]]
@@ -107,6 +129,9 @@ def main() -> None:
     capability, head_dims = (arguments := parser.parse_args()).capability, arguments.head_dim
     for head_dim, dtype in product(head_dims, (torch.bfloat16, torch.float32)):
         for each in usage(capability, head_dim, dtype):
+            print(*asdict(each).values(), sep="\t")
+    for dtype in (torch.bfloat16, torch.float32):
+        for each in row_usage(capability, dtype):
             print(*asdict(each).values(), sep="\t")
 
 

@@ -1,9 +1,10 @@
 """Paged attention on a CUDA device: one kernel for every mix of spans, where the blocks lie.
 
-`triton_plan` decides in integers what each program does, `triton_kernels` does it, and this file puts the integers on
-the device and launches. There are two kinds of plan. `plan` makes one for a step as it is. `reserve` makes one with
-fixed buffers and a fixed grid, which `fill` points at a step: what a CUDA graph that was captured with it replays. What
-is left of the grid ends at once.
+`triton_plan` decides in integers what each program does, `triton_kernels` does it, and this file launches. A plan is a
+few sections of integers on the device. `draft` says what they are for a step as it is; `reserve` gives their size for
+any step up to a size, and `fill` what they are for one: then the launches, and where they read, stay the same, as a
+CUDA graph needs, and what is left of the grid ends at once. Who sends the sections is the caller's business, so that
+they travel with whatever else a step sends; `plan` is for callers that have nothing else.
 
 This file imports triton: whoever chooses backends asks `triton_probe` first.
 """
@@ -19,17 +20,20 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import (
     FIELDS,
     Int32s,
     Launch,
     Limits,
+    Room,
     Sight,
     Tile,
     cut,
     flat_tables,
     padded_dim,
+    sections_of,
     tile_shapes,
 )
 from ferrum_rpc.attention.triton_store import store
@@ -45,10 +49,6 @@ MERGED_AT_ONCE = 32
 LOG2_E = math.log2(math.e)
 
 
-Room = dict[Sight, list[tuple[Tile, int, int]]]
-"""Of each sight: its launches' tile shapes, items and merges."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """One launch of a plan, on the device: int32 ``items`` and ``merges`` [n, 8], in tiles of ``tile``."""
@@ -60,9 +60,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What the layers of a step share: the block ``tables`` (int32) and each sight's launches, views of ``buffer``."""
+    """What the layers of a step share: the block ``tables`` (int32) and each sight's launches, all on the device."""
 
-    buffer: Tensor
     tables: Tensor
     work: dict[Sight, list[Work]]
 
@@ -105,40 +104,59 @@ class TritonPagedAttention:
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def plan(self, geometry: BatchGeometry) -> Plan:
-        """A plan for this step: exact buffers, one copy to the device that nothing waits for."""
-        tables = flat_tables(geometry)
-        launches = {sight: self._launches(geometry, sight) for sight in dict.fromkeys(self._sights)}
-        room: Room = {
-            sight: [(tile, len(launch.items), len(launch.merges)) for tile, launch in found]
-            for sight, found in launches.items()
-        }
-        plan = self._layout(len(tables), room)
-        self._write(plan, tables, [launch for found in launches.values() for _, launch in found])
+        """A plan for this step alone, with one copy to the device that nothing waits for."""
+        room, sections = self.draft(geometry)
+        staging = Staging(self._device)
+        layout = Layout(tuple((np.int32, size) for size in room.sizes))
+        plan = self.bind(room, staging.open(layout))
+        staging.send(layout, sections)
         return plan
 
-    def reserve(self, spans: int, tokens: int, blocks: int) -> Plan:
-        """A plan with room for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths
-        need ``blocks`` blocks in all. It does nothing until `fill`; its launches stay the same, as a CUDA graph needs.
+    def draft(self, geometry: BatchGeometry) -> tuple[Room, list[Int32s]]:
+        """How large a plan this step needs, and what is in its sections: for whoever has more to send than a plan."""
+        found = {sight: self._launches(geometry, sight) for sight in dict.fromkeys(self._sights)}
+        room = {
+            sight: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
+            for sight, launches in found.items()
+        }
+        tables = flat_tables(geometry)
+        return Room(room, len(tables)), sections_of([each for some in found.values() for _, each in some], tables)
+
+    def reserve(self, spans: int, tokens: int, blocks: int) -> Room:
+        """Room for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths need ``blocks``
+        blocks in all. What is bound to it keeps its launches, as a CUDA graph needs: `fill` says what is sent there.
         """
-        room: Room = {}
+        room = {}
         for sight in dict.fromkeys(self._sights):
             kind = int(tokens * sight.group > self._tiles[0].rows)
             tile, limits = self._tiles[kind], self._limits[kind]
             tiles = spans * -(-tokens * sight.group // tile.rows)
             room[sight] = [(tile, tiles + limits.parts, min(tiles, limits.merges))]
-        plan = self._layout(blocks, room)
-        plan.buffer.zero_()
-        return plan
+        return Room(room, blocks)
 
-    def fill(self, plan: Plan, geometry: BatchGeometry) -> None:
-        """Point a reserved plan at a step, in one copy to where its launches read. Raises ValueError, with the plan as
-        it was, where the step has no room in it."""
+    def fill(self, room: Room, geometry: BatchGeometry) -> list[Int32s]:
+        """What is in the sections of a reserved plan for this step. Raises ValueError where the step has no room."""
         everything = np.arange(geometry.spans)
         launches = [
-            cut(geometry, everything, sight, work.tile, self._limits[self._tiles.index(work.tile)])
-            for sight, [work] in plan.work.items()
+            cut(geometry, everything, sight, tile, self._limits[self._tiles.index(tile)])
+            for sight, [(tile, *_)] in room.launches.items()
         ]
-        self._write(plan, flat_tables(geometry), launches)
+        sections = sections_of(launches, flat_tables(geometry))
+        for section, size in zip(sections, room.sizes, strict=True):
+            if section.size > size:
+                raise ValueError(f"the step needs {section.size} integers where its plan has {size} reserved")
+        return sections
+
+    def bind(self, room: Room, sections: Sequence[Tensor]) -> Plan:
+        """The plan that reads ``sections`` (int32 on the device, in the sizes of ``room``, each at a record's border).
+        Sections of zeros are a plan that does nothing."""
+        *records, tables = sections
+        views = iter([each.view(-1, FIELDS) for each in records])
+        work = {
+            sight: [Work(tile, next(views), next(views)) for tile, *_ in launches]
+            for sight, launches in room.launches.items()
+        }
+        return Plan(tables, work)
 
     def warm_up(self) -> None:
         """Compile what any step may launch, so that none waits for a compiler (seconds each, the first time)."""
@@ -147,7 +165,9 @@ class TritonPagedAttention:
                 (1, self._specs[layer].heads, self._head_dim), dtype=self._keys[0].dtype, device=self._device
             )
             for tokens in (1, self._tiles[1].rows):
-                self.attend(layer, query, self.reserve(1, tokens, 1))
+                room = self.reserve(1, tokens, 1)
+                nothing = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in room.sizes]
+                self.attend(layer, query, self.bind(room, nothing))
 
     def _launches(self, geometry: BatchGeometry, sight: Sight) -> list[tuple[Tile, Launch]]:
         """Spans whose rows fit one small tile, then the others."""
@@ -158,36 +178,6 @@ class TritonPagedAttention:
             for spans, tile, limits in kinds
             if spans.any()
         ]
-
-    def _layout(self, blocks: int, room: Room) -> Plan:
-        """A plan whose buffer has room for ``blocks`` block ids and then, launch by launch, items and merges. All begin
-        at a record's border: Triton compiles a launch anew where the alignment of its arguments is another."""
-        sizes = [-(-blocks // FIELDS) * FIELDS]
-        sizes += [count * FIELDS for launches in room.values() for _, *counts in launches for count in counts]
-        buffer = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
-        tables, *records = torch.split(buffer, sizes)
-        views = iter([each.view(-1, FIELDS) for each in records])
-        work = {
-            sight: [Work(tile, next(views), next(views)) for tile, *_ in launches] for sight, launches in room.items()
-        }
-        return Plan(buffer, tables, work)
-
-    def _write(self, plan: Plan, tables: Int32s, launches: list[Launch]) -> None:
-        rooms = [plan.tables]
-        rooms += [room for works in plan.work.values() for work in works for room in (work.items, work.merges)]
-        found = [tables]
-        found += [records.ravel() for launch in launches for records in (launch.items, launch.merges)]
-        content = np.zeros(len(plan.buffer), dtype=np.int32)
-        at = 0
-        for integers, room in zip(found, rooms, strict=True):
-            if integers.size > room.numel():
-                raise ValueError(f"the step needs {integers.size} integers where its plan has {room.numel()} reserved")
-            content[at : at + integers.size] = integers
-            at += room.numel()
-        host = torch.from_numpy(content)
-        if self._device.type == "cuda":  # torch keeps the page-locked memory until the copy is through
-            host = host.pin_memory()
-        plan.buffer.copy_(host, non_blocking=True)
 
     # --- the layers -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ much it can add is bounded, whatever the lengths: `Limits` says by what, and tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,11 @@ Int32s = npt.NDArray[np.int32]
 
 FIELDS = 8
 """Integers of a record, padded to 32 bytes: one memory transaction."""
+
+
+FEW_SPANS = 4
+"""Steps of so few spans, of a tile each, are cut by loops: a call of numpy costs what ten turns of one do. Of a lone
+decode's 111 us on the host that saves 65; its device takes 4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,65 @@ class Launch:
     merges: Int32s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """How large a plan is: of each sight its launches' ``(tile, items, merges)``, and how many ``blocks`` the tables
+    have in all."""
+
+    launches: dict[Sight, list[tuple[Tile, int, int]]]
+    blocks: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Integers (int32) of each section of the plan: items and merges of every launch, then the tables."""
+        counts = [count for launches in self.launches.values() for _, *counts in launches for count in counts]
+        return [*(count * FIELDS for count in counts), self.blocks]
+
+
 def cut(geometry: BatchGeometry, spans: npt.NDArray[np.int64], sight: Sight, tile: Tile, limits: Limits) -> Launch:
     """The work of ``spans`` (indices) in tiles of ``tile``. Offsets of tables count in `flat_tables`."""
+    if geometry.spans <= FEW_SPANS and geometry.tokens * sight.group <= FEW_SPANS * tile.rows:
+        return _cut_few(geometry, spans.tolist(), sight, tile, limits)
+    return _cut_many(geometry, spans, sight, tile, limits)
+
+
+def _cut_few(geometry: BatchGeometry, spans: list[int], sight: Sight, tile: Tile, limits: Limits) -> Launch:
+    """As `_cut_many`, by loops."""
+    starts, lengths, query_start = geometry.starts.tolist(), geometry.lengths.tolist(), geometry.query_start.tolist()
+    offsets = [0, *accumulate(-(-length // geometry.block_size) for length in lengths)]
+    tiles = []
+    for span in spans:
+        token, start, offset = query_start[span], starts[span], offsets[span]
+        span_rows = (query_start[span + 1] - token) * sight.group
+        for first in range(0, span_rows, tile.rows):
+            rows = min(tile.rows, span_rows - first)
+            high = start + (first + rows - 1) // sight.group + 1
+            low = 0 if sight.window is None else max(0, start + first // sight.group - sight.window + 1)
+            tiles.append((token, first, rows, start, low, high, offset))
+    share = max(float(tile.part), sum(high - low for *_, low, high, _ in tiles) / limits.wanted)
+    items, merges, part = [], [], 0
+    for token, first, rows, start, low, high, offset in tiles:
+        count = max(1, int((high - low) / share + 0.5))
+        length = -(-(high - low) // (count * tile.keys)) * tile.keys
+        count = -(-(high - low) // length)
+        if count == 1:
+            items.append((token, first, rows, start, low, high, offset, -1))
+            continue
+        merges.append((token, first, rows, part, count, 0, 0, 0))
+        for begin in range(low, high, length):
+            items.append((token, first, rows, start, begin, min(high, begin + length), offset, part))
+            part += 1
+    items.sort(key=lambda item: item[4] - item[5])
+    return Launch(_records(items), _records(merges))
+
+
+def _records(rows: Sequence[tuple[int, ...]]) -> Int32s:
+    return np.array(rows, dtype=np.int32).reshape(-1, FIELDS)
+
+
+def _cut_many(
+    geometry: BatchGeometry, spans: npt.NDArray[np.int64], sight: Sight, tile: Tile, limits: Limits
+) -> Launch:
     counts, starts = np.diff(geometry.query_start).astype(np.int64), geometry.starts.astype(np.int64)
     blocks = _table_sizes(geometry)
     offsets = np.cumsum(blocks) - blocks
@@ -124,6 +188,11 @@ def flat_tables(geometry: BatchGeometry) -> Int32s:
 
 def _table_sizes(geometry: BatchGeometry) -> npt.NDArray[np.int64]:
     return -(-geometry.lengths.astype(np.int64) // geometry.block_size)
+
+
+def sections_of(launches: list[Launch], tables: Int32s) -> list[Int32s]:
+    """In the order of `Room.sizes`."""
+    return [*(records for launch in launches for records in (launch.items, launch.merges)), tables]
 
 
 def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[Tile, Tile]:

@@ -14,6 +14,7 @@ import torch
 
 from ferrum_rpc.attention.backend import AUTO, select_backend
 from ferrum_rpc.core import DeviceInfo
+from ferrum_rpc.engine.device import select_compute
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
@@ -21,9 +22,9 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_bytes, select_linear
-from ferrum_rpc.models.row_ops import select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native.library import prefer_huge_pages
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -51,6 +52,7 @@ class BuildConfig:
     dtype: str = "auto"
     quantize: str = QUANTIZE_NONE
     attention: str = AUTO
+    cuda_graphs: str = "auto"
     block_size: int = 16
     kv_memory: int | None = None
     kv_blocks: int | None = None
@@ -98,12 +100,21 @@ def _assemble(
         prefer_huge_pages(store.buffer)
     name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
+    attention = factory(model.attention_specs, store.keys, store.values)
+    choice, compute = select_compute(
+        model,
+        attention,
+        graphs=config.cuda_graphs,
+        max_sequences=config.max_sequences,
+        blocks_per_sequence=-(-info.max_context // config.block_size),
+    )
+    choices += [] if choice is None else [choice]
     cuda = device.type == "cuda"
     return TorchRunner(
         model,
         KvManager(blocks + 1, config.block_size, config.block_order),
         store,
-        factory(model.attention_specs, store.keys, store.values),
+        attention,
         info=info,
         device=DeviceInfo(
             kind=device.type,
@@ -114,6 +125,7 @@ def _assemble(
             choices=tuple(choices),
         ),
         stage=stage,
+        compute=compute,
     )
 
 
@@ -141,7 +153,7 @@ def _load(
     checkpoint = Checkpoint.open(config.model)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
-    reason, ops = select_row_ops(ModelSpec.from_config(checkpoint.config), dtype, device)
+    reason, ops = select_rows_for(ModelSpec.from_config(checkpoint.config), dtype, device)
     choices.append((f"rows={ops.name}", reason))
     if config.quantize == QUANTIZE_INT8:
         rounding = select_bytes(device, dtype)

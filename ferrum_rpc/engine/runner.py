@@ -64,6 +64,7 @@ class TorchRunner:
         info: ModelInfo,
         device: DeviceInfo,
         stage: Stage = no_stage,
+        compute: Compute | None = None,
     ) -> None:
         self.info = info
         self.device = device
@@ -71,7 +72,7 @@ class TorchRunner:
         self.kv = kv
         self.store = store
         self.attention = attention
-        self.compute = Compute(model, attention)
+        self.compute = Compute(model, attention) if compute is None else compute
         self.beat: Callable[[], None] = no_beat
         self._stage = stage
 

@@ -28,6 +28,7 @@ from ferrum_rpc.core import (
     TopTokenRows,
     TopTokens,
 )
+from ferrum_rpc.sampling.transfer import to_device, to_host
 
 HEAD_ROWS: Final = 256
 """Rows of one head product: 156 MB of float32 logits at a 152k vocabulary."""
@@ -53,7 +54,7 @@ def select_rows(hidden: Tensor, requests: Sequence[Request], head: Callable[[Ten
         members.append(index)
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
-    packed = None if _is_all(hidden, order, requests) else _packed(order, requests).to(hidden.device)
+    packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
 
     parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
     for low in range(0, total, HEAD_ROWS):
@@ -151,7 +152,7 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
-    host = [column.cpu().contiguous() for column in columns]
+    host = to_host(columns)
     match kind:
         case Greedy():
             return TokenRows(host[0].numpy().view(np.uint32), host[1].numpy() if kind.logprob else None)

@@ -107,3 +107,45 @@ def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
         [outcome] = runner.forward(Step((greedy,))).outcomes
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
     assert outcome.rows.block.token_ids[0] == identity_logits([5], [0], IdentityConfig())[0].argmax()
+
+
+def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:
+    """Decode, verify and rollback of a decoder: its products round with the padded batch, hence a tolerance."""
+    path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
+    replaying, eager = (
+        build_runner(
+            BuildConfig(
+                model=path, device="cuda", dtype="float32", kv_blocks=64, block_size=4, max_sequences=8, cuda_graphs=way
+            )
+        )
+        for way in ("auto", "off")
+    )
+    choices = [dict(runner.device.choices) for runner in (replaying, eager)]
+    assert any(name.startswith("cuda_graphs=4") for name in choices[0]), choices[0]
+    assert choices[1]["cuda_graphs=off"] == "requested"
+    steps = [[span(s, TOKENS[: 20 + s], 0) for s in range(3)]]
+    steps += [[span(s, [TOKENS[40]], 20 + s + at) for s in range(3)] for at in range(3)]
+    steps += [[span(s, TOKENS[at : at + 4], 22) for s in range(3)] for at in range(5)]
+    for step in steps:
+        for mine, theirs in zip(rows(replaying, *step), rows(eager, *step), strict=True):
+            assert np.abs(mine - theirs).max() <= 1e-4 * theirs.std()
+    replaying.check()
+
+
+def test_a_failed_replay_restores_what_it_overwrote() -> None:
+    failing = False
+
+    def stage(name: str) -> None:
+        if failing and name == "select":
+            raise ValueError(name)
+
+    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
+    rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:30], 0))
+    rows(runner, span(1, [3], 30), span(2, [3], 30))
+    failing = True
+    with pytest.raises(StepFailed):
+        rows(runner, span(1, [9], 20), span(2, [9], 31))
+    failing = False
+    runner.check()
+    kept, twin = rows(runner, span(1, [7], 31), span(2, [7], 31))
+    assert (kept == twin).all()

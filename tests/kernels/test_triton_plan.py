@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferrum_rpc.attention import triton_plan
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.triton_plan import Launch, Limits, Sight, Tile, cut, flat_tables, padded_dim, tile_shapes
 
@@ -55,6 +56,17 @@ def test_every_row_meets_every_key_that_it_sees_once(spans, group, window, wante
         assert count > 1 and len(mine) == count and (mine[:, :3] == [token, first, rows]).all()
         mine = mine[np.argsort(mine[:, 7])]
         assert (mine[1:, 4] == mine[:-1, 5]).all(), "in the keys' order, without a gap"
+
+
+@given(spans_strategy, st.integers(1, 9), st.sampled_from([None, 1, 7, 64]), st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_few_spans_are_cut_as_many_are(spans, group, window, wanted):
+    geometry, sight, limits = geometry_of(spans), Sight(group, window), Limits(wanted)
+    chosen = np.arange(len(spans))[::2]
+    few = triton_plan._cut_few(geometry, chosen.tolist(), sight, TILE, limits)
+    many = triton_plan._cut_many(geometry, chosen, sight, TILE, limits)
+    for one, other in ((few.items, many.items), (few.merges, many.merges)):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
 
 
 @given(spans_strategy, st.integers(0, 3))

@@ -1,0 +1,72 @@
+"""Who computes on this device, and why: `Compute` as it is, or staged copies and CUDA graphs.
+
+A choice like that of a backend: made at the start, with its reason for the log and for GetInfo.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape, StagedAttention
+from ferrum_rpc.engine.staged_compute import StagedCompute
+from ferrum_rpc.models.base import Model
+
+OFF = "off"
+
+log = structlog.get_logger("ferrum_rpc.engine")
+
+
+def select_compute(
+    model: Model,
+    attention: AttentionBackend,
+    *,
+    graphs: str,
+    max_sequences: int,
+    blocks_per_sequence: int,
+    capture: Capture | None = None,
+) -> tuple[tuple[str, str] | None, Compute]:
+    """``(choice, compute)``: the choice is a name and its reason, or None on a CPU, where there is none to make.
+
+    ``graphs`` is ``auto`` or ``off``. Graphs of decode steps are recorded here, which takes seconds for a large model;
+    ``capture`` records them (default: CUDA's). Raises what means that the device is gone.
+    """
+    if capture is None and model.device.type != "cuda":
+        return None, Compute(model, attention)
+    if not isinstance(attention, StagedAttention):
+        return (f"cuda_graphs={OFF}", f"plans of attention={attention.name} have no fixed size"), Compute(
+            model, attention
+        )
+    attention.warm_up()
+    compute = StagedCompute(model, attention)
+    if graphs == OFF:
+        return (f"cuda_graphs={OFF}", "requested"), compute
+    recorded = compute.use_graphs(
+        CudaCapture(model.device) if capture is None else capture,
+        most_spans=min(MOST_SPANS, max_sequences),
+        blocks_per_span=blocks_per_sequence,
+        on_failure=_tell,
+    )
+    recorded.record(tokens=1)
+    return _choice(recorded), compute
+
+
+def _choice(graphs: Graphs) -> tuple[str, str]:
+    spans = sorted(shape.spans for shape in graphs.recorded)
+    if not spans:
+        return f"cuda_graphs={OFF}", f"recording failed: {graphs.closed}"
+    reason = f"decode steps of up to {spans[-1]} sequences are one launch"
+    if graphs.closed is not None:
+        reason += f"; no more were recorded: {graphs.closed}"
+    return f"cuda_graphs={len(spans)}", reason
+
+
+def _tell(shape: Shape, error: Exception) -> None:
+    log.warning(
+        "graph_not_recorded",
+        sequences=shape.spans,
+        tokens_each=shape.tokens,
+        error=f"{type(error).__name__}: {error}",
+        action="steps without a graph run slower and no less right; if it was memory, lower --kv-memory",
+    )

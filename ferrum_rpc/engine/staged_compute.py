@@ -1,0 +1,89 @@
+"""The device's part of a step on a GPU: everything in by one copy, the layers by one replay where there is a graph.
+
+`Compute` sends three arrays and the attention's plan, each by a copy of its own, and makes every launch from Python.
+Here the step's integers travel together (`attention.staging`), and steps of a known shape are replayed (`graphs`).
+Rows leave by `sampling.transfer`, with one wait for each kind of output.
+
+What is not here: while the device runs a step, the host waits for its rows. To plan the next step meanwhile, the model
+thread would need a runner that answers later: `ModelThread` claims, runs and answers one step before it looks at the
+next. What a step costs on the host (reserve, geometry, plan, one copy, one replay) is time in which the device idles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.staging import Layout, Staging
+from ferrum_rpc.core import Span
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.graphs import MOST_TOKENS, STEP_INPUTS, Capture, Graphs, Shape, StagedAttention
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.transfer import to_device
+
+
+class StagedCompute(Compute):
+    """Forward passes of ``model`` over what ``attention`` reads and writes. See the module."""
+
+    def __init__(self, model: Model, attention: StagedAttention) -> None:
+        super().__init__(model, attention)
+        self.staged = attention
+        self.graphs: Graphs | None = None
+        self._staging = Staging(model.device)
+
+    def use_graphs(
+        self,
+        capture: Capture,
+        *,
+        most_spans: int,
+        blocks_per_span: int,
+        most_tokens: int = MOST_TOKENS,
+        on_failure: Callable[[Shape, Exception], None] = lambda shape, error: None,
+    ) -> Graphs:
+        """Replay steps of at most ``most_spans`` spans of ``most_tokens`` tokens, whose sequences have at most
+        ``blocks_per_span`` blocks, as soon as their shapes are recorded."""
+        self.graphs = Graphs(
+            self._layers,
+            self.staged,
+            capture,
+            self.model.device,
+            most_spans=most_spans,
+            blocks_per_span=blocks_per_span,
+            most_tokens=most_tokens,
+            on_failure=on_failure,
+        )
+        return self.graphs
+
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
+        """See `Compute`. The rows are valid until the next step. A replayed step has one ``beat``."""
+        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+        if self.graphs is not None:
+            hidden = self.graphs.forward(tokens, geometry, beat)
+            if hidden is not None:
+                return hidden
+        room, planned = self.staged.draft(geometry)
+        inputs = ((np.int64, geometry.tokens),) * STEP_INPUTS
+        layout = Layout((*inputs, *((np.int32, size) for size in room.sizes)))
+        sections = self._staging.open(layout)
+        self._staging.send(layout, [tokens, geometry.positions, geometry.slots, *planned])
+        return self._layers(sections[:STEP_INPUTS], self.staged.bind(room, sections[STEP_INPUTS:]), beat)
+
+    def _layers(self, inputs: Sequence[Tensor], plan: Any, beat: Callable[[], None]) -> Tensor:
+        attention = self.attention
+        tokens, positions, slots = inputs
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            beat()
+            attention.write(layer, slots, key, value)
+            return attention.attend(layer, query, plan)
+
+        return self.model.forward(tokens, positions, attend)
+
+    def to_device(self, array: Int64Array) -> Tensor:
+        """See `Compute`; nothing waits."""
+        return to_device(torch.from_numpy(array), self.model.device)

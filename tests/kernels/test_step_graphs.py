@@ -1,0 +1,184 @@
+"""Steps that are recorded and replayed answer as if they were not: the same rows and the same cache, bit for bit.
+
+`World` pairs: one replays, one does not. The identity model has no products, so that padding cannot change a bit.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.engine.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Shape, buckets
+from tests.kernels.worlds import PER_SEQUENCE, PlannedTorch, World
+from tools.gpu_rerun import Rerun
+
+BACKENDS = pytest.mark.parametrize("backend", [PlannedTorch, TritonPagedAttention])
+
+
+def graphed(backend, device, capture=None, **limits) -> World:
+    world = World(backend, device)
+    limits = {"most_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
+    world.failures = []
+    with torch.inference_mode():
+        world.compute.use_graphs(
+            capture or Rerun(), on_failure=lambda shape, error: world.failures.append((shape, error)), **limits
+        )
+    return world
+
+
+def worlds(backend, device, **limits) -> tuple[World, World]:
+    return graphed(backend, device, **limits), World(backend, device, staged=False)
+
+
+def same(one: World, other: World, *tokens) -> None:
+    """The same step in both, with the same rows and the same cache after it."""
+    assert torch.equal(one.step(*tokens), other.step(*tokens))
+    assert torch.equal(one.cached(), other.cached())
+
+
+@BACKENDS
+def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(device, backend):
+    replayed, eager = worlds(backend, device)
+    random = np.random.default_rng(0)
+    same(replayed, eager, *((sequence, random.integers(0, 64, 1 + 7 * sequence)) for sequence in range(5)))
+    for count in (5, 1, 3, 5, 1):  # a bucket's own number, and fewer: what a longer step left is padding now
+        chosen = random.permutation(5)[:count]
+        same(replayed, eager, *((int(sequence), random.integers(0, 64, 1)) for sequence in chosen))
+    assert set(replayed.compute.graphs.recorded) == {Shape(1, spans) for spans in (1, 4, 8)}
+
+
+@BACKENDS
+def test_a_verify_is_replayed_once_its_shape_came_often_and_rolls_back_as_before(device, backend):
+    replayed, eager = worlds(backend, device)
+    random = np.random.default_rng(1)
+    for step in range(WORTH_RECORDING + 2):
+        for world in (replayed, eager):
+            for sequence in range(3):  # of the last verify, one draft more each time was right
+                world.truncate(sequence, world.lengths.get(sequence, 0) - (3 - min(step, 3) if step else 0))
+        drafts = [random.integers(0, 64, 5) for _ in range(3)]
+        same(replayed, eager, *enumerate(drafts))
+        assert (Shape(5, 4) in replayed.compute.graphs.recorded) == (step + 1 >= WORTH_RECORDING)
+
+
+@BACKENDS
+def test_recording_in_the_middle_touches_no_sequence(device, backend):
+    """It runs the step once more, over nothing: not over what the last step left in the buffers."""
+    replayed, eager = worlds(backend, device)
+    same(replayed, eager, *((sequence, [sequence] * (8 + sequence)) for sequence in range(4)))
+    same(replayed, eager, *((sequence, [7]) for sequence in range(4)))
+    before = replayed.cached()
+    with torch.inference_mode():
+        replayed.compute.graphs.record(tokens=2)
+        replayed.compute.graphs.record(tokens=1)
+    assert torch.equal(replayed.cached(), before)
+    same(replayed, eager, *((sequence, [8]) for sequence in range(3)))
+
+
+def test_padding_goes_to_the_null_block_alone(device):
+    world = graphed(TritonPagedAttention, device)
+    world.step(*((sequence, [3]) for sequence in range(3)))  # a bucket of four
+    for layer in (*world.store.keys, *world.store.values):
+        assert layer[1 + 3 * PER_SEQUENCE :].isnan().all()
+        assert not layer[0, 0].isnan().any() and layer[0, 1:].isnan().all()
+
+
+@BACKENDS
+def test_what_fits_no_shape_runs_as_before(device, backend):
+    replayed, eager = worlds(backend, device, most_spans=4, blocks_per_span=3, most_tokens=2)
+    capture = replayed.compute.graphs._capture
+    same(replayed, eager, *((sequence, [5] * (2 + sequence)) for sequence in range(3)))  # spans of their own lengths
+    same(replayed, eager, *((sequence, [1]) for sequence in range(5)))  # too many
+    for _ in range(WORTH_RECORDING):
+        same(replayed, eager, (5, [1, 2, 3]))  # too many tokens each
+    assert capture.recordings == capture.replays == 0
+    same(replayed, eager, (6, [1] * 20))
+    same(replayed, eager, (6, [2]))  # six blocks, where three are reserved
+    assert (capture.recordings, capture.replays) == (1, 0)
+    same(replayed, eager, (4, [2]))
+    assert (capture.recordings, capture.replays) == (1, 1)
+
+
+def test_a_replayed_step_has_one_beat_and_any_other_one_a_layer(device):
+    world = graphed(PlannedTorch, device, lambda run: (lambda: None, run()))  # as on a device: no Python in a replay
+    world.step((0, [1, 2, 3]))
+    assert world.beats == len(world.store.keys)
+    world.step((0, [4]))
+    world.beats = 0
+    world.step((0, [5]))
+    assert world.beats == 1
+
+
+@pytest.mark.parametrize("error", [CaptureFailed("not permitted"), torch.OutOfMemoryError("of 2 GiB"), ValueError("x")])
+def test_where_recording_fails_steps_run_as_before_and_it_is_not_tried_again(device, error):
+    capture = Rerun(error, nth=2)
+    replayed, eager = graphed(PlannedTorch, device, capture), World(PlannedTorch, device, staged=False)
+    for count in (2, 1, 1, 2, 4):
+        same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
+    graphs = replayed.compute.graphs
+    assert graphs.recorded == [Shape(1, 2)] and capture.recordings == 2 and capture.replays == 2
+    assert graphs.closed == f"{type(error).__name__}: {error}"
+    assert replayed.failures == [(Shape(1, 1), error)]
+
+
+def test_a_lost_device_is_no_failed_recording(device):
+    world = graphed(PlannedTorch, device, Rerun(torch.AcceleratorError("an illegal memory access")))
+    with pytest.raises(torch.AcceleratorError):
+        world.step((0, [1]))
+    assert world.failures == []
+
+
+@pytest.mark.parametrize("most", [1, 5, 64, 200, 256, 1000])
+def test_no_step_is_padded_to_twice_its_size(most):
+    sizes = buckets(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == min(most, 256)
+    assert all(above < 2 * (below + 1) for below, above in pairwise(sizes))
+
+
+# --- on a GPU, with its own graphs ------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@needs_cuda
+def test_cuda_graphs_of_one_pool_do_not_disturb_each_other():
+    device = torch.device("cuda")
+    replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
+    eager = World(TritonPagedAttention, device, staged=False)
+    with torch.inference_mode():
+        replayed.compute.graphs.record(tokens=1)
+    assert len(replayed.compute.graphs.recorded) == len(buckets(8))
+    random = np.random.default_rng(0)
+    same(replayed, eager, *((sequence, random.integers(0, 64, 1 + 3 * sequence)) for sequence in range(8)))
+    for count in (8, 1, 5, 2, 8, 3, 1):
+        chosen = random.permutation(8)[:count]
+        same(replayed, eager, *((int(sequence), random.integers(0, 64, 1)) for sequence in chosen))
+
+
+@gpu
+@needs_cuda
+def test_a_step_that_cannot_be_recorded_is_refused_and_the_device_goes_on():
+    device = torch.device("cuda")
+    replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
+    eager = World(TritonPagedAttention, device, staged=False)
+    stream = torch.cuda.current_stream()
+    forward = replayed.model.forward
+
+    def waits(*arguments):
+        hidden = forward(*arguments)
+        hidden[0, 0].item()  # a copy that the host waits for: not to be recorded
+        return hidden
+
+    replayed.model.forward = waits
+    for count in (2, 1, 2):
+        same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
+    graphs = replayed.compute.graphs
+    assert graphs.recorded == [] and graphs.closed is not None
+    assert torch.cuda.current_stream() == stream

@@ -1,0 +1,128 @@
+"""What lies between the products, in Triton: the exact result rounded once, and nothing else written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from ferrum_rpc.models import triton_rows
+from ferrum_rpc.models.device_rows import select_rows_for
+from ferrum_rpc.models.row_ops import TorchRowOps
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.triton_rows import TritonRowOps
+from tests.checkpoints import TINY
+
+SPEC = replace(
+    ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+    hidden_size=96,
+    intermediate_size=1500,
+    heads=7,
+    kv_heads=2,
+    head_dim=40,
+    activation="silu",
+)
+"""No power of two anywhere, and more heads than a program has."""
+
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+def draw(device, *shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def close(actual, expected):
+    """Within the rounding of one result of its type, and float32's own errors."""
+    eps = torch.finfo(actual.dtype).eps
+    rtol = 0.51 * eps if eps > 1e-4 else 16 * eps
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=4e-6)
+
+
+@TYPES
+def test_the_sum_is_kept_and_normed(device, dtype):
+    weight, delta = draw(device, 96, dtype=dtype, seed=1), draw(device, 3, 96, dtype=dtype, seed=2)
+    hidden = draw(device, 3, 96, dtype=dtype) * 3
+    total = hidden + delta
+    for each in (delta, None):
+        normed = TritonRowOps(SPEC).add_norm(hidden, each, weight)
+        assert torch.equal(hidden, total)
+        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()
+        close(normed, exact * weight.double())
+
+
+@TYPES
+@pytest.mark.parametrize("normed", [False, True])
+def test_query_and_key_are_normed_and_rotated_and_value_is_left(device, dtype, normed):
+    qkv = draw(device, 3, 11 * 40, dtype=dtype)
+    norm = draw(device, 9, 40, seed=1) if normed else None
+    angles = draw(device, 3, 1, 20, seed=2)
+    cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
+    heads = qkv.clone().view(3, 11, 40)
+    wide = heads[:, :9].double()
+    if norm is not None:
+        wide = F.rms_norm(wide, (40,), None, SPEC.norm_eps) * norm.double()
+    first, second = wide[..., :20], wide[..., 20:]
+    c, s = cos[..., :20].double(), sin.double()
+    expected = torch.cat([first * c - second * s, second * c + first * s], -1)
+    query, key, value = TritonRowOps(SPEC).heads(qkv, norm, cos, sin)
+    close(query, expected[:, :7])
+    close(key, expected[:, 7:])
+    assert torch.equal(value, heads[:, 9:])
+
+
+@TYPES
+def test_the_gate_is_rounded_once(device, dtype):
+    gate_up = draw(device, 2, 3000, dtype=dtype) * 4
+    gate, up = gate_up.double().chunk(2, -1)
+    close(TritonRowOps(SPEC).gate(gate_up), F.silu(gate) * up)
+
+
+def test_no_rows_are_no_launch(device):
+    ops = TritonRowOps(SPEC)
+    empty = draw(device, 0, 96)
+    assert ops.add_norm(empty, empty, draw(device, 96)).shape == (0, 96)
+    assert ops.gate(draw(device, 0, 3000)).shape == (0, 1500)
+    query, key, value = ops.heads(draw(device, 0, 440), None, draw(device, 0, 1, 40), draw(device, 0, 1, 20))
+    assert query.shape == (0, 7, 40) and key.shape == value.shape == (0, 2, 40)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_that_agree_with_torch_are_taken(device, dtype):
+    reason, ops = select_rows_for(SPEC, dtype, device, interpreted=True)
+    assert isinstance(ops, TritonRowOps), reason
+
+
+def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
+    right = TritonRowOps.gate
+    monkeypatch.setattr(TritonRowOps, "gate", lambda self, rows: right(self, rows) * 1.01)
+    reason, ops = select_rows_for(SPEC, torch.float32, device, interpreted=True)
+    assert "differs from torch's" in reason and isinstance(ops, TorchRowOps)
+    monkeypatch.setattr(triton_rows, "gate_kernel", None)
+    monkeypatch.setattr(TritonRowOps, "gate", right)
+    reason, ops = select_rows_for(SPEC, torch.float32, device, interpreted=True)
+    assert reason.startswith("triton: a small step failed: TypeError") and isinstance(ops, TorchRowOps)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "word"),
+    [
+        (SPEC, torch.float64, "float64"),
+        (replace(SPEC, activation="relu"), torch.float32, "relu"),
+        (replace(SPEC, hidden_size=1 << 15), torch.float32, "wider"),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_a_reason(device, spec, dtype, word):
+    reason, ops = select_rows_for(spec, dtype, device, interpreted=True)
+    assert word in reason and isinstance(ops, TorchRowOps)
+
+
+def test_on_a_cpu_the_choice_is_not_theirs():
+    _, ops = select_rows_for(SPEC, torch.float32, torch.device("cpu"))
+    assert not isinstance(ops, TritonRowOps)

@@ -1,0 +1,122 @@
+"""A model over a paged cache, without the engine's books: steps go straight to `Compute`, with graphs or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.attention.triton_plan import flat_tables
+from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.staged_compute import StagedCompute
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+
+BLOCK_SIZE = 4
+BLOCKS = 200
+PER_SEQUENCE = 12
+GREEDY = OutputSpec(Positions.LAST, Greedy())
+
+
+class Reserved:
+    """How large a plan of `PlannedTorch` is, and the step that it was filled with last."""
+
+    def __init__(self, blocks: int) -> None:
+        self.sizes = [blocks]
+        self.rows, self.plan = 0, None
+
+
+class PlannedTorch(TorchPagedAttention):
+    """The oracle with plans of a fixed size, as far as a `tools.gpu_rerun.Rerun` needs them: filled on the host."""
+
+    name = "planned torch"
+
+    def draft(self, geometry: BatchGeometry) -> tuple[Reserved, list[Any]]:
+        room = self.reserve(0, 0, len(flat_tables(geometry)))
+        return room, self.fill(room, geometry)
+
+    def reserve(self, spans: int, tokens: int, blocks: int) -> Reserved:
+        del spans, tokens
+        return Reserved(blocks)
+
+    def fill(self, room: Reserved, geometry: BatchGeometry) -> list[Any]:
+        tables = flat_tables(geometry)
+        if len(tables) > room.sizes[0]:
+            raise ValueError("no room")
+        room.rows, room.plan = geometry.tokens, super().plan(geometry)
+        return [tables]
+
+    def bind(self, room: Reserved, sections: Sequence[Tensor]) -> Reserved:
+        assert [len(each) for each in sections] == room.sizes
+        return room
+
+    def warm_up(self) -> None:
+        pass
+
+    def attend(self, layer: int, query: Tensor, plan: Any) -> Tensor:
+        if not isinstance(plan, Reserved):
+            return super().attend(layer, query, plan)
+        output = torch.full_like(query, float("nan"))  # what nobody computes may hold anything
+        if plan.plan is not None:
+            self.attend_into(layer, query[: plan.rows], plan.plan, output[: plan.rows])
+        return output
+
+
+class World:
+    """``compute`` over a cache of its own, in which every slot that was never written holds NaN."""
+
+    def __init__(self, backend: Any, device: torch.device, model: Model | None = None, *, staged: bool = True) -> None:
+        self.model = IdentityModel(IdentityConfig(vocab_size=64), device) if model is None else model
+        spec = self.model.attention_specs[0]
+        self.store = KvStore(
+            len(self.model.attention_specs),
+            BLOCKS,
+            BLOCK_SIZE,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype=self.model.dtype,
+            device=device,
+        )
+        self.store.fill_slots(torch.arange(BLOCKS * BLOCK_SIZE), float("nan"))
+        self.attention = backend(self.model.attention_specs, self.store.keys, self.store.values)
+        self.compute = StagedCompute(self.model, self.attention) if staged else Compute(self.model, self.attention)
+        self.lengths: dict[int, int] = {}
+        self.beats = 0
+
+    def geometry(self, spans: Sequence[Span]) -> BatchGeometry:
+        """Sequence s owns the blocks 1 + s * PER_SEQUENCE and on, in falling order."""
+        first = [1 + span.sequence * PER_SEQUENCE for span in spans]
+        tables = [np.arange(low + PER_SEQUENCE - 1, low - 1, -1, dtype=np.int32) for low in first]
+        return BatchGeometry.build(
+            BLOCK_SIZE, [span.start for span in spans], [len(span.tokens) for span in spans], tables
+        )
+
+    def step(self, *tokens: tuple[int, Sequence[int]]) -> Tensor:
+        """Hidden rows of ``(sequence, tokens)`` each, on the host."""
+        spans = [
+            Span(sequence, np.array(ids, dtype=np.int32), self.lengths.get(sequence, 0), GREEDY)
+            for sequence, ids in tokens
+        ]
+        with torch.inference_mode():
+            hidden = self.compute.forward(spans, self.geometry(spans), self._beat)
+            found = hidden.clone().cpu()
+        self.lengths |= {span.sequence: span.end for span in spans}
+        return found
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.lengths[sequence] = length
+
+    def cached(self) -> Tensor:
+        """K and V of all layers but for the null block, NaN as zero."""
+        layers = [torch.stack(each) for each in zip(self.store.keys, self.store.values, strict=True)]
+        return torch.stack(layers)[:, :, 1:].nan_to_num(0.0).cpu()
+
+    def _beat(self) -> None:
+        self.beats += 1

@@ -1,0 +1,153 @@
+"""A runner that stages and replays its steps is the plain one: same rows, same books, same cache after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.device import select_compute
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import DeviceLost, StepFailed
+from ferrum_rpc.models.identity import IdentityConfig
+from tests.kernels.worlds import PlannedTorch
+from tools.gpu_rerun import Rerun
+
+CONFIG = BuildConfig(
+    model="identity",
+    device="cpu",
+    attention="torch",
+    block_size=4,
+    kv_blocks=80,
+    identity=IdentityConfig(vocab_size=64, max_context=64),
+)
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    with structlog.testing.capture_logs() as logs:
+        yield logs
+
+
+def replaying(capture: Rerun, stage: Any = lambda _: None, graphs: str = "auto") -> TorchRunner:
+    """The runner of `CONFIG` with what a CUDA device would get."""
+    plain = build_runner(CONFIG)
+    with plain.context():
+        attention = PlannedTorch(plain.model.attention_specs, plain.store.keys, plain.store.values)
+        choice, compute = select_compute(
+            plain.model, attention, graphs=graphs, max_sequences=4, blocks_per_sequence=16, capture=capture
+        )
+    runner = TorchRunner(
+        plain.model,
+        plain.kv,
+        plain.store,
+        attention,
+        info=plain.info,
+        device=plain.device,
+        stage=stage,
+        compute=compute,
+    )
+    runner.choice = choice  # type: ignore[attr-defined]
+    return runner
+
+
+def run(runner: TorchRunner, *spans: tuple[int, list[int], int], kind: OutputKind | None = None) -> list[Any]:
+    """Length and rows of ``(sequence, tokens, start)`` each."""
+    output = OutputSpec(Positions.ALL, kind or FullLogits())
+    step = Step(tuple(Span(s, np.array(t, dtype=np.int32), at, output, create=at == 0) for s, t, at in spans))
+    with runner.context():
+        outcomes = runner.forward(step).outcomes
+    found = []
+    for outcome in outcomes:
+        assert isinstance(outcome, SpanResult) and outcome.rows is not None
+        block = outcome.rows.alone().block
+        found.append([outcome.length, *(getattr(block, name) for name in block.__slots__)])
+    runner.check()
+    return found
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [FullLogits(), Greedy(), Greedy(logprob=True), TopTokens(3)])
+def test_prefill_decode_verify_and_rollback_answer_the_same(kind: OutputKind) -> None:
+    capture = Rerun()
+    staged, plain = replaying(capture), build_runner(CONFIG)
+    steps: list[list[tuple[int, list[int], int]]] = [[(s, [s + 1] * (5 + s), 0) for s in range(3)]]
+    steps += [[(s, [9], 5 + s) for s in range(3)], [(1, [3], 7)], [(0, [3], 6), (2, [4], 8)]]
+    steps += [[(s, [7, at, 8], 5) for s in range(3)] for at in range(4)]  # each verify takes back the one before
+    for step in steps:
+        same(run(staged, *step, kind=kind), run(plain, *step, kind=kind))
+    assert capture.replays >= 5
+
+
+@pytest.mark.parametrize("stage", ["select", "commit"])
+def test_a_step_that_fails_after_its_replay_leaves_no_trace(stage: str) -> None:
+    armed = False
+
+    def fail(name: str) -> None:
+        if armed and name == stage:
+            raise ValueError(name)
+
+    capture = Rerun()
+    staged, plain = replaying(capture, fail), build_runner(CONFIG)
+    for runner in (staged, plain):
+        run(runner, (1, [1, 2, 3, 4, 5, 6], 0), (2, [9, 8, 7], 0))
+    replays, armed = capture.replays, True
+    for spans in ([(1, [5], 6), (2, [5], 3)], [(1, [5], 2), (2, [5], 1)]):  # beyond the end, and over what is there
+        with pytest.raises(StepFailed):
+            run(staged, *spans)
+    armed = False
+    assert capture.replays == replays + 2
+    step = [(1, [11], 6), (2, [12], 3)]
+    same(run(staged, *step), run(plain, *step))
+
+
+def test_a_replay_that_loses_the_device_is_the_device_lost() -> None:
+    runner = replaying(Rerun())
+    run(runner, (1, [1, 2], 0))
+
+    def lost() -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    graphs = runner.compute.graphs  # type: ignore[attr-defined]
+    for shape, graph in graphs._graphs.items():
+        graphs._graphs[shape] = type(graph)(graph.room, graph.layout, lost, graph.output)
+    with pytest.raises(DeviceLost):
+        run(runner, (1, [3], 2))
+
+
+def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> None:
+    runner: Any = replaying(Rerun())
+    assert runner.choice == ("cuda_graphs=3", "decode steps of up to 4 sequences are one launch")
+    runner = replaying(Rerun(), graphs="off")
+    assert runner.choice == ("cuda_graphs=off", "requested") and runner.compute.graphs is None
+    assert not logs
+    runner = replaying(Rerun(ValueError("no"), nth=3))
+    assert runner.choice == (
+        "cuda_graphs=2",
+        "decode steps of up to 4 sequences are one launch; no more were recorded: ValueError: no",
+    )
+    runner = replaying(Rerun(ValueError("no")))
+    assert runner.choice == ("cuda_graphs=off", "recording failed: ValueError: no")
+    assert [each["event"] for each in logs] == ["graph_not_recorded"] * 2
+    assert all(each["action"] and each["sequences"] for each in logs)
+
+
+def test_a_backend_without_reserved_plans_has_no_graphs() -> None:
+    plain = build_runner(CONFIG)
+    arguments: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16}
+    choice, compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
+    assert choice is not None and choice[0] == "cuda_graphs=off" and plain.attention.name in choice[1]
+    same_choice, plain_compute = select_compute(plain.model, plain.attention, **arguments)
+    assert same_choice is None and type(plain_compute) is type(compute)
+    assert not any("graphs" in name for name, _ in plain.device.choices)
