@@ -26,6 +26,10 @@ from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, SpanResult, Step, StepResult, TokenRows
 from ferrum_rpc.core import Span as EngineSpan
 
+REFERENCE: Final = "ours, gRPC session"
+INSIDE: Final = "ours, in process"
+INT8: Final = "ours with int8 weights, gRPC session"
+
 TIMEOUT_S: Final = 600.0
 GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
 NOTHING: Final = OutputSpec(Positions.NONE, Greedy())
@@ -64,7 +68,7 @@ class Inside:
         self._live: list[int] = []
         self._next = 0
         device = thread.runner.device
-        self.facts = {"name": "ours, in process", "threads": device.threads, "choices": _choices(device.choices)}
+        self.facts = {"name": INSIDE, "threads": device.threads, "choices": _choices(device.choices)}
 
     @classmethod
     @asynccontextmanager
@@ -133,14 +137,16 @@ class Session:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Session]:
-        """Start the server and wait for the model."""
-        async with served(*serve_flags(model, settings(cells, threads))) as target:
+    async def open(
+        cls, model: str, cells: Sequence[Cell], threads: int, name: str = REFERENCE, **more: str
+    ) -> AsyncIterator[Session]:
+        """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
+        async with served(*serve_flags(model, settings(cells, threads) | more)) as target:
             async with open_channel(target, None) as channel:
                 vocab_size = await vocabulary(channel)
             async with ExecutorClient(target, session=True, timeout_s=TIMEOUT_S) as client:
                 device = (await client.info()).device
-                facts = {"name": "ours, gRPC session", "threads": device.threads, "choices": _choices(device.choices)}
+                facts = {"name": name, "threads": device.threads, "choices": _choices(device.choices)}
                 yield cls(client, facts, vocab_size)
 
     async def prepare(self, cell: Cell) -> None:

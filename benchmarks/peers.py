@@ -20,10 +20,10 @@ from benchmarks import environment
 from benchmarks.cells import Cell
 from benchmarks.contest import CellResult, Plan, contest, under_roofs
 from benchmarks.limits import Machine
-from benchmarks.ours import Player, Session, Unsupported
+from benchmarks.ours import REFERENCE, Player, Session, Unsupported
 from benchmarks.peer_process import EAGER, PeerFailed, PeerKind, PeerProcess
 from benchmarks.record import Record, model_facts
-from benchmarks.suite import REFERENCE, add_common, common, described, model
+from benchmarks.suite import add_common, common, described, model
 from benchmarks.suite_tables import show
 from ferrum_rpc.logs import configure_logging
 

@@ -49,7 +49,7 @@ QWEN3_8B: dict[str, Any] = QWEN3_0_6B | {
 TINY: dict[str, Any] = QWEN3_0_6B | {
     "vocab_size": 512,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

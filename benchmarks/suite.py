@@ -2,6 +2,7 @@
 
     ours, in process      the runner, driven as an in-process engine would
     ours, gRPC session    `ferrum-rpc serve` in another process, this one being its scheduler
+    ours with int8 ...    the same of a server with ``--quantize int8``
     transformers eager    the same weights and the same tokens in a third, driven through its own forward
 
 The sides alternate round by round. Around them: how decode steps fare beside prefill chunks, what a sequence costs in
@@ -18,25 +19,27 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from benchmarks import environment
 from benchmarks.bookkeeping import QUICK_SIZES, SIZES, slopes
 from benchmarks.cells import CELLS, QUICK_CELLS, Cell
 from benchmarks.contest import Plan, contest, under_roofs
 from benchmarks.limits import Machine
 from benchmarks.mixed import MIX, QUICK_MIX, mixed
-from benchmarks.ours import Inside, Player, Session, settings
+from benchmarks.ours import INSIDE, INT8, REFERENCE, Inside, Player, Session, settings
 from benchmarks.peer_process import EAGER, PeerFailed, PeerProcess
 from benchmarks.record import Record, model_facts
 from benchmarks.starting import starting
 from benchmarks.suite_tables import show
 from benchmarks.wire import RESULTS
 from benchmarks.workload import BLOCK_SIZE, CACHE, LEAD_IN, checkpoint
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.models.linear import select_bytes
 from ferrum_rpc.openmp import waits
 
 PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
-REFERENCE: Final = "ours, gRPC session"
-INSIDE: Final = "ours, in process"
 SHAPE: Final = "qwen3-0.6b"
 
 
@@ -122,11 +125,19 @@ async def _sides(
         if "cells" in options.only:
             enter = stack.enter_async_context
             players[INSIDE] = await enter(Inside.open(str(folder), cells, options.threads))
+            left_out = {}
+            try:
+                select_bytes(torch.device("cpu"), torch.bfloat16)
+                rounded = Session.open(str(folder), cells, options.threads, INT8, quantize="int8")
+                players[INT8] = await enter(rounded)
+            except InvalidRequest as error:
+                left_out[INT8] = str(error)
             peer = PeerProcess.open(EAGER, str(folder), options.threads, config["vocab_size"])
             try:
                 players[EAGER.name] = await enter(peer)
             except PeerFailed as error:
-                record.save(left_out={EAGER.name: str(error)})
+                left_out[EAGER.name] = str(error)
+            record.save(left_out=left_out)
             record.save(sides={name: player.facts for name, player in players.items()})
             results = []
             for cell in cells:

@@ -8,10 +8,10 @@ from typing import Any, Final
 from benchmarks import targets
 from benchmarks.cells import CELLS
 from benchmarks.contest import CellResult
+from benchmarks.ours import INSIDE, INT8, REFERENCE
 from benchmarks.peers import LEFT_OUT, PEERS
 from benchmarks.plot import Bar, Panel
 from benchmarks.record import conditions
-from benchmarks.suite import INSIDE, REFERENCE
 from benchmarks.suite_tables import (
     COLUMNS,
     LEGEND,
@@ -39,8 +39,9 @@ Of performance work; nothing here passes or fails a build. Each figure is explai
 SUITE: Final = """## How fast
 
 The same weights and the same tokens by our runner in the measuring process, by `ferrum-rpc serve` in another one
-through a session, and by transformers in a third, driven through its own forward pass and cache without `generate`
-around it. Rounds of all sides alternate; a ratio belongs to a pair of rounds that followed each other.
+through a session, by a third with weights rounded to 8 bits, and by transformers in a fourth, driven through its own
+forward pass and cache without `generate` around it. Rounds of all sides alternate; a ratio belongs to a pair of rounds
+that followed each other.
 """
 PEERS_TEXT: Final = """## Beside other engines
 
@@ -73,7 +74,7 @@ def panels(results: targets.Results) -> list[Panel]:
     for cell in CELLS:
         bars = []
         for name in _names():
-            result, ours = _result(cell.name, name, results), name in (REFERENCE, INSIDE)
+            result, ours = _result(cell.name, name, results), name in (REFERENCE, INSIDE, INT8)
             if result is not None:
                 value = result["sides"][name]["tokens_per_s"]
                 bars.append(Bar(name, value, number(value), "ours" if ours else "peer"))
@@ -132,7 +133,7 @@ def _side(facts: dict[str, Any]) -> str:
 
 
 def _names() -> Iterator[str]:
-    yield from (REFERENCE, INSIDE)
+    yield from (REFERENCE, INSIDE, INT8)
     yield from (peer.name for peer in PEERS)
     yield from LEFT_OUT
 

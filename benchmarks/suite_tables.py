@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.contest import CellResult, Pairs
+from benchmarks.ours import INT8
 from benchmarks.tables import number, show_plain
 
 NOT_YET: Final = "not yet measured"
@@ -33,6 +34,9 @@ PARTS_COLUMNS: Final = ("what", "measured", "target")
 
 Row = tuple[str, ...]
 
+EIGHT_BITS: Final = (INT8, "llama.cpp Q8_0")
+"""Sides that read half the bytes: the limit is not theirs."""
+
 
 def cell_rows(cells: Sequence[CellResult]) -> list[Row]:
     """The limit of each cell, and every side of it."""
@@ -49,7 +53,7 @@ def cell_rows(cells: Sequence[CellResult]) -> list[Row]:
                     name,
                     f"{number(side['tokens_per_s'])} ({number(side['low'])} to {number(side['high'])})",
                     f"{number(step['median'])} ({number(step['p10'])} to {number(step['p90'])})",
-                    "" if roof is None else f"{side['tokens_per_s'] / roof['tokens_per_s']:.2f}",
+                    "" if roof is None or name in EIGHT_BITS else f"{side['tokens_per_s'] / roof['tokens_per_s']:.2f}",
                     _times(cell["ratios"].get(name)),
                     _same(side["same_tokens"]),
                 )

@@ -7,6 +7,7 @@ the same call (so lengths stay bounded and no step of a round differs between th
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,11 @@ def workload(model: str, batch: int, max_steps: int) -> Workload:
 
 
 def checkpoint(shape: str) -> Path:
-    """The folder with random weights of a shape; written whole or not at all."""
+    """The folder with random weights of a shape; written whole or not at all, and anew where the shape has changed."""
     folder = CACHE / shape
-    if not folder.is_dir():
+    written = folder / "config.json"
+    if not written.is_file() or not SHAPES[shape].items() <= json.loads(written.read_text("utf-8")).items():
+        shutil.rmtree(folder, ignore_errors=True)
         print(f"writing random weights of {shape} to {folder.relative_to(ROOT)} (once)")
         partial = CACHE / f"{shape}.partial"
         shutil.rmtree(partial, ignore_errors=True)
