@@ -2,7 +2,8 @@
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
 checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
-the products is `row_ops`. Nothing here knows sequences, blocks or which rows are sampled: attention is a callback.
+the products is `row_ops`; both are put together by `layers`. Nothing here knows sequences, blocks or which rows are
+sampled: attention is a callback.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.models.base import Attend
+from ferrum_rpc.models.layers import Layer, Layers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.rope import Rotary
@@ -23,24 +25,11 @@ from ferrum_rpc.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """One block. Norm weights [hidden]; ``qk_norm`` float32 [heads + kv_heads, head_dim], a row per head, or None."""
-
-    input_norm: Tensor
-    qkv: Linear
-    qk_norm: Tensor | None
-    output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """The parts of a decoder whose weights are complete."""
 
     embedding: Tensor
-    layers: tuple[Layer, ...]
+    layers: Layers
     norm: Tensor
     head: Linear
 
@@ -125,21 +114,21 @@ class Decoder:
                     down=linears[prefix + "down"],
                 )
             )
-        return Loaded(parameters["embedding"], tuple(layers), parameters["norm"], linears["head"])
+        together = put_together(self.spec, layers, self._ops)
+        return Loaded(parameters["embedding"], together, parameters["norm"], linears["head"])
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
-        loaded, ops = self._require(), self._ops
+        loaded = self._require()
+        layers = loaded.layers
         hidden, delta = loaded.embedding.index_select(0, token_ids), None
         cos, sin = self._rotary(positions)
-        for index, layer in enumerate(loaded.layers):
-            normed = ops.add_norm(hidden, delta, layer.input_norm)
-            attended = attend(index, *ops.heads(layer.qkv(normed), layer.qk_norm, cos, sin))
-            normed = ops.add_norm(hidden, layer.output(attended.flatten(1)), layer.post_norm)
-            delta = layer.down(ops.gate(layer.gate_up(normed)))
-        return ops.add_norm(hidden, delta, loaded.norm)
+        for layer in range(self.spec.layers):
+            attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin))
+            delta = layers.after(layer, hidden, attended)
+        return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""

@@ -45,29 +45,29 @@ class Workspace:
 class NativeLinear:
     """A `Linear` over bfloat16 rows. ``tensors``: panels, scales (of bytes) and bias, as a factory made them."""
 
-    __slots__ = ("_address", "_held", "_k", "_matrix", "_n", "_space")
+    __slots__ = ("_held", "_k", "_matrix", "address", "n", "space")
 
     def __init__(self, space: Workspace, kind: int, n: int, k: int, tensors: tuple[Tensor | None, ...]) -> None:
-        self._space, self._n, self._k = space, n, k
+        self.space, self.n, self._k = space, n, k
         self._held = tensors
         self._matrix = library.Matrix(kind, n, k, *(None if each is None else each.data_ptr() for each in tensors))
-        self._address = ctypes.addressof(self._matrix)
+        self.address = ctypes.addressof(self._matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._product(x, x.new_empty((*x.shape[:-1], self._n)), 0)
+        return self._product(x, x.new_empty((*x.shape[:-1], self.n)), 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._product(x, x.new_empty((*x.shape[:-1], self._n), dtype=torch.float32), 1)
+        return self._product(x, x.new_empty((*x.shape[:-1], self.n), dtype=torch.float32), 1)
 
     def _product(self, x: Tensor, out: Tensor, wide: int) -> Tensor:
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
         if rows.shape[1] < self._k:
             rows = F.pad(rows, (0, self._k - rows.shape[1]))
-        status = self._space.library.ferrum_linear(
-            self._space.handle,
-            self._address,
+        status = self.space.library.ferrum_linear(
+            self.space.handle,
+            self.address,
             rows.data_ptr(),
             rows.stride(0),
             len(rows),

@@ -99,8 +99,8 @@ class NativeRowOps:
         self._spec = spec
         self._wide = int(dtype == torch.float32)
         widths = math.gcd(spec.hidden_size, spec.intermediate_size, spec.head_dim // 2)
-        self._lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
-        if not self._lanes or lanes not in (None, self._lanes):
+        self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
+        if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class NativeRowOps:
             hidden=rows.data_ptr(),
             **pointers,
         )
-        self._library.ferrum_rows(ctypes.addressof(job), self._lanes)
+        self._library.ferrum_rows(ctypes.addressof(job), self.lanes)
 
 
 def select_row_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[str, RowOps]:

@@ -31,7 +31,7 @@ class Step(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """``struct rows`` of rows.c: one task for every row. Pointers are to the tensors' elements."""
+    """``struct rows`` of rows.h: one task for every row. Pointers are to the tensors' elements."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width", "heads", "head_dim")),
@@ -42,7 +42,7 @@ class Rows(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """``struct linear`` of linear.c: a packed weight."""
+    """``struct linear`` of linear.h: a packed weight."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("kind", "n", "k")),
@@ -50,11 +50,22 @@ class Matrix(ctypes.Structure):
     )
 
 
+class LayerWeights(ctypes.Structure):
+    """``struct layer_weights`` of layer.c. Pointers are to `Matrix`, and to the tensors' elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "head_norms")),
+        *((name, ctypes.c_int32) for name in ("rotating", "head_dim", "lanes")),
+        ("eps", ctypes.c_float),
+    )
+
+
 ADD_NORM, ROTATE, GATE = 0, 1, 2
-"""``enum task`` of rows.c."""
+"""``enum task`` of rows.h."""
 
 PAIRS, BYTES = 0, 1
-"""``enum kind`` of linear.c."""
+"""``enum kind`` of linear.h."""
 
 FLASH_UNIT: Final = 16
 """What flash.c needs a head's width to be a multiple of."""
@@ -74,6 +85,12 @@ def load() -> Any:
     if runtime is not None:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(files[0]))  # raises where a symbol is missing, such as OpenMP's
+    _type_rows_and_attention(library)
+    _type_products(library)
+    return library
+
+
+def _type_rows_and_attention(library: ctypes.CDLL) -> None:
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     library.ferrum_attention_new.argtypes = (ctypes.c_char_p, integer)
     library.ferrum_attention_new.restype = pointer
@@ -100,6 +117,10 @@ def load() -> Any:
     library.ferrum_rows_lanes.restype = integer
     library.ferrum_rows.argtypes = (pointer, integer)
     library.ferrum_rows.restype = None
+
+
+def _type_products(library: ctypes.CDLL) -> None:
+    pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.ferrum_linear_supported.argtypes = (integer,)
     library.ferrum_linear_supported.restype = integer
     if library.ferrum_linear_supported(PAIRS) or library.ferrum_linear_supported(BYTES):
@@ -107,10 +128,17 @@ def load() -> Any:
         library.ferrum_linears_new.restype = pointer
         library.ferrum_linears_free.argtypes = (pointer,)
         library.ferrum_linears_free.restype = None
-        rows = (pointer, ctypes.c_int64, ctypes.c_int64)
+        rows = (pointer, long, long)
         library.ferrum_linear.argtypes = (pointer, pointer, *rows, pointer, integer, integer)
         library.ferrum_linear.restype = integer
-    return library
+        library.ferrum_layers_new.argtypes = (pointer,)
+        library.ferrum_layers_new.restype = pointer
+        library.ferrum_layers_free.argtypes = (pointer,)
+        library.ferrum_layers_free.restype = None
+        library.ferrum_layer_before.argtypes = (*(pointer,) * 6, long, pointer, integer)
+        library.ferrum_layer_before.restype = integer
+        library.ferrum_layer_after.argtypes = (*(pointer,) * 4, long, pointer, integer)
+        library.ferrum_layer_after.restype = integer
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

@@ -18,17 +18,7 @@
 #include <string.h>
 
 #include "dots.h"
-
-enum kind { PAIRS, BYTES };
-
-/* A matrix [n, k], its panels in order. `k` is a multiple of 2 (pairs) or 64 (bytes); the last panel may have columns that
- * no output has. Bias: n floats, or NULL. */
-struct linear {
-    int32_t kind, n, k;
-    const char *panels;
-    const float *scales; /* bytes: [panels][k / 64][16] */
-    const float *bias;
-};
+#include "linear.h"
 
 #if defined(__x86_64__)
 
@@ -247,11 +237,18 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
 
 #else
 
-/* No such instructions: nothing here is called but this. */
+/* No such instructions: nothing here is called but the first. */
 int32_t ferrum_linear_supported(int32_t kind)
 {
     (void)kind;
     return 0;
+}
+
+int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                      int64_t count, char *out, int32_t wide, int32_t threads)
+{
+    (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)out, (void)wide, (void)threads;
+    return -1;
 }
 
 #endif

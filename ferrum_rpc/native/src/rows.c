@@ -8,23 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "rows.h"
 #include "sets.h"
 
 #define LARGE 131072 /* elements above which rows are shared out to threads */
-
-enum task { ADD_NORM, ROTATE, GATE };
-
-/* Rows of bfloat16, or float32 where wide; norms of heads, cosines and sines are float32. */
-struct rows {
-    int32_t task, wide, threads;
-    int32_t width;           /* elements of a row; of a gate's, half of them */
-    int32_t heads, head_dim; /* heads that are rotated, from the row's first on */
-    float eps;
-    int64_t count;
-    char *hidden, *out;
-    const char *delta, *weight;
-    const float *head_norms, *cos, *sin;
-};
 
 #define BODY "rows_isa.h"
 #include "each_set.h"

@@ -1,0 +1,152 @@
+"""What a decoder layer does before and after its attention: products and what lies between them, put together.
+
+`PlainLayers` calls them one by one, wherever they run. `NativeLayers` makes one call of each half where all parts are C
+kernels of ours (``native/src/layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
+small tensors otherwise. Both compute the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.models.linear import Linear
+from ferrum_rpc.models.native_linear import NativeLinear
+from ferrum_rpc.models.row_ops import Heads, NativeRowOps, RowOps
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import library
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One block. Norm weights [hidden]; ``qk_norm`` float32 [heads + kv_heads, head_dim], a row per head, or None."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Layers(Protocol):
+    """All layers of a decoder. ``hidden`` [T, hidden] is changed in place; ``delta`` [T, hidden] is what the layer
+    before has yet to add to it."""
+
+    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `RowOps.heads`."""
+
+    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
+
+
+class PlainLayers:
+    """Any linears and row operations."""
+
+    def __init__(self, layers: Sequence[Layer], ops: RowOps) -> None:
+        self._layers, self._ops = layers, ops
+
+    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+        """See `Layers`."""
+        parts = self._layers[layer]
+        normed = self._ops.add_norm(hidden, delta, parts.input_norm)
+        return self._ops.heads(parts.qkv(normed), parts.qk_norm, cos, sin)
+
+    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """See `Layers`."""
+        parts = self._layers[layer]
+        normed = self._ops.add_norm(hidden, parts.output(attended.flatten(1)), parts.post_norm)
+        return parts.down(self._ops.gate(parts.gate_up(normed)))
+
+
+class NativeLayers:
+    """On a CPU in bfloat16, with native linears and row operations throughout. ``ops`` says how wide vectors are."""
+
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeRowOps) -> None:
+        self._spec = spec
+        self._held = tuple(layers)
+        self._rotating = spec.heads + spec.kv_heads
+        self._weights = [_weights(spec, layer, ops.lanes) for layer in layers]
+        self._addresses = [ctypes.addressof(weights) for weights in self._weights]
+        space = _native(layers[0].qkv).space
+        self._space = space
+        self._library = space.library
+        self._width = _native(layers[0].qkv).n
+        self._handle = self._library.ferrum_layers_new(space.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.ferrum_layers_free(self._handle)
+
+    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+        """See `Layers`."""
+        spec, count = self._spec, len(hidden)
+        qkv = hidden.new_empty((count, self._rotating + spec.kv_heads, spec.head_dim))
+        self._check(
+            self._library.ferrum_layer_before(
+                self._handle,
+                self._addresses[layer],
+                hidden.data_ptr(),
+                None if delta is None else delta.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                count,
+                qkv.data_ptr(),
+                torch.get_num_threads(),
+            )
+        )
+        return qkv[:, : spec.heads], qkv[:, spec.heads : self._rotating], qkv[:, self._rotating :]
+
+    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """See `Layers`. ``attended`` is contiguous."""
+        delta = torch.empty_like(hidden)
+        self._check(
+            self._library.ferrum_layer_after(
+                self._handle,
+                self._addresses[layer],
+                hidden.data_ptr(),
+                attended.data_ptr(),
+                len(hidden),
+                delta.data_ptr(),
+                torch.get_num_threads(),
+            )
+        )
+        return delta
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise MemoryError("no memory for a layer's buffers")
+
+
+def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: RowOps) -> Layers:
+    """In one call each where every part is native."""
+    linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    if isinstance(ops, NativeRowOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
+        return NativeLayers(spec, layers, ops)
+    return PlainLayers(layers, ops)
+
+
+def _weights(spec: ModelSpec, layer: Layer, lanes: int) -> library.LayerWeights:
+    linears = (_native(each).address for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    return library.LayerWeights(
+        *linears,
+        layer.input_norm.data_ptr(),
+        layer.post_norm.data_ptr(),
+        None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        spec.heads + spec.kv_heads,
+        spec.head_dim,
+        lanes,
+        spec.norm_eps,
+    )
+
+
+def _native(linear: Linear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)  # noqa: S101 - put_together looked
+    return linear
