@@ -330,8 +330,7 @@ class SpanResult(NamedTuple):
     rows: Rows | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ItemAnswer:
+class ItemAnswer(NamedTuple):
     """A committed work item: the sequence's handle after it, and its rows (None: none asked for, or replayed without
     its payload)."""
 
@@ -348,8 +347,7 @@ SpanOutcome = SpanResult | ExecutorError
 """Per span: a result, or why this span alone did not run (its sequence is as before)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """``outcomes[i]`` answers ``spans[i]``. ``blocks_copied`` counts copies on write."""
 
     outcomes: tuple[SpanOutcome, ...]
@@ -442,8 +440,7 @@ class CacheState(NamedTuple):
     sequences: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
+class Pressure(NamedTuple):
     """The wire's KvPressure: the block pool and the queue in front of it."""
 
     free_blocks: int

@@ -81,8 +81,10 @@ class NativePagedAttention:
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
         """See `AttentionBackend`. Nothing in it grows with the spans but copies of a few integers."""
-        long = geometry.lengths - geometry.starts > SHORT
         arrays: list[Int32Array] = []
+        if geometry.tokens <= SHORT:  # then so is every span
+            return NativePlan(self._step(geometry, None, arrays), None, None, arrays)
+        long = geometry.lengths - geometry.starts > SHORT
         if not long.any():
             return NativePlan(self._step(geometry, None, arrays), None, None, arrays)
         chosen = np.flatnonzero(~long)
@@ -102,8 +104,10 @@ class NativePagedAttention:
             geometry.lengths,
             geometry.table_start,
         )
+        addresses: Sequence[int] = geometry.addresses if chosen is None else ()
         if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
             spans = tuple(np.ascontiguousarray(each[chosen]) for each in spans)
+            addresses = [each.ctypes.data for each in (*spans, geometry.entries)]
         arrays += [*spans, geometry.entries]
         spec = self._specs[0]
         return library.Step(
@@ -113,7 +117,7 @@ class NativePagedAttention:
             spec.head_dim,
             self._block_size,
             torch.get_num_threads(),
-            *(each.ctypes.data for each in (*spans, geometry.entries)),
+            *addresses,
         )
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -137,7 +141,7 @@ class NativePagedAttention:
     def attend(self, layer: int, query: Tensor, plan: NativePlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
         spec = self._specs[layer]
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if query.stride()[1:] != (spec.head_dim, 1):
             query = query.contiguous()
         if plan.rest is not None:

@@ -25,6 +25,7 @@ class Compute:
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self.model = model
         self.attention = attention
+        self._on_host = model.device.type == "cpu"
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer."""
@@ -42,16 +43,20 @@ class Compute:
 
     def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing."""
-        wanted = [index for index, span in enumerate(spans) if span.row_count]
-        if not wanted:
-            return [None] * len(spans)
-        requests = []
-        for index in wanted:
-            count = spans[index].row_count
-            requests.append((int(geometry.query_start[index + 1]) - count, count, spans[index].output.kind))
-        answers = iter(select_rows(hidden, requests, self.model.logits))
-        return [next(answers) if span.row_count else None for span in spans]
+        requests, wanted, end = [], [], 0
+        for index, span in enumerate(spans):
+            end += len(span.tokens)
+            count = span.row_count
+            if count:
+                wanted.append(index)
+                requests.append((end - count, count, span.output.kind))
+        rows: list[Rows | None] = [None] * len(spans)
+        if requests:
+            for index, answer in zip(wanted, select_rows(hidden, requests, self.model.logits), strict=True):
+                rows[index] = answer
+        return rows
 
     def to_device(self, array: Int64Array) -> Tensor:
         """The same integers where the model is."""
-        return torch.from_numpy(array).to(self.model.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_host else tensor.to(self.model.device)

@@ -88,34 +88,35 @@ class TorchRunner:
         began = time.perf_counter()
         outcomes: list[SpanOutcome | None] = [None] * len(step.spans)
         reservations = self._reserve(step, outcomes)
-        live = sorted(reservations)
-        if live:
-            spans = [step.spans[index] for index in live]
-            open_reservations = [reservations[index] for index in live]
-            rows = self._run(spans, open_reservations)
+        copied = 0
+        if reservations:
+            live = list(reservations)  # in the order of the spans: that is how they were reserved
+            open_reservations = list(reservations.values())
+            rows = self._run([step.spans[index] for index in live], open_reservations)
             for index, reservation, answer in zip(live, open_reservations, rows, strict=True):
                 outcomes[index] = SpanResult(self.kv.commit(reservation), answer)
+                copied += len(reservation.copies)
         return StepResult(
-            outcomes=tuple(each for each in outcomes if each is not None),
+            outcomes=tuple([each for each in outcomes if each is not None]),
             forward_s=time.perf_counter() - began,
-            blocks_copied=sum(len(each.copies) for each in reservations.values()),
+            blocks_copied=copied,
         )
 
     def _reserve(self, step: Step, outcomes: list[SpanOutcome | None]) -> dict[int, Reservation]:
         """Reserve span by span. A refused member takes its atomic group back at once, so that the group's blocks are
         there for the spans that follow."""
         reservations: dict[int, Reservation] = {}
-        group_of = {index: group for group in step.atomic for index in group}
+        stage, reserve = self._stage, self.kv.reserve
         for index, span in enumerate(step.spans):
             if outcomes[index] is not None:
                 continue
             try:
-                self._stage("reserve")
-                reservations[index] = self.kv.reserve(
-                    span.sequence, span.start, len(span.tokens), create=span.create, ahead=span.reserve_tokens
+                stage("reserve")
+                reservations[index] = reserve(
+                    span.sequence, span.start, len(span.tokens), span.create, ahead=span.reserve_tokens
                 )
             except ExecutorError as error:
-                group = group_of.get(index, range(index, index + 1))
+                group = next((each for each in step.atomic if index in each), range(index, index + 1))
                 error.position = index - group.start
                 for member in group:
                     outcomes[member] = error
@@ -140,10 +141,10 @@ class TorchRunner:
                 [len(span.tokens) for span in spans],
                 [reservation.table for reservation in reservations],
             )
-            overwritten = [each.overwritten for each in reservations if len(each.overwritten)]
+            overwritten = [each.overwritten for each in reservations if each.overwritten.size]
             if overwritten:
                 saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
-            self.store.copy_blocks([pair for reservation in reservations for pair in reservation.copies])
+            self.store.copy_blocks([pair for each in reservations for pair in each.copies])
             self._stage("forward")
             hidden = self.compute.forward(spans, geometry, self.beat)
             self._stage("select")

@@ -347,8 +347,8 @@ class ModelThread:
                 timings.append(timing)
             finished.append(partial(work.done, result.outcomes[first:last], timing))
             first = last
-        if timings:
-            finished.append(partial(self._on_step, timings))
+        if timings:  # behind whatever the answers wake: callers do not wait for the meters
+            finished.append(partial(self._loop.call_soon, self._on_step, timings))
         return finished
 
     def _broken(self, error: BaseException, answers: Finished) -> None:

@@ -74,6 +74,10 @@ class KvManager:
         first, before, after = start // size, len(table), blocks_for(end, size)
         touched = range(first, min(before, after))
         replaced = [(index, table[index]) for index in touched if not self._pool.is_writable(table[index])]
+        if start == state.length and after <= before and not replaced and not ahead:
+            # Nearly every decode: there is room in the last block, and it is the sequence's own.
+            state.open = Reservation(sequence, start, end, table.view(after), [], _NO_SLOTS, False, [], [], 0)
+            return state.open
         overwritten = _NO_SLOTS
         if start < state.length:
             skip = [index for index, _ in replaced]

@@ -56,8 +56,10 @@ class IdentityModel:
         self.device = device
         channels = np.arange(1, config.kv_heads * config.head_dim + 1, dtype=np.float32).astype(np.float64)
         tokens = np.arange(1, config.vocab_size + 1, dtype=np.float32).astype(np.float64)
-        self._embedding = torch.from_numpy(np.sin(tokens[:, None] * channels)).to(device)
-        self._channels = torch.from_numpy(channels).to(device)
+        exact = torch.from_numpy(np.sin(tokens[:, None] * channels)).view(-1, config.kv_heads, config.head_dim)
+        # Without a positional term the one rounding is of the table itself.
+        self._embedding = (exact if config.positional else exact.to(torch.float32)).to(device)
+        self._channels = torch.from_numpy(channels).view(config.kv_heads, config.head_dim).to(device)
         spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         self.attention_specs = (spec,) * config.layers
 
@@ -84,24 +86,25 @@ class IdentityModel:
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The last layer's attention output, float32 [T, heads * head_dim]."""
         config = self.config
-        exact = self._embedding.index_select(0, token_ids)
+        key = self._embedding.index_select(0, token_ids)
         if config.positional:
             phase = (positions + 1).to(torch.float32).to(torch.float64)
-            exact = exact + torch.sin(phase[:, None] * self._channels / POSITION_PERIOD)
-        key = exact.to(torch.float32).view(-1, config.kv_heads, config.head_dim)
-        query = key.repeat_interleave(config.heads // config.kv_heads, dim=1)
+            exact = key + torch.sin(phase[:, None, None] * self._channels / POSITION_PERIOD)
+            key = exact.to(torch.float32)
+        query = key
+        if config.heads != config.kv_heads:
+            query = key.repeat_interleave(config.heads // config.kv_heads, dim=1)
         output = query
         for layer in range(config.layers):
             output = attend(layer, query, key, key)
-        return output.reshape(len(token_ids), -1)
+        return output.view(-1, config.heads * config.head_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, vocab]: the channels of each row summed modulo the vocabulary."""
-        rows, vocab = len(hidden), self.config.vocab_size
-        folds = -(-hidden.shape[1] // vocab)
-        padded = hidden.new_zeros((rows, folds * vocab))
-        padded[:, : hidden.shape[1]] = hidden
-        return padded.view(rows, folds, vocab).sum(1)
+        (rows, width), vocab = hidden.shape, self.config.vocab_size
+        folds = -(-width // vocab)
+        padded = torch.constant_pad_nd(hidden, (0, folds * vocab - width))
+        return padded if folds == 1 else padded.view(rows, folds, vocab).sum(1)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """None."""

@@ -45,6 +45,9 @@ def select_rows(hidden: Tensor, requests: Sequence[Request], head: Callable[[Ten
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V]. Returns host rows, one per
     request; requests of the same kind share a block, in the order of the requests.
     """
+    if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a lone decode
+        _, count, kind = requests[0]
+        return [Rows(_to_host(kind, _select(head(hidden), kind)), 0, count)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
@@ -116,11 +119,11 @@ def _select(logits: Tensor, kind: OutputKind) -> tuple[Tensor, ...]:
     """What ``kind`` wants of float32 ``logits`` [r, V], still on the device."""
     match kind:
         case Greedy(logprob=False):
-            return (logits.argmax(dim=-1).to(torch.int32),)
+            return (logits.argmax(dim=-1),)
         case Greedy():
             best = logits.argmax(dim=-1, keepdim=True)
             logprobs = logits.gather(-1, best).squeeze(-1) - logits.logsumexp(dim=-1)
-            return best.squeeze(-1).to(torch.int32), logprobs
+            return best.squeeze(-1), logprobs
         case TopTokens(k):
             values, ids = top_tokens(logits, k)
             return ids.to(torch.int32), values, logits.logsumexp(dim=-1)
@@ -155,7 +158,7 @@ def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
     host = to_host(columns)
     match kind:
         case Greedy():
-            return TokenRows(host[0].numpy().view(np.uint32), host[1].numpy() if kind.logprob else None)
+            return TokenRows(host[0].numpy().astype(np.uint32), host[1].numpy() if kind.logprob else None)
         case TopTokens():
             return TopTokenRows(host[0].numpy().view(np.uint32), host[1].numpy(), host[2].numpy())
         case SelectedTokens():

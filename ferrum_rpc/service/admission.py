@@ -44,14 +44,23 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
             size += answer_bytes(item, model.vocab_size)
             if item.handle is not None:
                 ids.append(item.handle.id)
+    if len(set(ids)) < len(ids):
+        raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
+    _check_size(tokens, size, limits, max_bytes)
+
+
+def check_lone(item: WorkItem, model: ModelInfo, limits: Limits, max_bytes: int) -> None:
+    """`check_batch` of one item."""
+    _check_size(len(item.tokens), answer_bytes(item, model.vocab_size), limits, max_bytes)
+
+
+def _check_size(tokens: int, size: int, limits: Limits, max_bytes: int) -> None:
     if tokens > limits.max_batch_tokens:
         raise InvalidRequest(
             f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
             field="items.token_ids",
             metadata={"max_batch_tokens": limits.max_batch_tokens},
         )
-    if len(set(ids)) < len(ids):
-        raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
     if size > max_bytes:
         raise OutputTooLarge(
             f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",

@@ -130,15 +130,9 @@ class Books:
 
     def pressure(self) -> Pressure:
         """How full the executor is, as of the last step. Never waits."""
-        cache, thread = self.thread.cache, self.thread
-        return Pressure(
-            free_blocks=cache.free_blocks,
-            total_blocks=cache.total_blocks,
-            block_size=cache.block_size,
-            queued_items=thread.queued_items,
-            queued_tokens=thread.queued_tokens,
-            sequences=len(self.handles),
-        )
+        thread = self.thread
+        size, total, free, _ = thread.cache
+        return Pressure(free, total, size, thread.queued_items, thread.queued_tokens, len(self.handles))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ferrum_rpc.core import (
@@ -52,13 +52,15 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A forward call in flight; its step writes into ``outcomes``. ``abandoned``: its caller was cancelled after the
-    point of no return. ``culprit``: the item whose refusal refused the others, where the engine refused an atomic
-    group."""
+    """A forward call in flight; its step writes into ``outcomes``, and then ``finished`` is called: with the step's
+    timing, or with `Cancelled` where the call was taken back. ``submission``: what waits or runs for it; None where
+    every item was refused. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the item
+    whose refusal refused the others, where the engine refused an atomic group."""
 
     admitted: list[Admitted]
     outcomes: dict[int, ItemOutcome]
-    done: asyncio.Future[StepTiming | None]
+    finished: Callable[[StepTiming | Cancelled | None], object]
+    submission: Submission | None = None
     abandoned: bool = False
     culprit: int | None = None
 
@@ -110,6 +112,32 @@ class ForwardPath:
         ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that
         creates sequences.
         """
+        if len(items) == 1 and not all_or_nothing and not isinstance(items[0], ExecutorError):
+            future: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
+            call = self.start(
+                items[0],
+                caller=caller,
+                deadline=deadline,
+                max_bytes=max_bytes,
+                origin=origin,
+                finished=partial(_resolve, future),
+            )
+            if call is not None:
+                timing = await self._result(call, future, take_back)
+                return ForwardAnswer([call.outcomes[0]], timing)
+        return await self._batch(items, caller, all_or_nothing, deadline, max_bytes, origin, take_back)
+
+    async def _batch(  # noqa: PLR0917 - called once, by `forward`
+        self,
+        items: Sequence[WorkItem | ExecutorError],
+        caller: Caller,
+        all_or_nothing: bool,
+        deadline: float | None,
+        max_bytes: int | None,
+        origin: object | None,
+        take_back: TakeBack | None,
+    ) -> ForwardAnswer:
+        """`forward` of any number of items, whatever they repeat."""
         books = self._books
         model = books.model
         admission.check_batch(items, model, books.limits, max_bytes or books.limits.max_response_bytes)
@@ -145,22 +173,56 @@ class ForwardPath:
             timing: StepTiming | None = None
             culprit: int | None = None
             if admitted:
-                call = Call(admitted, outcomes, asyncio.get_running_loop().create_future())
-                timing = await self._run(call, all_or_nothing, deadline, take_back)
+                done: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
+                call = Call(admitted, outcomes, partial(_resolve, done))
+                self._submit(call, all_or_nothing, deadline)
+                timing = await self._result(call, done, take_back)
                 culprit = call.culprit
             for index, ticket in replayed.items():
                 answer = await books.replay.answer(ticket)
-                assert not isinstance(answer, tuple)  # noqa: S101 - the fingerprint told forwards from operations
+                assert isinstance(answer, ItemAnswer | ExecutorError)  # noqa: S101 - the fingerprint told forwards from operations
                 outcomes[index] = answer
             for index, source in echoes.items():
                 outcome = outcomes[source]
-                outcomes[index] = replace(outcome, replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+                outcomes[index] = outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
         finally:
             for ticket in replayed.values():
                 books.replay.leave(ticket)
         if all_or_nothing:
             _raise_first(outcomes, culprit)
         return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
+
+    def start(
+        self,
+        item: WorkItem,
+        *,
+        caller: Caller,
+        deadline: float | None,
+        max_bytes: int | None,
+        origin: object | None,
+        finished: Callable[[StepTiming | Cancelled | None], object],
+    ) -> Call | None:
+        """Begin a call of one item without waiting for anything; ``outcomes[0]`` is there when ``finished`` is called,
+        which is at once where the item is refused. None: it repeats a call and has to wait for that one's answer, which
+        `forward` does. Raises what refuses a call as a whole. The arguments are those of `forward`."""
+        books = self._books
+        model = books.model
+        admission.check_lone(item, model, books.limits, max_bytes or books.limits.max_response_bytes)
+        try:
+            found = self._admit(0, item, model, caller, origin)
+        except ExecutorError as refusal:
+            call = Call([], {0: refusal}, finished)
+            finished(None)
+            return call
+        if not isinstance(found, Admitted):
+            return None
+        call = Call([found], {}, finished)
+        if not self._has_room(1, len(item.tokens)):
+            error = self._queue_full()
+            self._withdraw(call.admitted, error)
+            raise error
+        self._submit(call, False, deadline)
+        return call
 
     async def _first_calls(self, items: Sequence[WorkItem | ExecutorError], caller: Caller) -> None:
         """Wait for the calls in flight that items of an ``all_or_nothing`` call repeat, and share their refusal: the
@@ -238,13 +300,19 @@ class ForwardPath:
         cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered, or that are too
         large for an empty queue, are let through to hear so."""
         limits, knows = self._books.limits, self._books.replay.knows
-        if len(items) > limits.max_batch_items or self._has_room(len(items), limits.max_batch_tokens):
-            return  # nearly always: counting the tokens costs more than asking whether any number would do
+        if self.has_room(items):
+            return
         tokens = sum(len(item.token_ids) for item in items)
         if tokens > limits.max_batch_tokens or self._has_room(len(items), tokens):
             return
         if not any(item.request_id and knows(scope_of(caller.name, item.handle.id), item.request_id) for item in items):
             raise self._queue_full()
+
+    def has_room(self, items: Sequence[forward_pb2.ForwardItem]) -> bool:
+        """Whether `check_room` lets a call through without counting its tokens, which costs more than asking whether
+        any number of them would do; nearly always."""
+        limits = self._books.limits
+        return len(items) > limits.max_batch_items or self._has_room(len(items), limits.max_batch_tokens)
 
     def _has_room(self, items: int, tokens: int) -> bool:
         thread, limits = self._books.thread, self._books.limits
@@ -269,37 +337,41 @@ class ForwardPath:
 
     # --- submit and commit ------------------------------------------------------------------------------------------
 
-    async def _run(
-        self, call: Call, all_or_nothing: bool, deadline: float | None, take_back: TakeBack | None
-    ) -> StepTiming | None:
-        submission = Submission(
-            spans=tuple(each.span for each in call.admitted),
-            done=partial(self._commit, call),
-            all_or_nothing=all_or_nothing,
-            deadline=deadline,
+    def _submit(self, call: Call, all_or_nothing: bool, deadline: float | None) -> None:
+        call.submission = Submission(
+            tuple([each.span for each in call.admitted]), partial(self._commit, call), all_or_nothing, deadline
         )
-        self._books.thread.submit(submission)
+        self._books.thread.submit(call.submission)
+
+    async def _result(
+        self, call: Call, done: asyncio.Future[StepTiming | None], take_back: TakeBack | None
+    ) -> StepTiming | None:
+        """Wait for a call's step; raises `Cancelled` where it was taken back."""
         if take_back is not None:
-            take_back.withdraw = partial(self._take_back, call, submission)
+            take_back.withdraw = partial(self.take_back, call)
             if take_back.asked:
                 take_back()
         try:
-            timing = await call.done
+            timing = await done
         except asyncio.CancelledError:
-            call.abandoned = not self._take_back(call, submission)
+            self.abandon(call)
             raise
-        self._books.failpoints.reach("before_reply")
+        if call.submission is not None:
+            self._books.failpoints.reach("before_reply")
         return timing
 
-    def _take_back(self, call: Call, submission: Submission) -> bool:
-        """Take a call back that has not begun and that no duplicate waits for. False: it runs."""
+    def abandon(self, call: Call) -> None:
+        """Its caller is gone: take it back, or let it run with nobody to hear of it."""
+        call.abandoned = not self.take_back(call)
+
+    def take_back(self, call: Call) -> bool:
+        """Take a call back that has not begun and that no duplicate waits for. False: it runs, or is over."""
         awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
-        if awaited or not self._books.thread.cancel(submission):
+        if awaited or call.submission is None or not self._books.thread.cancel(call.submission):
             return False
         error = Cancelled("the call was cancelled before its step; nothing happened")
         self._withdraw(call.admitted, error)
-        if not call.done.done():
-            call.done.set_exception(error)
+        call.finished(error)
         return True
 
     def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
@@ -324,8 +396,7 @@ class ForwardPath:
             result = ItemAnswer(record.handle, outcome.rows)
             call.outcomes[each.index] = result
             self._settle(each, result, heard=not call.abandoned)
-        if not call.done.done():
-            call.done.set_result(timing)
+        call.finished(timing)
 
     def _settle(self, each: Admitted, outcome: ItemOutcome, *, heard: bool = True) -> None:
         """The item is over: the sequence is free again, and the duplicates hear of it. ``heard``: the caller still
@@ -342,6 +413,16 @@ class ForwardPath:
                 books.release([record], record.doom)
         if each.entry is not None:
             books.replay.finish(each.scope, each.item.request_id, outcome, creation=each.item.handle is None)
+
+
+def _resolve(done: asyncio.Future[StepTiming | None], ending: StepTiming | Cancelled | None) -> None:
+    """Wake whoever waits for a call, if there still is anybody."""
+    if done.done():
+        return
+    if isinstance(ending, Cancelled):
+        done.set_exception(ending)
+    else:
+        done.set_result(ending)
 
 
 def _scope(item: WorkItem, caller: Caller) -> bytes:

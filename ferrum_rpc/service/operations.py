@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_rpc.core import ANYBODY, Caller, HandleRef, OutputSpec, Positions, Span, SpanOutcome
+from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer, OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.thread import Operation, Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.service import admission
@@ -268,7 +268,7 @@ class CacheOperations:
             replay.leave(ticket)
         if isinstance(answer, ExecutorError):
             raise answer
-        assert isinstance(answer, tuple)  # noqa: S101 - the fingerprint told operations from forwards
+        assert not isinstance(answer, ItemAnswer)  # noqa: S101 - the fingerprint told operations from forwards
         return answer
 
     async def _between_steps(self, run: Callable[[Any], object]) -> None:

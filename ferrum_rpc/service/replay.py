@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from ferrum_rpc.core import HandleRef, ItemAnswer, WorkItem
@@ -110,15 +110,18 @@ class ReplayLog:
             entry.rows_bytes = rows.nbytes
             self.bytes += entry.rows_bytes
             if rows.block.nbytes > SHARED_BYTES:
-                entry.answer = replace(outcome, rows=rows.alone())
+                entry.answer = outcome._replace(rows=rows.alone())
             self._with_rows[key] = entry
         self._answers[key] = entry
         if not creation:
-            mine = self._scopes.setdefault(scope, [])  # short: a deque takes 600 bytes for the first
+            mine = self._scopes.get(scope)
+            if mine is None:
+                mine = self._scopes[scope] = []  # short: a deque takes 600 bytes for the first
             mine.append(request_id)
             if len(mine) > ENTRIES_PER_SEQUENCE:
                 self._drop((scope, mine.pop(0)))
-        self._evict()
+        if len(self._answers) > self._max_answers or self.bytes > self._budget:
+            self._evict()
 
     def forget_rows(self, scope: bytes) -> None:
         """The sequence ended: its rows make room. That its calls were answered is still known."""
@@ -146,7 +149,7 @@ class ReplayLog:
         """What the first call got, once it is there; an item's answer is marked as replayed."""
         outcome = await self.settled(ticket)
         self.replays += 1
-        return replace(outcome, replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+        return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
 
     async def settled(self, ticket: Ticket) -> Recorded | ExecutorError:
         """What the first call got, once it is there."""
@@ -179,7 +182,7 @@ class ReplayLog:
         self.bytes -= entry.rows_bytes
         entry.rows_bytes = 0
         if isinstance(entry.answer, ItemAnswer):
-            entry.answer = replace(entry.answer, rows=None)
+            entry.answer = entry.answer._replace(rows=None)
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:

@@ -20,7 +20,7 @@ from ferrum_rpc.service.session import Session, Sessions
 from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
-    fill_output,
+    fill_lone,
     fill_pressure,
     fill_results,
     fill_timing,
@@ -31,7 +31,6 @@ from ferrum_rpc.wire.items import (
     request_id_from_proto,
 )
 from ferrum_rpc.wire.revision import MINIMUM_CLIENT_REVISION, SCHEMA_REVISION
-from ferrum_rpc.wire.rows import RowPacker
 
 
 class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
@@ -112,9 +111,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         outcome = answer.outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
-        packer = RowPacker()
-        fill_output(response.output, outcome, packer)
-        packer.finish(response.row_blocks)
+        fill_lone(response.output, response.row_blocks, outcome)
         self._complete(response, answer)
 
     async def _batch(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:

@@ -1,8 +1,10 @@
 """One bidirectional stream of one scheduler: frames in, answers out, several steps in flight.
 
 A frame is taken in its turn, runs in a task of its own and is answered when it is done, by the same paths as the unary
-calls. What the stream adds: a lease that every frame renews, a bound on the steps in flight (a step counts until its
-answer is written, so a client that does not read holds its own answers and nobody else's), and large answers in parts.
+calls. A step of one item needs no task of its own: it is begun where its frame is read, and answered by the one task
+that writes all such answers. What the stream adds: a lease that every frame renews, a bound on the steps in flight (a
+step counts until its answer is written, so a client that does not read holds its own answers and nobody else's), and
+large answers in parts.
 
 The end of the stream is not the client's word: killed, cut off and half-closed look the same. Steps that have not begun
 are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -20,13 +23,14 @@ import structlog
 
 from ferrum_rpc.core import WorkItem
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.calls import CallLog, Context
-from ferrum_rpc.service.forward import ForwardPath, TakeBack
+from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath, TakeBack
 from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.leases import Lease
+from ferrum_rpc.service.lone import Lone, LoneSteps
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
@@ -90,11 +94,14 @@ class Session:
         self._operations = CacheOperations(books)
         self._caller = caller()
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._steps: dict[int, asyncio.Task[None]] = {}
-        self._take_backs: dict[int, TakeBack] = {}
+        self._steps: dict[int, asyncio.Future[None]] = {}
+        self._lone = LoneSteps(self._forward, self._write_lone)
+        self._lone_frames: dict[Lone, session_pb2.SessionRequest] = {}
+        self._take_backs: dict[int, Callable[[], object]] = {}
         self._leaving: int | None = None  # the step whose answer is being written: its client may know before we do
         self._last = 0
         self._most = self._inline = 0
+        self._max_bytes = books.limits.max_session_response_bytes
         self._lease: Lease
         self._own_lease = False
         self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
@@ -118,6 +125,7 @@ class Session:
 
     async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
+        writer = asyncio.create_task(self._lone.run())
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
@@ -127,7 +135,8 @@ class Session:
             # Not told to close. A client that only half-closed, or that the server leaves, still reads.
             await asyncio.gather(*self._steps.values())
         finally:
-            for task in self._steps.values():
+            self._lone.abandon()
+            for task in (*self._steps.values(), writer):
                 task.cancel()
             self._books.sessions -= 1
 
@@ -191,8 +200,7 @@ class Session:
         self._lease.renew(time.monotonic())
         match kind:
             case "forward":
-                take_back = self._take_backs[step] = TakeBack()
-                await self._begin(step, lambda: self._on_forward(step, frame.forward, take_back))
+                await self._begin_forward(frame)
             case "truncate":
                 await self._begin(step, lambda: self._on_truncate(step, frame.truncate))
             case "fork":
@@ -216,20 +224,70 @@ class Session:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     async def _begin(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
-        if len(self._steps) - (self._leaving is not None) >= self._most:
-            self._take_backs.pop(step, None)
-            await self._write(self._refusal(step, self._too_many()))
+        if await self._has_room(step):
+            self._steps[step] = asyncio.create_task(self._run_step(step, answer))
+
+    async def _begin_forward(self, frame: session_pb2.SessionRequest) -> None:
+        step, request = frame.step_id, frame.forward
+        if not await self._has_room(step) or self._begin_lone(frame):
             return
-        self._steps[step] = asyncio.create_task(self._run_step(step, answer))
+        take_back = self._take_backs[step] = TakeBack()
+        task = self._run_step(step, lambda: self._on_forward(step, request, take_back))
+        self._steps[step] = asyncio.create_task(task)
+
+    def _begin_lone(self, frame: session_pb2.SessionRequest) -> bool:
+        """Begin a step of one item. False: it takes a task."""
+        step, request = frame.step_id, frame.forward
+        if len(request.items) != 1 or request.all_or_nothing or not self._forward.has_room(request.items):
+            return False
+        try:
+            item = with_lease(item_from_proto(request.items[0], Shape.ANY), self._lease.id)
+        except ExecutorError:
+            return False
+        lone = self._lone.begin(
+            item,
+            caller=self._caller,
+            deadline=_deadline(request),
+            max_bytes=self._max_bytes,
+            origin=self._origin,
+        )
+        if lone is None:
+            return False
+        self._calls.method(METHOD).items += 1
+        self._steps[step], self._lone_frames[lone] = lone.answered, frame
+        self._take_backs[step] = partial(self._lone.take_back, lone)
+        return True
+
+    async def _write_lone(self, lone: Lone) -> None:
+        frame = self._lone_frames.pop(lone)
+        await self._answered(frame.step_id, lambda: self._on_lone(frame, lone))
+        self._forget(frame.step_id)
+
+    async def _on_lone(self, frame: session_pb2.SessionRequest, lone: Lone) -> Reply:
+        answer = lone.answer()
+        if lone.began:
+            self._books.failpoints.reach("before_reply")
+        return self._reply(frame.step_id, frame.forward.items, answer)
+
+    async def _has_room(self, step: int) -> bool:
+        """Whether one more step may be in flight; if not, the frame is refused."""
+        if len(self._steps) - (self._leaving is not None) < self._most:
+            return True
+        await self._write(self._refusal(step, self._too_many()))
+        return False
 
     async def _run_step(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
         try:
             await self._answered(step, answer)
         finally:
-            del self._steps[step]
-            if self._leaving == step:
-                self._leaving = None
-            self._take_backs.pop(step, None)
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        """The step is answered."""
+        del self._steps[step]
+        if self._leaving == step:
+            self._leaving = None
+        self._take_backs.pop(step, None)
 
     async def _answered(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
         """Run a step and write its answer, whatever it is."""
@@ -250,8 +308,8 @@ class Session:
             log.debug("session_answer_not_written", step=step, error=repr(error))
 
     async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Reply:
+        self._calls.method(METHOD).items += len(request.items)
         messages = request.items
-        self._calls.method(METHOD).items += len(messages)
         self._forward.check_room(messages, self._caller)
         items: list[WorkItem | ExecutorError] = []
         for each in messages:
@@ -263,11 +321,14 @@ class Session:
             items,
             caller=self._caller,
             all_or_nothing=request.all_or_nothing,
-            deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
-            max_bytes=self._books.limits.max_session_response_bytes,
+            deadline=_deadline(request),
+            max_bytes=self._max_bytes,
             origin=self._origin,
             take_back=take_back,
         )
+        return self._reply(step, messages, answer)
+
+    def _reply(self, step: int, messages: Sequence[forward_pb2.ForwardItem], answer: ForwardAnswer) -> Reply:
         self._calls.refused_items(METHOD, answer.outcomes, self._context)
         response = Answer(step_id=step)
         forward = response.forward
@@ -387,3 +448,8 @@ class Session:
             metadata={"steps_in_flight": self._most},
             retry_after_s=RETRY_AFTER_S,
         )
+
+
+def _deadline(request: session_pb2.SessionForward) -> float | None:
+    """On `time.monotonic`."""
+    return time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None

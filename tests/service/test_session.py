@@ -15,6 +15,7 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.service.forward import ForwardPath
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
 from tests.serving import Gate, Served, serve_identity
@@ -228,6 +229,42 @@ async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
         answers = {(await stream.read()).step_id: None for _ in range(2)}
         assert set(answers) == {running, late}
         assert (await stream.forward(item([5], two))).results[0].output.handle.seq_len == 3
+
+
+async def test_a_step_that_repeats_one_in_flight_waits_for_it_and_shares_its_answer() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
+        frame = session_pb2.SessionForward(items=[item([5], one, request_id="once")])
+        first = await (await gate.hold(stream.send(forward=frame)))
+        again = await stream.send(forward=frame)
+        other = await stream.send(forward=session_pb2.SessionForward(items=[item([5], two)]))
+        gate.open()
+        answers = {answer.step_id: answer.forward.results[0].output for answer in [await stream.read() for _ in "abc"]}
+        assert {step: output.replayed for step, output in answers.items()} == {first: False, again: True, other: False}
+        assert answers[first].handle == answers[again].handle
+        assert answers[first].handle.seq_len == 3
+        await served.check()
+
+
+async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_goes_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unexpected")
+
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT)
+        frame = session_pb2.SessionForward(items=[item([5], handle)])
+        with monkeypatch.context() as patch:
+            patch.setattr(ForwardPath, "start", fail)
+            assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
+        with monkeypatch.context() as patch:  # the step ran by then
+            patch.setattr(served.server.books, "pressure", fail)
+            assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
+        stands = types_pb2.KvHandle(id=handle.id, seq_len=len(PROMPT) + 1, version=handle.version + 1)
+        assert (await stream.forward(item([5], stands))).results[0].output.handle.seq_len == len(PROMPT) + 2
+    await served.check()
 
 
 async def test_a_lost_stream_takes_back_what_waits_commits_what_runs_and_keeps_the_sequences() -> None:
