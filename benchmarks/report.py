@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import protocol_tables, suite_report
+from benchmarks import gpu_report, protocol_tables, suite_report
 from benchmarks.environment import ROOT
 from benchmarks.measure import Point
 from benchmarks.plot import svg
@@ -133,6 +133,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "peers": suite_report.peers,
     "protocol": protocol,
     "wire": wire,
+    "gpu": gpu_report.gpu,
 }
 """By the ``benchmark`` that a file names, in the order of the page."""
 

@@ -1,4 +1,7 @@
-"""The record of a GPU check: which parts ran, failed or were skipped, with what, and how long they took."""
+"""The record of a GPU check: which parts ran, failed or were skipped, with what, and how long they took.
+
+A file of `benchmarks/results/` as the others: `benchmarks.report` makes a section of docs/benchmarks.md from it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,43 @@ import platform
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from benchmarks.environment import Bystanders, commit, hardware
+from benchmarks.record import SCHEMA
 from tools.gpu_cases import reason
+
+RESULT: Final = "gpu"
+REHEARSAL: Final = "gpu, interpreted"
+"""What a run on a CPU calls itself: no benchmark's name, so that nobody takes its figures for a GPU's."""
+
+
+def opening(device: torch.device, only: Sequence[str], *, tiny: bool) -> dict[str, Any]:
+    """What a record begins with; it ends with `closing`."""
+    arguments = ["--interpret"] * tiny + (["--only", *only] if only else [])
+    return {
+        "schema": SCHEMA,
+        "benchmark": REHEARSAL if tiny else RESULT,
+        "command": " ".join(["python", "-m", "tools.gpu_check", *arguments]),
+        "began": _now(),
+        "ended": "",
+        "commit": commit(),
+        "hardware": hardware(),
+        "environment": environment(device),
+        "part_seconds": {},
+    }
+
+
+def closing(check: Check) -> dict[str, Any]:
+    """What it ends with."""
+    ended = {"ended": _now(), "others_cpu": check.others_cpu}
+    return ended | {"failed": check.failed, "skipped": check.skipped}
 
 
 class Check:
@@ -22,7 +54,13 @@ class Check:
     def __init__(self, record: dict[str, Any], budget_s: float, only: Collection[str] = ()) -> None:
         self.record, self.failed, self.skipped = record, [], []  # type: tuple[dict[str, Any], list[str], list[str]]
         self._only = only
+        self._bystanders = Bystanders()
         self._ends = time.monotonic() + budget_s
+
+    @property
+    def others_cpu(self) -> float | None:
+        """Share of the cores' time that other processes had so far; None where the system does not tell."""
+        return self._bystanders.share()
 
     @property
     def left_s(self) -> float:
@@ -82,3 +120,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -147,7 +147,11 @@ def _choose_device(requested: str, choices: list[tuple[str, str]]) -> torch.devi
 def _load(
     config: BuildConfig, device: torch.device, choices: list[tuple[str, str]], progress: Progress | None
 ) -> Model:
+    if config.quantize not in (QUANTIZE_NONE, QUANTIZE_INT8):
+        raise InvalidRequest(f"quantize {config.quantize!r} is none of none, int8", field="quantize")
     if config.model == IDENTITY:
+        if config.quantize != QUANTIZE_NONE:
+            raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
         choices.append(("dtype=float32", "the identity model has no other"))
         return load_identity(config.identity, device)
     checkpoint = Checkpoint.open(config.model)
@@ -161,8 +165,6 @@ def _load(
         told = f"requested; rounding the weights changed them by {rounding.error:.2%} (root mean square)"
         choices.append(("quantize=int8", told))
         return model
-    if config.quantize != QUANTIZE_NONE:
-        raise InvalidRequest(f"quantize {config.quantize!r} is none of none, int8", field="quantize")
     linear, why, factory = select_linear(device, dtype)
     choices.append((f"linear={linear}", why))
     return load_model(checkpoint, dtype, device, progress, linear=factory, ops=ops)

@@ -12,8 +12,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks import report, targets
+from tools.gpu_attention import LOADS
+from tools.gpu_attention import TINY as TINY_LOADS
 from tools.gpu_check import run_suite
-from tools.gpu_record import Check
+from tools.gpu_model import FULL, TINY
+from tools.gpu_record import RESULT, Check
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +69,24 @@ def test_the_check_for_a_gpu_runs_without_one(tmp_path):
     for load in record["attention"]["loads"]:
         assert load["seconds"].keys() >= {"ours", "sdpa"} and load["share_of_bandwidth"] > 0
         assert load["seconds"].keys() | load["absent"].keys() == {"ours", "sdpa", "varlen_attn"}
+    with pytest.raises(ValueError, match=record["benchmark"]):
+        report.document([("gpu-check.json", record)])  # no result
+    record = json.loads(full_size(out.read_text())) | {"benchmark": RESULT}
+    page = report.document([("gpu-check.json", record)])
+    for part in ("decode", "prefill", "store", "staging", "graph_parity"):
+        assert all(cell["name"] in page for cell in record[part])
+    [lone, many, prompt, attention, wire] = targets.rows(targets.newest([("gpu-check.json", record)]))[-5:]
+    for line in (lone, many, prompt, attention, *([] if "wire" in skipped else [wire])):
+        assert line[-1] == "`gpu-check.json`", line
+
+
+def full_size(text):
+    """The names that its cells have on a GPU."""
+    for (batch, context, _), (large, long, _) in zip(TINY.decodes, FULL.decodes, strict=True):
+        text = text.replace(f"batch {batch} @ {context + 1}", f"batch {large} @ {long + 1}")
+        text = text.replace(f"batch {batch} @ {context},", f"batch {large} @ {long},")
+    text = text.replace(f"prefill of {TINY.prefill[0]}", f"prefill of {FULL.prefill[0]}")
+    return text.replace(TINY_LOADS[0].name, LOADS[0].name)
 
 
 def test_a_part_that_cannot_run_is_skipped_aloud_and_one_that_fails_fails_the_check():
