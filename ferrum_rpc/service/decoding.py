@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.service.calls import CallLog, Context
+from ferrum_rpc.wire.framing import serializing
 
 Parser = Callable[[bytes], Any]
 Refuse = Callable[[Context, ExecutorError], Awaitable[None]]
@@ -33,19 +34,19 @@ def parsing(handler: Any, method: str, calls: CallLog) -> Any:
     the refusal is raised where the next one is read, and ends the stream. ``method``: what it is counted under."""
     if handler.request_deserializer is None:
         return handler
-    parse = handler.request_deserializer
+    parse, serialize = handler.request_deserializer, serializing(handler.response_serializer)
     refuse = partial(calls.refuse, method)
     if not handler.request_streaming:
         if handler.response_streaming:
             serve = _guard_answers(handler.unary_stream, refuse)
-            return grpc.unary_stream_rpc_method_handler(serve, _marked(parse), handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(serve, _marked(parse), serialize)
         serve = _guard_answer(handler.unary_unary, refuse)
-        return grpc.unary_unary_rpc_method_handler(serve, _marked(parse), handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(serve, _marked(parse), serialize)
     if handler.response_streaming:
         serve = _guard_answers(handler.stream_stream, refuse)
-        return grpc.stream_stream_rpc_method_handler(serve, _raising(parse), handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(serve, _raising(parse), serialize)
     serve = _guard_answer(handler.stream_unary, refuse)
-    return grpc.stream_unary_rpc_method_handler(serve, _raising(parse), handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(serve, _raising(parse), serialize)
 
 
 def _raising(parse: Parser) -> Parser:

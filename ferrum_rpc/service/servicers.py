@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from ferrum_rpc import __version__
 from ferrum_rpc.core import WorkItem
@@ -18,6 +18,7 @@ from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.session import Session, Sessions
 from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
+from ferrum_rpc.wire.framing import Apart, framed
 from ferrum_rpc.wire.items import (
     Shape,
     fill_lone,
@@ -31,6 +32,9 @@ from ferrum_rpc.wire.items import (
     request_id_from_proto,
 )
 from ferrum_rpc.wire.revision import MINIMUM_CLIENT_REVISION, SCHEMA_REVISION
+
+M = TypeVar("M")
+"""An answer's type."""
 
 
 class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
@@ -53,8 +57,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.PrefillResponse:
         """One prompt, or the next chunk of one."""
         response = model_executor_pb2.PrefillResponse()
-        await self._single("Prefill", request, response, Shape.PREFILL, context)
-        return response
+        return await self._single("Prefill", request, response, Shape.PREFILL, context)
 
     @answers
     async def Decode(  # noqa: N802
@@ -62,8 +65,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.DecodeResponse:
         """One token."""
         response = model_executor_pb2.DecodeResponse()
-        await self._single("Decode", request, response, Shape.DECODE, context)
-        return response
+        return await self._single("Decode", request, response, Shape.DECODE, context)
 
     @answers
     async def ForwardVerify(  # noqa: N802
@@ -71,8 +73,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.ForwardVerifyResponse:
         """A draft, every position."""
         response = model_executor_pb2.ForwardVerifyResponse()
-        await self._single("ForwardVerify", request, response, Shape.VERIFY, context)
-        return response
+        return await self._single("ForwardVerify", request, response, Shape.VERIFY, context)
 
     @answers
     async def BatchPrefill(  # noqa: N802
@@ -80,8 +81,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.BatchPrefillResponse:
         """Several prompts or chunks."""
         response = model_executor_pb2.BatchPrefillResponse()
-        await self._batch("BatchPrefill", request, response, Shape.PREFILL, context)
-        return response
+        return await self._batch("BatchPrefill", request, response, Shape.PREFILL, context)
 
     @answers
     async def BatchDecode(  # noqa: N802
@@ -89,8 +89,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.BatchDecodeResponse:
         """Several tokens."""
         response = model_executor_pb2.BatchDecodeResponse()
-        await self._batch("BatchDecode", request, response, Shape.DECODE, context)
-        return response
+        return await self._batch("BatchDecode", request, response, Shape.DECODE, context)
 
     @answers
     async def UnifiedForward(  # noqa: N802
@@ -98,11 +97,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.UnifiedForwardResponse:
         """Any mix."""
         response = model_executor_pb2.UnifiedForwardResponse()
-        await self._batch("UnifiedForward", request, response, Shape.ANY, context)
-        return response
+        return await self._batch("UnifiedForward", request, response, Shape.ANY, context)
 
-    async def _single(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:
-        """A call of one item: its refusal is the call's."""
+    async def _single(self, method: str, request: Any, response: M, shape: Shape, context: Context) -> M:
+        """A call of one item: its refusal is the call's. Returns ``response``, filled and perhaps framed."""
         self.calls.method(f"{self.service}/{method}").items += 1
         who, message = caller(), request.item
         self._forward.check_room((message,), who)
@@ -111,11 +109,14 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         outcome = answer.outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
-        fill_lone(response.output, response.row_blocks, outcome)
+        filled: Any = response
+        apart: list[Apart] = []
+        fill_lone(filled.output, filled.row_blocks, outcome, apart)
         self._complete(response, answer)
+        return framed(response, apart)
 
-    async def _batch(self, method: str, request: Any, response: Any, shape: Shape, context: Context) -> None:
-        """A call of several items: each has an outcome of its own."""
+    async def _batch(self, method: str, request: Any, response: M, shape: Shape, context: Context) -> M:
+        """A call of several items: each has an outcome of its own. Returns ``response``, filled and perhaps framed."""
         count = self.calls.method(f"{self.service}/{method}")
         count.items += len(request.items)
         who = caller()
@@ -130,8 +131,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             items, caller=who, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
         )
         self.calls.refused_items(f"{self.service}/{method}", answer.outcomes, context)
-        fill_results(response, request.items, answer.outcomes)
+        apart: list[Apart] = []
+        fill_results(response, request.items, answer.outcomes, apart)
         self._complete(response, answer)
+        return framed(response, apart)
 
     def _complete(self, response: Any, answer: ForwardAnswer) -> None:
         fill_pressure(response.pressure, self._books.pressure())

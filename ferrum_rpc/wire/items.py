@@ -22,8 +22,9 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
+from ferrum_rpc.wire.framing import Apart
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
-from ferrum_rpc.wire.rows import RowPacker, fill_block
+from ferrum_rpc.wire.rows import RowPacker, put_block
 from ferrum_rpc.wire.status import status_from_error
 
 MAX_REQUEST_ID_BYTES: Final = 128
@@ -146,24 +147,30 @@ def _fill_facts(output: forward_pb2.ForwardOutput, answer: ItemAnswer) -> None:
         output.cached_tokens = answer.cached_tokens
 
 
-def fill_lone(output: forward_pb2.ForwardOutput, row_blocks: Any, answer: ItemAnswer) -> int:
-    """`fill_output` where nobody shares the answer's rows. Returns their bytes."""
+def fill_lone(
+    output: forward_pb2.ForwardOutput, row_blocks: Any, answer: ItemAnswer, apart: list[Apart] | None = None
+) -> int:
+    """`fill_output` where nobody shares the answer's rows. Returns their bytes. ``apart``: see `put_block`."""
     _fill_facts(output, answer)
     rows = answer.rows
     if rows is None:
         return 0
     output.rows.count = rows.count
-    fill_block(row_blocks.add(), rows.block, rows.first, rows.first + rows.count)
-    return rows.nbytes
+    return put_block(row_blocks, rows.block, rows.first, rows.first + rows.count, apart)
 
 
-def fill_results(response: Any, items: Sequence[forward_pb2.ForwardItem], outcomes: Sequence[ItemOutcome]) -> int:
+def fill_results(
+    response: Any,
+    items: Sequence[forward_pb2.ForwardItem],
+    outcomes: Sequence[ItemOutcome],
+    apart: list[Apart] | None = None,
+) -> int:
     """Write a batch's results, ``results[i]`` for ``items[i]``, and its packed rows into its answer, of whatever type.
-    Returns the bytes of the rows."""
+    Returns the bytes of the rows. ``apart``: see `put_block`."""
     if len(outcomes) == 1 and not isinstance(lone := outcomes[0], ExecutorError):
         result = response.results.add()
         result.item_id = items[0].item_id
-        return fill_lone(result.output, response.row_blocks, lone)
+        return fill_lone(result.output, response.row_blocks, lone, apart)
     packer, results = RowPacker(), response.results
     for item, outcome in zip(items, outcomes, strict=True):
         result = results.add()
@@ -172,7 +179,7 @@ def fill_results(response: Any, items: Sequence[forward_pb2.ForwardItem], outcom
             result.error.CopyFrom(status_from_error(outcome))
         else:
             fill_output(result.output, outcome, packer)
-    return packer.finish(response.row_blocks)
+    return packer.finish(response.row_blocks, apart)
 
 
 def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ferrum_rpc.core import LogitRows, RowBlock, RowDType, Rows, SelectedRows, TokenRows, TopTokenRows
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.wire.framing import LARGE_BYTES, Apart
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 F32 = types_pb2.D_TYPE_F32
@@ -58,18 +59,28 @@ class RowPacker:
             extent.low, extent.high = min(low, extent.low), max(high, extent.high)
         self._ranges.append((target, extent, rows))
 
-    def finish(self, row_blocks: RowBlocks) -> int:
-        """Write the answer's blocks, and the ranges given to `add`. Returns the bytes of its rows."""
+    def finish(self, row_blocks: RowBlocks, apart: list[Apart] | None = None) -> int:
+        """Write the answer's blocks, and the ranges given to `add`. Returns the bytes of its rows. A block that stands
+        alone and is large goes to ``apart`` instead, if that is given."""
         for target, extent, rows in self._ranges:
             target.block = extent.index
             target.first = rows.first - extent.low
             target.count = rows.count
-        size = 0
-        for extent in self._extents.values():
-            block, low, high = extent.block, extent.low, extent.high
-            fill_block(row_blocks.add(), block, low, high)
-            size += block.nbytes // block.rows * (high - low)
-        return size
+        if len(self._extents) > 1:
+            apart = None
+        extents = self._extents.values()
+        return sum([put_block(row_blocks, each.block, each.low, each.high, apart) for each in extents])
+
+
+def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int, apart: list[Apart] | None = None) -> int:
+    """Add a block of the rows ``low .. high`` to an answer, or to ``apart``, if that is given and they are large.
+    Returns their bytes."""
+    size = block.nbytes // block.rows * (high - low)
+    if apart is not None and size >= LARGE_BYTES and isinstance(block, LogitRows):
+        apart.append(Apart(block, low, high))
+    else:
+        fill_block(row_blocks.add(), block, low, high)
+    return size
 
 
 def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int) -> None:

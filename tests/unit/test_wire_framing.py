@@ -1,0 +1,75 @@
+"""An answer framed by hand is the answer: byte by byte of the rows, field by field of the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.core import HandleRef, ItemAnswer, LogitRows, RowDType, Rows, TokenRows
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
+from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, framed, serializing
+from ferrum_rpc.wire.items import fill_lone, fill_results
+
+ITEMS = [forward_pb2.ForwardItem(item_id=number) for number in range(3)]
+RAW = {RowDType.F32: np.float32, RowDType.F16: np.float16, RowDType.BF16: np.uint16}
+
+
+def logits(dtype, rows, width):
+    return LogitRows(dtype, np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(RAW[dtype]))
+
+
+def answers(*rows):
+    return [ItemAnswer(HandleRef(b"handle-%d" % number, 5, number), each) for number, each in enumerate(rows)]
+
+
+def both(fill):
+    """The message as it is filled, and what is sent where large rows stay apart."""
+    whole, rest, apart = model_executor_pb2.BatchDecodeResponse(), model_executor_pb2.BatchDecodeResponse(), []
+    assert fill(whole, None) == fill(rest, apart)
+    for each in (whole, rest):
+        each.timing.forward_micros = 7
+    return whole, framed(rest, apart)
+
+
+@pytest.mark.parametrize("dtype", list(RowDType))
+@pytest.mark.parametrize("width", [1 << 14, 151_936, (1 << 21) + 1])
+def test_the_bytes_are_the_messages(dtype, width):
+    block = logits(dtype, 5, width)
+    outcomes = answers(Rows(block, 1, 1), Rows(block, 2, 2), None)  # a part of the block, and nothing
+    whole, sent = both(lambda response, apart: fill_results(response, ITEMS, outcomes, apart))
+    assert isinstance(sent, Framed) and not sent.message.row_blocks
+    received = model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes())
+    assert received == whole
+    assert len(sent.to_bytes()) == whole.ByteSize()
+
+
+def test_a_lone_item_is_framed_as_well():
+    block = logits(RowDType.F32, 1, LARGE_BYTES)
+    outcome = answers(Rows(block, 0, 1))[0]
+    whole, rest, apart = model_executor_pb2.DecodeResponse(), model_executor_pb2.DecodeResponse(), []
+    fill_lone(whole.output, whole.row_blocks, outcome)
+    fill_lone(rest.output, rest.row_blocks, outcome, apart)
+    assert model_executor_pb2.DecodeResponse.FromString(framed(rest, apart).to_bytes()) == whole
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [logits(RowDType.F32, 3, 16)],
+        [TokenRows(np.arange(LARGE_BYTES, dtype=np.uint32))],
+        [logits(RowDType.F32, 3, LARGE_BYTES), TokenRows(np.arange(3, dtype=np.uint32))],
+    ],
+    ids=["small", "no logits", "two blocks"],
+)
+def test_other_answers_are_messages(blocks):
+    outcomes = answers(*(Rows(blocks[number % len(blocks)], number, 1) for number in range(3)))
+    whole, sent = both(lambda response, apart: fill_results(response, ITEMS, outcomes, apart))
+    assert sent == whole
+
+
+def test_a_serializer_takes_both():
+    serialize = serializing(model_executor_pb2.DecodeResponse.SerializeToString)
+    message = model_executor_pb2.DecodeResponse()
+    message.timing.forward_micros = 3
+    assert serialize is not None and serialize(message) == message.SerializeToString()
+    assert serializing(None) is None
