@@ -75,8 +75,15 @@ class ServerProcess:
 
     def rss_bytes(self) -> int:
         """Resident memory."""
+        return self._memory("VmRSS")
+
+    def peak_rss_bytes(self) -> int:
+        """The most that it ever was. Resident memory itself swings by what the allocator keeps of what was freed."""
+        return self._memory("VmHWM")
+
+    def _memory(self, name: str) -> int:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
         raise AssertionError("the process is gone")
 
