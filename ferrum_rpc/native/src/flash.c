@@ -16,6 +16,8 @@
 #include <string.h>
 
 #include "dots.h"
+#include "room.h"
+#include "sets.h"
 #include "step.h"
 
 struct ferrum_flash {
@@ -37,10 +39,8 @@ struct ferrum_flash {
 
 int32_t ferrum_flash_supported(int32_t head_dim)
 {
-    __builtin_cpu_init();
-    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && set_supported(16) &&
+           __builtin_cpu_supports("avx512bf16");
 }
 
 struct ferrum_flash *ferrum_flash_new(void) { return calloc(1, sizeof(struct ferrum_flash)); }
@@ -305,14 +305,8 @@ int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const v
     const int tile = job.group < TILE_ROWS ? TILE_ROWS / job.group : 1;
     struct buffers buffers;
     const size_t bytes = lay_out(&job, tile * job.group, NULL, &buffers), wanted = bytes * step->threads;
-    if (wanted > self->size) {
-        void *larger = NULL;
-        if (posix_memalign(&larger, 64, wanted))
-            return -1;
-        free(self->scratch);
-        self->scratch = larger;
-        self->size = wanted;
-    }
+    if (!room_for(&self->scratch, &self->size, wanted))
+        return -1;
     int64_t tiles = 0;
     for (int span = 0; span < step->spans; span++)
         tiles += (step->lengths[span] - step->starts[span] + tile - 1) / tile;

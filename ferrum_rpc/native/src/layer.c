@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "linear.h"
+#include "room.h"
 #include "rows.h"
 
 /* Norm weights are bfloat16, those of heads float32 or NULL. `rotating`: heads of query and key. */
@@ -39,20 +40,6 @@ void ferrum_layers_free(struct ferrum_layers *self)
     free(self);
 }
 
-static int reserve(struct ferrum_layers *self, size_t wanted)
-{
-    void *larger = NULL;
-    if (wanted <= self->size)
-        return 1;
-    wanted = wanted > 2 * self->size ? wanted : 2 * self->size;
-    if (posix_memalign(&larger, 64, wanted))
-        return 0;
-    free(self->buffer);
-    self->buffer = larger;
-    self->size = wanted;
-    return 1;
-}
-
 static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* hidden [count, width] += delta, where there is one; qkv [count, ...] = its norm through the weights, heads rotated by
@@ -62,7 +49,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
                             int32_t threads)
 {
     const int width = weights->qkv->k;
-    if (!reserve(self, (size_t)count * width * 2))
+    if (!room_for(&self->buffer, &self->size, (size_t)count * width * 2))
         return -1;
     struct rows rows = {
         .task = ADD_NORM,
@@ -101,7 +88,7 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
 {
     const int width = weights->output->n, inner = weights->down->k;
     const size_t row = rounded((size_t)count * width * 2), wide = rounded((size_t)count * 2 * inner * 2);
-    if (!reserve(self, row + wide + (size_t)count * inner * 2))
+    if (!room_for(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
         return -1;
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
     if (ferrum_linear(self->linears, weights->output, attended, weights->output->k, count, delta, 0, threads))

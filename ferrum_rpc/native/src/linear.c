@@ -19,6 +19,8 @@
 
 #include "dots.h"
 #include "linear.h"
+#include "room.h"
+#include "sets.h"
 
 #if defined(__x86_64__)
 
@@ -27,7 +29,7 @@
 #define GROUP 64         /* elements that share a scale */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
-/* Buffers that grow and are kept. */
+/* Buffers of room.h. */
 struct ferrum_linears {
     float *sums;      /* [threads][SLAB][DOT_WIDTH] */
     char *rows;       /* bytes: [m][k] */
@@ -38,9 +40,7 @@ struct ferrum_linears {
 
 int32_t ferrum_linear_supported(int32_t kind)
 {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+    return set_supported(16) &&
            (kind == BYTES ? __builtin_cpu_supports("avx512vnni") : __builtin_cpu_supports("avx512bf16"));
 }
 
@@ -53,20 +53,6 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self->scales);
     free(self->starts);
     free(self);
-}
-
-static int reserve(void *buffer, size_t *size, size_t wanted)
-{
-    void **held = buffer, *larger = NULL;
-    if (wanted <= *size)
-        return 1;
-    wanted = wanted > 2 * *size ? wanted : 2 * *size;
-    if (posix_memalign(&larger, 64, wanted))
-        return 0;
-    free(*held);
-    *held = larger;
-    *size = wanted;
-    return 1;
 }
 
 DOT_ENTRY(pairs_entry, dot_pairs)
@@ -201,12 +187,12 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
         product.unit /= 2;
     const int64_t jobs = (int64_t)((product.panels + product.unit - 1) / product.unit) * product.slabs;
     const size_t sums = (size_t)(count < SLAB ? count : SLAB) * DOT_WIDTH;
-    if (!reserve(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
+    if (!room_for(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
         return -1;
     if (!pairs) {
-        if (!reserve(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
-            !reserve(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
-            !reserve(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
+        if (!room_for(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
+            !room_for(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
+            !room_for(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
             return -1;
         product.rows = self->rows;
         product.row_bytes = linear->k;
