@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.sides import Round
 from benchmarks.workload import LEAD_IN, Workload, digest, output_spec
+from ferrum_rpc.building import build
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import OutputSpec, Positions, Span, SpanResult, Step, StepResult
 from ferrum_rpc.engine.runner import TorchRunner
-from ferrum_rpc.serve import build
 
 T = TypeVar("T")
 

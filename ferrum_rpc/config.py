@@ -77,6 +77,9 @@ class ServeSettings(BaseSettings):
     quantize: Literal["none", "int8"] = Field("none", description="int8: round weights to 8 bits, on a CPU")
     attention: str = Field("auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field("auto", description="on a GPU: record decode steps and replay them")
+    engine: Literal["thread", "process"] = Field(
+        "thread", description="where the model runs: a thread of the server, or a process of its own"
+    )
     threads: int | None = Field(None, ge=1, description="compute threads (default: torch's own choice)")
     kv_memory: Bytes | None = Field(
         None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"

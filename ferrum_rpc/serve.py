@@ -7,23 +7,22 @@ import gc
 import os
 import signal
 import sys
-import time
+from collections.abc import Callable
 from functools import partial
-from importlib import resources
-from typing import Final
 
 import structlog
 
 from ferrum_rpc import __version__
 from ferrum_rpc.allocator import keep_freed_memory
+from ferrum_rpc.building import build
 from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.thread import Runner
+from ferrum_rpc.engine.process import Program
+from ferrum_rpc.engine.work import Described, Runner
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.event_loop import choose_loop
-from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints, parse_failpoints
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.openmp import wait_briefly
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.observation import Observation
@@ -32,49 +31,7 @@ from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.server import ExecutorServer, Keepalive
 from ferrum_rpc.service.tracing import TracingError
 
-DEMO: Final = "demo"
-BUILT_IN: Final = (DEMO, "identity")
-
 log = structlog.get_logger("ferrum_rpc.serve")
-
-
-def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
-    """Load the model and make its runner. Runs in the model thread and is what imports torch, so that the port is bound
-    and health is answered before."""
-    wait_briefly()
-    import torch
-
-    from ferrum_rpc.engine.build import BuildConfig, build_runner
-    from ferrum_rpc.engine.failing import failing_stage
-    from ferrum_rpc.engine.runner import no_stage
-    from ferrum_rpc.models.identity import IdentityConfig
-
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)  # this process is ours
-    config = BuildConfig(
-        model=str(resources.files("ferrum_rpc") / "assets" / "demo") if model == DEMO else model,
-        name=model if model in BUILT_IN else "",
-        device=settings.device,
-        dtype=settings.dtype,
-        quantize=settings.quantize,
-        attention=settings.attention,
-        cuda_graphs=settings.cuda_graphs,
-        block_size=settings.block_size,
-        kv_memory=settings.kv_memory,
-        kv_blocks=settings.kv_blocks,
-        max_sequences=settings.max_sequences,
-        max_context=settings.max_context,
-        identity=IdentityConfig(
-            vocab_size=settings.identity_vocab_size,
-            layers=settings.identity_layers,
-            heads=settings.identity_heads,
-            kv_heads=settings.identity_kv_heads,
-            head_dim=settings.identity_head_dim,
-            max_context=settings.identity_max_context,
-            positional=settings.identity_positional,
-        ),
-    )
-    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else no_stage)
 
 
 def serve(model: str, settings: ServeSettings) -> int:
@@ -91,25 +48,6 @@ def serve(model: str, settings: ServeSettings) -> int:
         return 1
 
 
-class _Progress:
-    """Loading progress, once a second and at the end: one moving line on a terminal, log lines otherwise."""
-
-    def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done < total and now - self._told < 1:
-            return
-        self._told = now
-        if self._terminal and done < total:
-            sys.stderr.write(f"\rloading weights {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
-            sys.stderr.flush()
-        else:
-            log.info("loading", bytes=done, total_bytes=total, seconds=round(now - self._began, 2))
-
-
 async def _serve(model: str, settings: ServeSettings) -> int:
     failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
     if failpoints.rules:
@@ -119,7 +57,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
             action="this server fails on purpose; take --failpoints or FERRUM_FAILPOINTS away to serve",
         )
     server = ExecutorServer(
-        partial(build, model, settings, failpoints),
+        _engine(model, settings, failpoints),
         settings.limits(),
         host=settings.host,
         port=settings.port,
@@ -157,6 +95,13 @@ async def _serve(model: str, settings: ServeSettings) -> int:
         await observation.end()
 
 
+def _engine(model: str, settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:
+    """Where the model runs: what builds its runner, here or in a process of its own."""
+    if settings.engine == "thread":
+        return partial(build, model, settings, failpoints)
+    return Program((sys.executable, "-m", "ferrum_rpc.worker"), (model, settings), failpoints.fired.update)
+
+
 def _security(settings: ServeSettings) -> Security:
     """The part of the settings that says who may call. Raises `SecurityError`."""
     if settings.tokens is None and TOKEN_VARIABLE in os.environ:
@@ -187,7 +132,7 @@ def _drain_on_signals(server: ExecutorServer) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _banner(server: ExecutorServer, runner: Runner) -> None:
+def _banner(server: ExecutorServer, runner: Described) -> None:
     info, device = runner.info, runner.device
     log.info(
         "serving",

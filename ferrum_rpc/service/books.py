@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pressure
-from ferrum_rpc.engine.thread import ModelThread, Operation
+from ferrum_rpc.engine.work import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.accounts import Accounts
@@ -74,20 +74,20 @@ class Books:
         self.empty.set()
         self._creating = 0
         self._closed = False
-        self._thread: ModelThread | None = None
+        self._engine: Engine | None = None
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def attach(self, thread: ModelThread) -> None:
-        """The thread that will run the steps; it may still be loading."""
-        self._thread = thread
+    def attach(self, engine: Engine) -> None:
+        """What will run the steps; it may still be loading."""
+        self._engine = engine
 
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         """The model is loaded."""
         self._model, self._device = model, device
-        self.accounts.block_size = self.thread.cache.block_size
+        self.accounts.block_size = self.engine.cache.block_size
         if self.state is Lifecycle.STARTING:
             self.state = Lifecycle.SERVING
 
@@ -123,16 +123,16 @@ class Books:
         return self._device
 
     @property
-    def thread(self) -> ModelThread:
-        """The model thread."""
-        assert self._thread is not None  # noqa: S101 - attached before the server takes calls
-        return self._thread
+    def engine(self) -> Engine:
+        """What runs the steps."""
+        assert self._engine is not None  # noqa: S101 - attached before the server takes calls
+        return self._engine
 
     def pressure(self) -> Pressure:
         """How full the executor is, as of the last step. Never waits."""
-        thread = self.thread
-        size, total, free, _ = thread.cache
-        return Pressure(free, total, size, thread.queued_items, thread.queued_tokens, len(self.handles))
+        engine = self.engine
+        size, total, free, _ = engine.cache
+        return Pressure(free, total, size, engine.queued_items, engine.queued_tokens, len(self.handles))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Books:
         numbers = [record.sequence for record in records if self.bury(record, ending)]
 
         def free() -> None:
-            self.thread.operate(Operation(lambda runner: runner.release(numbers), freed))
+            self.engine.operate(Operation(Command("release", (numbers,)), freed))
 
         def freed(result: object) -> None:
             if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: nobody else asks again

@@ -128,7 +128,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         return response
 
     def _describe(self, record: Record, info: executor_control_pb2.SequenceInfo) -> None:
-        block_size = self._books.thread.cache.block_size
+        block_size = self._books.engine.cache.block_size
         info.label = f"sequence-{record.sequence}"
         info.seq_len = record.length
         info.blocks = -(-max(record.length, record.held_to) // block_size)

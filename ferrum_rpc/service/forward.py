@@ -28,7 +28,7 @@ from ferrum_rpc.core import (
     StepTiming,
     WorkItem,
 )
-from ferrum_rpc.engine.thread import Submission
+from ferrum_rpc.engine.work import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, QueueFull
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
@@ -315,17 +315,17 @@ class ForwardPath:
         return len(items) > limits.max_batch_items or self._has_room(len(items), limits.max_batch_tokens)
 
     def _has_room(self, items: int, tokens: int) -> bool:
-        thread, limits = self._books.thread, self._books.limits
+        engine, limits = self._books.engine, self._books.limits
         return (
-            thread.queued_items + items <= limits.max_queued_items
-            and thread.queued_tokens + tokens <= limits.max_queued_tokens
+            engine.queued_items + items <= limits.max_queued_items
+            and engine.queued_tokens + tokens <= limits.max_queued_tokens
         )
 
     def _queue_full(self) -> QueueFull:
         books, limits = self._books, self._books.limits
         books.counters.queue_full += 1
         return QueueFull(
-            f"{books.thread.queued_items} items with {books.thread.queued_tokens} tokens wait; nothing was started",
+            f"{books.engine.queued_items} items with {books.engine.queued_tokens} tokens wait; nothing was started",
             metadata={"max_queued_items": limits.max_queued_items, "max_queued_tokens": limits.max_queued_tokens},
             retry_after_s=RETRY_AFTER_S,
         )
@@ -341,7 +341,7 @@ class ForwardPath:
         call.submission = Submission(
             tuple([each.span for each in call.admitted]), partial(self._commit, call), all_or_nothing, deadline
         )
-        self._books.thread.submit(call.submission)
+        self._books.engine.submit(call.submission)
 
     async def _result(
         self, call: Call, done: asyncio.Future[StepTiming | None], take_back: TakeBack | None
@@ -367,7 +367,7 @@ class ForwardPath:
     def take_back(self, call: Call) -> bool:
         """Take a call back that has not begun and that no duplicate waits for. False: it runs, or is over."""
         awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
-        if awaited or call.submission is None or not self._books.thread.cancel(call.submission):
+        if awaited or call.submission is None or not self._books.engine.cancel(call.submission):
             return False
         error = Cancelled("the call was cancelled before its step; nothing happened")
         self._withdraw(call.admitted, error)

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from ferrum_rpc.engine.thread import ModelThread
+from ferrum_rpc.engine.work import Engine
 from ferrum_rpc.service.health import HealthBoard
 
 log = structlog.get_logger("ferrum_rpc.server")
@@ -23,10 +23,10 @@ much older than the look that acts on it: 1.7 s in the worst case, with 2 s prom
 
 
 class HeartbeatMonitor:
-    """Watches ``thread`` for ``board`` from `start` to `stop`."""
+    """Watches ``engine`` for ``board`` from `start` to `stop`."""
 
-    def __init__(self, thread: ModelThread, board: HealthBoard) -> None:
-        self._thread = thread
+    def __init__(self, engine: Engine, board: HealthBoard) -> None:
+        self._engine = engine
         self._board = board
         self._task: asyncio.Task[None] | None = None
 
@@ -49,7 +49,7 @@ class HeartbeatMonitor:
     def look(self) -> None:
         """Ask once; log when it changes what the health service says."""
         before = self._board.serving
-        self._board.report(self._thread.trouble(time.monotonic()))
+        self._board.report(self._engine.trouble(time.monotonic()))
         if before and not self._board.serving:
             log.error(
                 "model_thread_hangs",

@@ -80,7 +80,7 @@ class Metrics(Collector):
         yield _gauge("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes)
 
     def _work(self) -> Iterator[Metric]:
-        pressure, engine, steps = self._books.pressure(), self._books.thread.counters, self._steps
+        pressure, engine, steps = self._books.pressure(), self._books.engine.counters, self._steps
         yield _gauge("queue_items", "Items that wait for a step.", pressure.queued_items)
         yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer, OutputSpec, Positions, Span, SpanOutcome
-from ferrum_rpc.engine.thread import Operation, Submission
+from ferrum_rpc.engine.work import Command, Operation, Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
@@ -61,7 +61,7 @@ class CacheOperations:
                 record.version += 1
                 return (record.handle,)
 
-            return Prepared(record, lambda runner: runner.truncate(record.sequence, length), commit)
+            return Prepared(record, Command("truncate", (record.sequence, length)), commit)
 
         handles, replayed = await self._once(
             scope_of(caller.name, handle.id), request_id, ("truncate", handle, length), prepare
@@ -115,7 +115,7 @@ class CacheOperations:
                 self._books.release([child for child in children if child.doom is not None], Ending.REVOKED)
                 return tuple(child.handle for child in children)
 
-            return Prepared(record, lambda runner: runner.fork(record.sequence, numbers, length), commit, refuse)
+            return Prepared(record, Command("fork", (record.sequence, numbers, length)), commit, refuse)
 
         return await self._once(
             scope_of(caller.name, handle.id), request_id, ("fork", handle, count, at, lease_id), prepare
@@ -137,7 +137,7 @@ class CacheOperations:
                 self._books.bury(record)
                 return ()
 
-            return Prepared(record, lambda runner: runner.release([record.sequence]), commit)
+            return Prepared(record, Command("release", ([record.sequence],)), commit)
 
         _, replayed = await self._once(
             scope_of(caller.name, handle.id), request_id, ("release", handle, any_version), prepare
@@ -158,7 +158,7 @@ class CacheOperations:
                 record.held_to = record.length + tokens if tokens else 0
                 return (record.handle,)
 
-            return Prepared(record, lambda runner: runner.reserve(record.sequence, tokens), commit)
+            return Prepared(record, Command("reserve", (record.sequence, tokens)), commit)
 
         handles, _ = await self._once(b"", "", None, prepare)
         return handles[0]
@@ -196,7 +196,7 @@ class CacheOperations:
             if not made:
                 return 0
             await self._steps([Span(span.sequence, one, span.end, spec) for span in made])
-            await self._between_steps(lambda runner: runner.release([span.sequence for span in made]))
+            await self._between_steps(Command("release", ([span.sequence for span in made],)))
             return 2
         finally:
             for record in records:
@@ -245,12 +245,12 @@ class CacheOperations:
             prepared.record.mourners.append(lambda: finish(None))
         else:
             operation = Operation(prepared.run, finish)
-            self._books.thread.operate(operation)
+            self._books.engine.operate(operation)
         try:
             outcome = await done
         except asyncio.CancelledError:
             awaited = entry is not None and entry.waiters
-            if operation is not None and not awaited and self._books.thread.cancel(operation):
+            if operation is not None and not awaited and self._books.engine.cancel(operation):
                 finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
             raise
         if isinstance(outcome, ExecutorError):
@@ -273,14 +273,14 @@ class CacheOperations:
 
     async def _between_steps(self, run: Callable[[Any], object]) -> None:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._books.thread.operate(Operation(run, lambda result: None if done.done() else done.set_result(result)))
+        self._books.engine.operate(Operation(run, lambda result: None if done.done() else done.set_result(result)))
         result = await done
         if isinstance(result, ExecutorError):
             raise result
 
     async def _steps(self, spans: Sequence[Span]) -> tuple[SpanOutcome, ...]:
         done: asyncio.Future[tuple[SpanOutcome, ...]] = asyncio.get_running_loop().create_future()
-        self._books.thread.submit(
+        self._books.engine.submit(
             Submission(tuple(spans), lambda outcomes, _: None if done.done() else done.set_result(outcomes))
         )
         return await done

@@ -19,7 +19,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.thread import ModelThread, Runner
+from ferrum_rpc.engine.process import EngineProcess, Program
+from ferrum_rpc.engine.thread import ModelThread
+from ferrum_rpc.engine.work import Described, Engine, Runner
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2_grpc,
@@ -58,7 +60,8 @@ class Keepalive:
 
 
 class ExecutorServer:
-    """One executor on one port. ``build`` makes the runner and is called in the model thread.
+    """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
+    does so in a process of its own.
 
     ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
     the event loop its turns all the same, and an honest call waits behind all that came before it; gRPC refuses what is
@@ -70,7 +73,7 @@ class ExecutorServer:
 
     def __init__(
         self,
-        build: Callable[[], Runner],
+        build: Callable[[], Runner] | Program,
         limits: Limits,
         *,
         host: str = "127.0.0.1",
@@ -99,7 +102,7 @@ class ExecutorServer:
         self.draining = Drain(self.books, self.health, self.sessions)
         self._sweeper = Sweeper(self.books)
         self._grace_s = grace_s
-        self._ready: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[Described] = asyncio.get_running_loop().create_future()
         self._failed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -133,23 +136,27 @@ class ExecutorServer:
         server.add_generic_rpc_handlers((self.methods(),))
         self.port = open_port(server, self._host, self.port, self._security)
         self._server = server
-        thread = ModelThread(
-            self._build,
-            loop=asyncio.get_running_loop(),
-            max_step_items=self._limits.max_batch_items,
-            max_step_tokens=self._limits.max_batch_tokens,
-            on_ready=self._on_ready,
-            on_failed=self._on_failed,
-            on_step=self.steps.observe,
-            heartbeat=self._heartbeat,
-        )
-        self.books.attach(thread)
+        engine = self._engine()
+        self.books.attach(engine)
         await server.start()
-        thread.start()
-        self._monitor = HeartbeatMonitor(thread, self.health)
+        engine.start()
+        self._monitor = HeartbeatMonitor(engine, self.health)
         self._monitor.start()
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
+
+    def _engine(self) -> Engine:
+        about: Any = {
+            "loop": asyncio.get_running_loop(),
+            "max_step_items": self._limits.max_batch_items,
+            "max_step_tokens": self._limits.max_batch_tokens,
+            "on_ready": self._on_ready,
+            "on_failed": self._on_failed,
+            "on_step": self.steps.observe,
+            "heartbeat": self._heartbeat,
+        }
+        build = self._build
+        return EngineProcess(build, **about) if isinstance(build, Program) else ModelThread(build, **about)
 
     def methods(self) -> MethodTable:
         """The handlers of every service."""
@@ -166,7 +173,7 @@ class ExecutorServer:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, table)
         return cast(MethodTable, table)
 
-    async def ready(self) -> Runner:
+    async def ready(self) -> Described:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""
         return await asyncio.shield(self._ready)
 
@@ -191,11 +198,11 @@ class ExecutorServer:
         await self.calls.idle()
         if self._monitor is not None:
             await self._monitor.stop()
-        if not await self.books.thread.stop():
+        if not await self.books.engine.stop():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
         log.info("stopped", target=self.target, sequences=len(self.books.handles))
 
-    def _on_ready(self, runner: Runner) -> None:
+    def _on_ready(self, runner: Described) -> None:
         self.books.serve(runner.info, runner.device)
         self._sweeper.start()  # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.health.update()

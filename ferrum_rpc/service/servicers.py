@@ -243,7 +243,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.GetInfoRequest, context: Context
     ) -> model_executor_pb2.GetInfoResponse:
         """What the executor is."""
-        model, cache = self._books.model, self._books.thread.cache
+        model, cache = self._books.model, self._books.engine.cache
         return model_executor_pb2.GetInfoResponse(
             server_version=__version__,
             schema_revision=SCHEMA_REVISION,
@@ -264,7 +264,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.GetStatusResponse:
         """How it does; answers in every state."""
         books = self._books
-        engine, counters = books.thread.counters, books.counters
+        engine, counters = books.engine.counters, books.counters
         response = model_executor_pb2.GetStatusResponse(
             state=STATE_TO_PROTO[books.state],
             pressure=self._pressure(),

@@ -272,13 +272,13 @@ async def test_a_connection_lost_between_steps_costs_nobody_anything() -> None:
 async def test_a_life_of_lost_connections_is_the_life_without(seed: int) -> None:
     async with world(resend=PATIENT) as (served, proxy, client):
         quiet = await play(client, seed)
-        fed = served.server.books.thread.counters.tokens
+        fed = served.server.books.engine.counters.tokens
         proxy.weather.resets = 0.08
         noisy = await play(client, seed)
         proxy.weather.resets = 0
         assert proxy.lost_connections > 0
         assert noisy == quiet
-        assert served.server.books.thread.counters.tokens == 2 * fed, "every token was fed exactly once"
+        assert served.server.books.engine.counters.tokens == 2 * fed, "every token was fed exactly once"
         assert (await counters(served))[0] == 0
         await served.check()
 
@@ -332,11 +332,11 @@ async def test_a_step_that_is_cancelled_before_it_began_never_does() -> None:
             await sequence.prefill(PROMPT)
         running = await gate.hold(first.decode(1))
         queued = asyncio.ensure_future(second.decode(2))
-        await until(lambda: served.server.books.thread.queued_items > 0)
+        await until(lambda: served.server.books.engine.queued_items > 0)
         queued.cancel()
         with pytest.raises(asyncio.CancelledError):
             await queued
-        await until(lambda: served.server.books.thread.queued_items == 0)
+        await until(lambda: served.server.books.engine.queued_items == 0)
         gate.open()
         await running
         assert (await second.decode(3)).length == len(PROMPT) + 1, "its sequence is as it was"

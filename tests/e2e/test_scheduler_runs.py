@@ -101,7 +101,7 @@ async def one_at_a_time(target: str, texts: Sequence[Sequence[int]], new_tokens:
 async def assert_nothing_is_left(served: Served) -> None:
     assert len(served.server.books.handles) == 0
     await served.check()
-    state = served.server.books.thread.cache
+    state = served.server.books.engine.cache
     assert state.free_blocks == state.total_blocks
 
 
@@ -347,7 +347,7 @@ async def test_a_failed_step_is_tried_again_and_not_for_ever(
     left = [failures]
 
     def stage(name: str) -> None:
-        if name == "forward" and served.server.books.thread.counters.steps == 5 and left[0]:
+        if name == "forward" and served.server.books.engine.counters.steps == 5 and left[0]:
             left[0] -= 1
             raise RuntimeError("a device that hiccups")
 
@@ -368,7 +368,7 @@ async def test_a_lost_device_ends_the_run_and_says_so(session: bool) -> None:
         pass
 
     def stage(name: str) -> None:
-        if name == "forward" and served.server.books.thread.counters.steps == 5:
+        if name == "forward" and served.server.books.engine.counters.steps == 5:
             raise Unplugged
 
     async with identity(stage=stage) as served:

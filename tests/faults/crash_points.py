@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Final
 
 from ferrum_rpc.failpoints import OF_THE_DEVICE, Action, Failpoint, Failpoints, parse_failpoints
@@ -27,6 +28,7 @@ VERSES: Final = 10
 SPACING: Final = {Failpoint.BEFORE_REPLY: 11}
 """Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
 answers are lost of steps that did not fail."""
+Start = Callable[[str, Tally], AbstractAsyncContextManager[Dialled]]
 FLAGS: Final = ("--identity-positional", "--block-size", "4", "--kv-blocks", "64")
 
 
@@ -43,9 +45,9 @@ async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
     points = [point for _ in range(size.crash_rounds) for point in Failpoint]
     await asyncio.gather(
         _fail_and_go_on(size.crash_rounds, seed, tally),
-        _die_and_restart(Action.CRASH, points[0::2], seed, tally),
-        _die_and_restart(Action.CRASH, points[1::2], seed + 1, tally),
-        _die_and_restart(Action.DEVICE_LOST, points, seed, tally),
+        _die_and_restart(partial(_process, "thread"), Action.CRASH, points[0::2], seed, tally),
+        _die_and_restart(partial(_process, "process"), Action.CRASH, points[1::2], seed + 1, tally),
+        _die_and_restart(_in_process, Action.DEVICE_LOST, points, seed, tally),
     )
     expected = {(point.value, action.value) for point in Failpoint for action in actions(point)}
     short = [pair for pair in expected if tally.fired[pair] < size.crash_rounds]
@@ -92,9 +94,8 @@ async def _fail_and_go_on(rounds: int, seed: int, tally: Tally) -> None:
         tally.hear(server)
 
 
-async def _die_and_restart(action: Action, points: list[Failpoint], seed: int, tally: Tally) -> None:
+async def _die_and_restart(start: Start, action: Action, points: list[Failpoint], seed: int, tally: Tally) -> None:
     """A server for every point, which dies there; the next one gets the scheduler with its old handles."""
-    start = _process if action is Action.CRASH else _in_process
     dice = random.Random(f"{seed} {action}")
     lives: list[Life] = []
     for point in [*(each for each in points if action in actions(each)), None]:
@@ -111,13 +112,14 @@ async def _die_and_restart(action: Action, points: list[Failpoint], seed: int, t
 
 
 @asynccontextmanager
-async def _process(rule: str, tally: Tally) -> AsyncIterator[Dialled]:
-    """A process that SIGKILL may end."""
-    flags = ("--failpoints", rule) if rule else ()
+async def _process(engine: str, rule: str, tally: Tally) -> AsyncIterator[Dialled]:
+    """A process that SIGKILL may end; or its engine's, whose death is the server's orderly end."""
+    flags = ("--engine", engine, *(("--failpoints", rule) if rule else ()))
     async with serving(*FLAGS, *flags) as server:
         async with dial(server.target) as client:
             yield client
-        if rule and (status := await server.ended()) != -signal.SIGKILL:
+        killed = -signal.SIGKILL if engine == "thread" or rule.startswith(Failpoint.BEFORE_REPLY) else 1
+        if rule and (status := await server.ended()) != killed:
             tally.wrong.append(f"{rule}: the process ended with {status}")
         tally.hear(server)
 

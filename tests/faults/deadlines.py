@@ -49,7 +49,7 @@ class Watch:
 @asynccontextmanager
 async def _watched(served: Served) -> AsyncIterator[Watch]:
     watch = Watch()
-    thread, runner = served.server.books.thread, served.runner
+    thread, runner = served.server.books.engine, served.runner
     submit, forward = thread.submit, runner.forward
 
     def submitted(submission: Any) -> None:
@@ -144,12 +144,12 @@ async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
         running = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([3] * 8))))
         await gate.reached()
         tasks = [asyncio.ensure_future(calls[number % 2]()) for number in range(QUEUED)]
-        await until(lambda: books.thread.queued_items >= QUEUED * 3 // 2)
+        await until(lambda: books.engine.queued_items >= QUEUED * 3 // 2)
         for task in (running, *tasks):
             task.cancel()
         await asyncio.gather(running, *tasks, return_exceptions=True)
         await until(lambda: served.server.calls.in_flight == 0)
-        queued = books.thread.queued_items
+        queued = books.engine.queued_items
     return queued, await until(lambda: books._creating == 0 and _free(books))
 
 

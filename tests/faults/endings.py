@@ -39,7 +39,7 @@ class World:
             held = asyncio.ensure_future(self.executor.Decode(pb.DecodeRequest(item=item([1], holder))))
             await self.gate.reached()
             tasks = [asyncio.ensure_future(call()) for call in calls]
-            queue = self.served.server.books.thread
+            queue = self.served.server.books.engine
             await until(lambda: queue.queued_items > 0)
             for task in tasks:
                 end(task)

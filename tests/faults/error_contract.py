@@ -135,7 +135,7 @@ async def _room(world: Provoked) -> None:
         await world.release(handle)
     async with world.busy():
         waiting = [asyncio.ensure_future(ask.Prefill(_prefill())) for _ in range(2)]
-        await until(lambda: world.served.server.books.thread.queued_items == 2)
+        await until(lambda: world.served.server.books.engine.queued_items == 2)
         await world.refused(ask.Prefill(_prefill()))
     for each in await asyncio.gather(*waiting):
         await world.release(each.output.handle)

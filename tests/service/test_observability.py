@@ -123,7 +123,7 @@ async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
     assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/BatchDecode", code="OK") == 1
     assert value(after, "ferrum_items_total", method=f"{SERVICE}/BatchDecode") == 2
     assert value(after, "ferrum_item_errors_total", method=f"{SERVICE}/BatchDecode") == 1
-    steps = served.server.books.thread.counters
+    steps = served.server.books.engine.counters
     assert value(after, "ferrum_steps_total") == value(after, "ferrum_step_seconds_count") == steps.steps
     assert value(after, "ferrum_step_seconds_sum") == pytest.approx(steps.forward_s)
     assert value(after, "ferrum_step_size_tokens_sum") == value(after, "ferrum_step_tokens_total")

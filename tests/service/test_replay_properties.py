@@ -401,7 +401,7 @@ async def test_cancelled_before_dispatch_nothing_happened(scheduler):
         call = scheduler.decode(handle, 7, "one")
         await scheduler.in_flight(2)
         await scheduler.cancel(call)
-        assert scheduler.books.thread.queued_items == 0
+        assert scheduler.books.engine.queued_items == 0
     answer = await scheduler.decode(handle, 7, "one")
     assert not answer.output.replayed
     is_after(answer, 1, 2, 3, 7)

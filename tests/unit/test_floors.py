@@ -47,13 +47,21 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.heartbeat": Floor(),
-    "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat"),
+    "ferrum_rpc.engine.work": Floor("core errors"),
+    "ferrum_rpc.engine.loop": Floor("core errors engine.heartbeat engine.work"),
+    "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat engine.work engine.loop"),
+    "ferrum_rpc.engine.shared": Floor("", "numpy"),
+    "ferrum_rpc.engine.post": Floor("core engine.work", "numpy"),
+    "ferrum_rpc.engine.process": Floor("core errors engine.heartbeat engine.work engine.shared engine.post", "numpy"),
+    "ferrum_rpc.engine.worker": Floor(
+        "core engine.heartbeat engine.work engine.loop engine.shared engine.post", "numpy"
+    ),
     "ferrum_rpc.engine": Floor(
-        "core errors failpoints kv kv.store models attention sampling weights distributed native engine.thread",
+        "core errors failpoints kv kv.store models attention sampling weights distributed native engine.work",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints executor wire engine.heartbeat engine.thread",
+        "ferrum_rpc core errors failpoints executor wire engine.heartbeat engine.work engine.thread engine.process",
         "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
@@ -64,10 +72,12 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.allocator": Floor(),
     "ferrum_rpc.openmp": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
+    "ferrum_rpc.building": Floor("failpoints models engine engine.work config openmp", "structlog torch"),
+    "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints models engine engine.heartbeat engine.thread service logs config event_loop "
-        "allocator openmp",
-        "structlog torch",
+        "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "
+        "event_loop allocator",
+        "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client", "numpy rich"),
@@ -271,8 +281,8 @@ VIOLATIONS = {
     ),
     "models import the engine": (
         "models/base.py",
-        "from ferrum_rpc.engine.thread import State",
-        "models.base:1 imports ferrum_rpc.engine.thread",
+        "from ferrum_rpc.engine.work import State",
+        "models.base:1 imports ferrum_rpc.engine.work",
     ),
     "models import attention, which they must not know": (
         "models/base.py",

@@ -19,7 +19,7 @@ from prometheus_client import Histogram as TheirHistogram
 
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import CacheState, StepTiming
-from ferrum_rpc.engine.thread import EngineCounters
+from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
 from ferrum_rpc.service import tracing
 from ferrum_rpc.service.books import Books

@@ -14,7 +14,8 @@ import pytest
 
 from ferrum_rpc.core import CacheState, OutputSpec, Span, SpanResult, Step, StepResult
 from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.thread import ModelThread, Operation, Submission
+from ferrum_rpc.engine.thread import ModelThread
+from ferrum_rpc.engine.work import Operation, Submission
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, KvBlocksExhausted, StepFailed
 
 

@@ -1,0 +1,78 @@
+"""From settings to a runner: what `ferrum-rpc serve` runs in its model thread, or in its engine process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib import resources
+from typing import Final
+
+import structlog
+
+from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.engine.work import Runner
+from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.openmp import wait_briefly
+
+DEMO: Final = "demo"
+BUILT_IN: Final = (DEMO, "identity")
+
+log = structlog.get_logger("ferrum_rpc.serve")
+
+
+def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
+    """Load the model and make its runner. This is what imports torch: not before the port is bound and
+    health is answered."""
+    wait_briefly()
+    import torch
+
+    from ferrum_rpc.engine.build import BuildConfig, build_runner
+    from ferrum_rpc.engine.failing import failing_stage
+    from ferrum_rpc.engine.runner import no_stage
+    from ferrum_rpc.models.identity import IdentityConfig
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)  # this process is ours
+    config = BuildConfig(
+        model=str(resources.files("ferrum_rpc") / "assets" / "demo") if model == DEMO else model,
+        name=model if model in BUILT_IN else "",
+        device=settings.device,
+        dtype=settings.dtype,
+        quantize=settings.quantize,
+        attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
+        block_size=settings.block_size,
+        kv_memory=settings.kv_memory,
+        kv_blocks=settings.kv_blocks,
+        max_sequences=settings.max_sequences,
+        max_context=settings.max_context,
+        identity=IdentityConfig(
+            vocab_size=settings.identity_vocab_size,
+            layers=settings.identity_layers,
+            heads=settings.identity_heads,
+            kv_heads=settings.identity_kv_heads,
+            head_dim=settings.identity_head_dim,
+            max_context=settings.identity_max_context,
+            positional=settings.identity_positional,
+        ),
+    )
+    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else no_stage)
+
+
+class _Progress:
+    """Loading progress, once a second and at the end: one moving line on a terminal, log lines otherwise."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._told < 1:
+            return
+        self._told = now
+        if self._terminal and done < total:
+            sys.stderr.write(f"\rloading weights {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
+            sys.stderr.flush()
+        else:
+            log.info("loading", bytes=done, total_bytes=total, seconds=round(now - self._began, 2))

@@ -1,0 +1,271 @@
+"""What an engine does in a turn: take what has arrived, claim a step of it, run that, answer.
+
+While a step runs, submissions pile up; that pile is the next step (natural batching: no timer, no delay when idle). A
+submission is a batch of a caller: it is never split and never reordered, and its point of no return is the claim:
+cancelled before it, nothing happened; after it, the step completes.
+
+The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
+its subclasses' (`engine.thread`, `engine.worker`). Thread-local device state (inference mode, streams) is entered
+through the runner's ``context``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from queue import Empty
+from typing import Protocol
+
+from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
+from ferrum_rpc.engine.heartbeat import IDLE_BEAT_S, Heartbeat
+from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, State, Submission, lost
+from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
+
+Work = Submission | Operation | None
+"""What an inbox holds; None asks the loop to end when it has done what came before."""
+
+
+class Inbox(Protocol):
+    """Where work arrives. Nobody else takes from it while the loop runs."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Work:
+        """The next; raises `Empty` after ``timeout`` seconds."""
+
+    def get_nowait(self) -> Work:
+        """The next, or `Empty`."""
+
+    def empty(self) -> bool:
+        """Whether nothing waits."""
+
+
+class EngineLoop(ABC):
+    """``build`` is called in the loop's thread, because device contexts belong to a thread. ``on_ready(runner)`` and
+    ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against whoever cancels."""
+
+    def __init__(
+        self,
+        build: Callable[[], Runner],
+        *,
+        inbox: Inbox,
+        lock: AbstractContextManager[object],
+        max_step_items: int,
+        max_step_tokens: int,
+        on_ready: Callable[[Runner], object],
+        on_failed: Callable[[BaseException], object],
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._build = build
+        self._inbox = inbox
+        self._lock = lock
+        self._max_step_items = max_step_items
+        self._max_step_tokens = max_step_tokens
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._heartbeat = heartbeat
+        self._backlog: deque[Submission] = deque()
+        self._failure: BaseException | None = None
+        self.counters = EngineCounters()
+        self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
+
+    # --- what subclasses say ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _deliver(self, finished: Finished) -> None:
+        """Have all of it called where the callers live, in one go: 256 completions cost 2 µs that way and 266 µs one by
+        one."""
+
+    @abstractmethod
+    def _forget(self, submission: Submission) -> None:
+        """It waits no longer. Called with the lock held."""
+
+    @abstractmethod
+    def _dropped(self, work: Submission | Operation) -> None:
+        """It was cancelled, and this is the last that the loop knows of it. Called with the lock held."""
+
+    @abstractmethod
+    def _told(self, timings: Sequence[StepTiming]) -> Callable[[], object] | None:
+        """What is to be done with a step's timings, one per submission, when its answers have been delivered."""
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            runner = self._build()
+            runner.beat = self._heartbeat.beat
+            self._heartbeat.begin()
+            with runner.context():
+                self.cache = runner.cache_state()
+                self._deliver([partial(self._on_ready, runner)])
+                self._serve(runner)
+        except BaseException as error:
+            if self._failure is None:
+                self._broken(error, [])
+
+    def _serve(self, runner: Runner) -> None:
+        stopping = False
+        while not stopping or self._backlog:
+            finished: Finished = []
+            stopping |= self._drain_inbox(runner, finished, wait=not self._backlog)
+            claimed = self._claim(finished)
+            if finished:
+                self.cache = runner.cache_state()
+                self._deliver(finished)
+            if claimed:
+                self._deliver(self._step(runner, claimed))
+
+    def _drain_inbox(self, runner: Runner, finished: Finished, *, wait: bool) -> bool:
+        """Take what has arrived; run operations at once. True: the thread was asked to stop."""
+        stopping = False
+        try:
+            while wait or not self._inbox.empty():  # nobody else takes from it
+                work = self._wait() if wait else self._inbox.get_nowait()
+                wait = False
+                self._heartbeat.beat()
+                if work is None:
+                    stopping = True
+                elif isinstance(work, Submission):
+                    self._backlog.append(work)
+                elif self._claim_operation(work):
+                    finished.append(self._operate(runner, work))
+        except BaseException:
+            self._deliver(finished)  # what was done before the thread broke was done
+            raise
+        return stopping
+
+    def _wait(self) -> Submission | Operation | None:
+        """The next work, with a sign of life now and then until it comes."""
+        while True:
+            try:
+                return self._inbox.get(timeout=IDLE_BEAT_S)
+            except Empty:
+                self._heartbeat.beat()
+
+    def _claim_operation(self, operation: Operation) -> bool:
+        with self._lock:
+            if operation.state is not State.QUEUED:
+                self._dropped(operation)
+                return False
+            operation.state = State.CLAIMED
+            return True
+
+    def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
+        try:
+            return partial(operation.done, operation.run(runner))
+        except DeviceLost as error:
+            self._broken(error, [partial(operation.done, error)])
+            raise
+        except ExecutorError as error:
+            return partial(operation.done, error)
+        except BaseException as error:
+            self._broken(error, [partial(operation.done, lost(error))])
+            raise
+
+    def _claim(self, finished: Finished) -> list[Submission]:
+        """The next step's submissions, first come first served, up to the step's budget."""
+        claimed: list[Submission] = []
+        items = tokens = 0
+        now = time.monotonic()
+        with self._lock:
+            while self._backlog:
+                work = self._backlog[0]
+                if work.state is State.CANCELLED:
+                    self._dropped(self._backlog.popleft())
+                    continue
+                if claimed and (
+                    items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
+                ):
+                    break
+                self._backlog.popleft()
+                work.state = State.CLAIMED
+                self._forget(work)
+                if work.deadline is not None and now >= work.deadline:
+                    late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
+                    finished.append(_refusal(work, late))
+                    continue
+                items += len(work.spans)
+                tokens += work.tokens
+                claimed.append(work)
+        return claimed
+
+    def _step(self, runner: Runner, claimed: list[Submission]) -> Finished:
+        spans: list[Span] = []
+        atomic: list[range] = []
+        for work in claimed:
+            if work.all_or_nothing:
+                atomic.append(range(len(spans), len(spans) + len(work.spans)))
+            spans += work.spans
+        began = time.monotonic()
+        self._heartbeat.step_begins()
+        try:
+            result = runner.forward(Step(tuple(spans), tuple(atomic)))
+        except StepFailed as error:
+            return [_refusal(work, error) for work in claimed]
+        except BaseException as error:
+            self._broken(error, [_refusal(work, lost(error)) for work in claimed])
+            raise
+        finally:
+            self._heartbeat.step_ends()
+            self.cache = runner.cache_state()
+        ran = tokens = rows = 0
+        for span, outcome in zip(spans, result.outcomes, strict=True):
+            if isinstance(outcome, SpanResult):
+                ran += 1
+                tokens += len(span.tokens)
+                rows += span.row_count
+        counters = self.counters
+        if ran:
+            counters.steps += 1
+            counters.tokens += tokens
+            counters.rows += rows
+            counters.blocks_copied += result.blocks_copied
+            counters.forward_s += result.forward_s
+        finished: Finished = []
+        timings: list[StepTiming] = []
+        first = 0
+        for work in claimed:
+            last = first + len(work.spans)
+            timing = None
+            if ran:
+                timing = StepTiming(counters.steps, ran, tokens, began - work.enqueued, result.forward_s)
+                timings.append(timing)
+            finished.append(partial(work.done, result.outcomes[first:last], timing))
+            first = last
+        if timings and (told := self._told(timings)) is not None:
+            finished.append(told)
+        return finished
+
+    def _broken(self, error: BaseException, answers: Finished) -> None:
+        """The loop is about to end. Whoever hears of it in an answer finds the server's state changed already."""
+        self._failure = error
+        self._deliver([partial(self._on_failed, error), *answers])
+
+    def _refuse_rest(self) -> None:
+        """The loop has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""
+        error: ExecutorError = Draining("the executor has stopped; nothing was started")
+        if self._failure is not None:
+            error = lost(self._failure)
+        refused: Finished = []
+        try:
+            while True:
+                work = self._backlog.popleft() if self._backlog else self._inbox.get_nowait()
+                if isinstance(work, Operation):
+                    if self._claim_operation(work):
+                        refused.append(partial(work.done, error))
+                elif work is not None:
+                    with self._lock:
+                        if work.state is not State.QUEUED:
+                            self._dropped(work)
+                            continue
+                        work.state = State.CLAIMED
+                        self._forget(work)
+                    refused.append(_refusal(work, error))
+        except Empty:
+            self._deliver(refused)
+
+
+def _refusal(work: Submission, error: ExecutorError) -> Callable[[], object]:
+    return partial(work.done, (error,) * len(work.spans), None)

@@ -1,0 +1,148 @@
+"""What is given to an engine and what it tells: submissions, operations, counters, and the interface itself.
+
+The service floor knows an engine by this file: a queue of spans and commands in front of one runner, which takes no
+other thing. Where the runner lives, a thread (`engine.thread`) or a process of its own (`engine.process`), is nobody
+else's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Span, SpanOutcome, Step, StepResult, StepTiming
+from ferrum_rpc.errors import DeviceLost
+
+LOOK_EVERY_S: Final = 0.25
+"""Seconds between two looks at the heartbeat while the end of an engine is waited for."""
+
+Finished = list[Callable[[], object]]
+"""Completions of one turn of an engine, to be called where its callers live."""
+
+
+class Described(Protocol):
+    """What is known of a runner when it is loaded; it does not change."""
+
+    info: ModelInfo
+    device: DeviceInfo
+
+
+class Runner(Described, Protocol):
+    """What an engine drives. Called from one thread only."""
+
+    beat: Callable[[], None]
+    """Set by the engine; called from within a step, at every layer: a sign of life."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """Thread-local state of the device, entered once for the engine's life."""
+
+    def forward(self, step: Step) -> StepResult:
+        """Run a step as a transaction. Raises `StepFailed` (rolled back) or `DeviceLost`."""
+
+    def cache_state(self) -> CacheState:
+        """How full the cache is."""
+
+
+class State(enum.Enum):
+    """The life of a submission or an operation."""
+
+    QUEUED = "queued"
+    CLAIMED = "claimed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
+    one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`."""
+
+    spans: tuple[Span, ...]
+    done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
+    all_or_nothing: bool = False
+    deadline: float | None = None
+    tokens: int = field(init=False)
+    enqueued: float = field(init=False)
+    state: State = State.QUEUED
+
+    def __post_init__(self) -> None:
+        self.tokens = sum([len(span.tokens) for span in self.spans])
+        self.enqueued = time.monotonic()
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """An integer operation on the cache, run between steps. ``done`` gets the result or the error, on the loop, exactly
+    once unless the operation was cancelled. An engine in a process of its own takes `Command`s only."""
+
+    run: Callable[[Any], object]
+    done: Callable[[object], None]
+    state: State = State.QUEUED
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A method of the runner and its arguments: an operation that can be sent to where the runner is."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, runner: Any) -> object:
+        """Do it."""
+        return getattr(runner, self.method)(*self.arguments)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Work done since the start. Written by the engine, read anywhere."""
+
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+    blocks_copied: int = 0
+    forward_s: float = 0.0
+
+
+class Engine(Protocol):
+    """A queue and a runner behind it. Called from the event loop; nothing here waits but `stop`.
+
+    ``cache`` is as of the last turn, ``queued_items`` and ``queued_tokens`` are what waits for a step.
+    """
+
+    counters: EngineCounters
+    cache: CacheState
+
+    @property
+    def queued_items(self) -> int:
+        """Spans that wait."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Their tokens."""
+
+    def start(self) -> None:
+        """Begin to load, and then to serve."""
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a submission. It is answered through its ``done``, even when the engine has ended."""
+
+    def operate(self, operation: Operation) -> None:
+        """Queue an operation. It is answered through its ``done``, even when the engine has ended."""
+
+    def cancel(self, work: Submission | Operation) -> bool:
+        """Take work back. True: it will never run and ``done`` is not called. False: it is past the point of no
+        return."""
+
+    def trouble(self, now: float) -> str | None:
+        """Why the engine does not do its work, or None; ``now`` is on `time.monotonic`."""
+
+    async def stop(self) -> bool:
+        """Finish what is queued, then end. False: it hung, and did not end by itself."""
+
+
+def lost(error: BaseException) -> DeviceLost:
+    """What callers are told of an engine that broke."""
+    return DeviceLost(f"the model thread failed ({type(error).__name__}); the executor must be restarted")

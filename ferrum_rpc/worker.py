@@ -1,0 +1,40 @@
+"""The program of an engine process: `ferrum-rpc serve` starts it, nobody else.
+
+Logs go where the server's go. Failpoints are its own copy of the server's, and it tells how often each has fired.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from ferrum_rpc.allocator import keep_freed_memory
+from ferrum_rpc.building import build
+from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.engine.work import Runner
+from ferrum_rpc.engine.worker import work
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from ferrum_rpc.logs import configure_logging
+
+
+def main() -> int:
+    """Serve until the server says stop, or is gone."""
+    fired: dict[str, int] = {}
+
+    def made(setup: tuple[str, ServeSettings]) -> Runner:
+        nonlocal fired
+        model, settings = setup
+        configure_logging(settings.log_format, settings.log_level)
+        keep_freed_memory()
+        failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
+        fired = failpoints.fired
+        runner = build(model, settings, failpoints)
+        gc.collect()
+        gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
+        return runner
+
+    return work(made, sys.argv[1:], lambda: {name: count for name, count in fired.items() if count} or None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""An engine process for tests: a runner of nothing that does what its setup says. Started by `test_engine_process`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ferrum_rpc.core import (
+    CacheState,
+    LogitRows,
+    RowDType,
+    Rows,
+    SpanOutcome,
+    SpanResult,
+    Step,
+    StepResult,
+    TokenRows,
+)
+from ferrum_rpc.engine.worker import work
+from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
+
+WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
+"""What the first token of a span asks for."""
+
+LARGE_SHAPE = (3, 40_000)
+
+
+class TokenRunner:
+    """Answers a span with its first token; see `WAIT` and the others. ``gate``: a pipe in the file system that a step
+    waits at, until somebody writes."""
+
+    info: Any = "a model"
+    device: Any = "a device"
+    beat: Callable[[], None]
+
+    def __init__(self, gate: str) -> None:
+        self._gate = Path(gate)
+        self._seen: list[tuple[list[int], list[tuple[int, int]]]] = []
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forward(self, step: Step) -> StepResult:
+        self._seen.append(
+            ([span.sequence for span in step.spans], [(group.start, group.stop) for group in step.atomic])
+        )
+        self.beat()
+        asked = {int(span.tokens[0]) for span in step.spans}
+        if WAIT in asked:
+            self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads
+            self._gate.read_bytes()
+        if FAIL in asked:
+            raise StepFailed("as asked")
+        if DIE in asked:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if LOSE in asked:
+            raise DeviceLost("as asked")
+        block = TokenRows(np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
+        outcomes: list[SpanOutcome] = []
+        for row, span in enumerate(step.spans):
+            token = int(span.tokens[0])
+            if token == REFUSE:
+                outcomes.append(KvBlocksExhausted("as asked", metadata={"needed_blocks": 3}))
+            elif token == LARGE:
+                logits = np.arange(np.prod(LARGE_SHAPE), dtype=np.float32).reshape(LARGE_SHAPE) + span.sequence
+                outcomes.append(SpanResult(span.end, Rows(LogitRows(RowDType.F32, logits), 0, LARGE_SHAPE[0])))
+            else:
+                outcomes.append(SpanResult(span.end, Rows(block, row, 1)))
+        return StepResult(tuple(outcomes), 0.001, 2)
+
+    def cache_state(self) -> CacheState:
+        return CacheState(16, 10, max(0, 10 - len(self._seen)), 1)
+
+    def seen(self) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Sequences and atomic groups of every step."""
+        return self._seen
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def refuse(self) -> None:
+        raise InvalidRequest("as asked", field="x")
+
+    def bug(self) -> None:
+        raise ValueError("as asked")
+
+
+def build(setup: str) -> TokenRunner:
+    if not setup:
+        raise ExecutorError("no such model")
+    return TokenRunner(setup)
+
+
+if __name__ == "__main__":
+    sys.exit(work(build, sys.argv[1:]))

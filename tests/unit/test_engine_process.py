@@ -1,0 +1,302 @@
+"""The engine in a process of its own, with a runner of nothing: what holds for the thread holds for it, and its death
+is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.core import FullLogits, OutputSpec, SelectedTokens, Span, SpanResult
+from ferrum_rpc.engine.heartbeat import Heartbeat
+from ferrum_rpc.engine.process import EngineDied, EngineProcess, Program
+from ferrum_rpc.engine.work import Command, Operation, Submission
+from ferrum_rpc.errors import (
+    DeadlineExceeded,
+    DeviceLost,
+    Draining,
+    ExecutorError,
+    InvalidRequest,
+    KvBlocksExhausted,
+    StepFailed,
+)
+from tests.faults.waiting import until
+from tests.unit.engine_program import DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, WAIT
+
+PROGRAM = str(Path(__file__).with_name("engine_program.py"))
+
+
+def span(sequence: int, token: int = 5, tokens: int = 1, **more: Any) -> Span:
+    fed = np.full(tokens, token, dtype=np.int32)
+    return Span(sequence, fed, 0, more.pop("output", OutputSpec()), **more)
+
+
+class Harness:
+    """An engine, and the two pipes of its gate."""
+
+    def __init__(self, folder: Path, items: int = 8, tokens: int = 64, **more: Any) -> None:
+        self.gate = folder / "gate"
+        os.mkfifo(self.gate)
+        os.mkfifo(self.gate.with_suffix(".reached"))
+        self.failures: list[BaseException] = []
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.timings: list[Any] = []
+        self.engine = EngineProcess(
+            Program((sys.executable, PROGRAM), more.pop("setup", str(self.gate))),
+            loop=asyncio.get_running_loop(),
+            max_step_items=items,
+            max_step_tokens=tokens,
+            on_ready=self.ready.set_result,
+            on_failed=self.failures.append,
+            on_step=self.timings.extend,
+            **more,
+        )
+
+    def submit(self, *spans: Span, **more: Any) -> tuple[Submission, asyncio.Future[Any]]:
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        submission = Submission(spans, lambda outcomes, timing: done.set_result((outcomes, timing)), **more)
+        self.engine.submit(submission)
+        return submission, done
+
+    async def outcome(self, *spans: Span) -> Any:
+        return (await self.submit(*spans)[1])[0][0]
+
+    async def do(self, method: str, *arguments: Any) -> Any:
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.engine.operate(Operation(Command(method, arguments), done.set_result))
+        return await done
+
+    async def reached(self) -> None:
+        """A step stands at the gate."""
+        await asyncio.to_thread(self.gate.with_suffix(".reached").read_bytes)
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self.gate.write_bytes, b"x")
+
+
+@asynccontextmanager
+async def harness(folder: Path, **more: Any) -> AsyncIterator[Harness]:
+    made = Harness(folder, **more)
+    made.engine.start()
+    try:
+        yield made
+    finally:
+        await made.engine.stop()
+
+
+async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path: Path) -> None:
+    made = Harness(tmp_path, items=3, tokens=10)
+    waiting = [made.submit(span(index)) for index in range(3)] + [made.submit(span(9, tokens=9))]
+    assert (made.engine.queued_items, made.engine.queued_tokens) == (4, 12)
+    made.engine.start()
+    answers = [await done for _, done in waiting]
+    assert await made.do("seen") == [([0, 1, 2], []), ([9], [])]
+    assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
+    counters = made.engine.counters
+    assert (counters.steps, counters.tokens, counters.blocks_copied) == (2, 12, 4)
+    assert made.engine.cache == (16, 10, 8, 1)
+    described = await made.ready
+    assert (described.info, described.device) == ("a model", "a device")
+    for (outcome,), timing in answers[:3]:
+        assert outcome.length == 1 and outcome.rows.block.token_ids[outcome.rows.first] == 5
+        assert (timing.step, timing.sequences, timing.tokens) == (1, 3, 3) and timing.queue_s >= 0
+    assert made.timings == [timing for _, timing in answers]
+    assert await made.engine.stop()
+
+
+async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_path: Path) -> None:
+    async with harness(tmp_path, items=4) as made:
+        _, held = made.submit(span(0, WAIT))
+        await made.reached()
+        _, first = made.submit(span(1))
+        _, group = made.submit(span(2), span(3, REFUSE), all_or_nothing=True)
+        await made.open()
+        await asyncio.gather(held, first)
+        ran, refused = (await group)[0]
+        assert isinstance(ran, SpanResult) and isinstance(refused, KvBlocksExhausted)
+        assert refused.metadata == {"needed_blocks": "3"} and refused.message == "as asked"
+        assert await made.do("seen") == [([0], []), ([1, 2, 3], [(1, 3)])]
+
+
+async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        running, ran = made.submit(span(1, WAIT))
+        await made.reached()
+        queued, never = made.submit(span(2))
+        operation: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        undone = Operation(Command("bug", ()), operation.set_result)
+        made.engine.operate(undone)
+        assert not made.engine.cancel(running)
+        assert made.engine.cancel(queued) and made.engine.cancel(undone)
+        assert not made.engine.cancel(queued)
+        assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
+        await made.open()
+        await ran
+        await made.outcome(span(3))
+        assert await made.do("seen") == [([1], []), ([3], [])]
+        assert not never.done() and not operation.done() and not made.failures
+        assert not made.engine.cancel(running)
+
+
+async def test_every_piece_of_work_gives_its_place_back(tmp_path: Path) -> None:
+    """More work than there are places, a part of it cancelled, and each answer is its own."""
+    async with harness(tmp_path, slots=8) as made:
+        for turn in range(20):
+            _, held = made.submit(span(0, WAIT))
+            await made.reached()
+            work = [made.submit(span(index, 100 + index)) for index in range(1, 6)]
+            for submission, _ in work[turn % 2 :: 2]:
+                assert made.engine.cancel(submission)
+            await made.open()
+            await held
+            for submission, done in work[1 - turn % 2 :: 2]:
+                (outcome,), _ = await done
+                assert outcome.rows.block.token_ids[outcome.rows.first] == submission.spans[0].tokens[0]
+            assert await made.do("process")
+        assert made.engine.queued_items == 0
+
+
+async def test_a_deadline_that_has_passed_is_answered_without_a_step(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        (outcome,), timing = await made.submit(span(1), deadline=0.0)[1]
+        assert isinstance(outcome, DeadlineExceeded) and timing is None
+        assert await made.do("seen") == []
+
+
+async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        assert isinstance(await made.outcome(span(1, FAIL)), StepFailed)
+        refusal = await made.do("refuse")
+        assert isinstance(refusal, InvalidRequest) and refusal.field == "x"
+        assert isinstance(await made.outcome(span(2)), SpanResult)
+        assert not made.failures
+
+
+@pytest.mark.parametrize("token", [DIE, LOSE])
+async def test_its_death_answers_the_running_the_queued_and_the_later(token: int, tmp_path: Path) -> None:
+    async with harness(tmp_path, items=1) as made:
+        _, held = made.submit(span(0, WAIT))
+        await made.reached()
+        waiting = [made.submit(span(index, token))[1] for index in range(3)]
+        await made.open()
+        await held
+        for done in waiting:
+            (outcome,), _ = await done
+            assert isinstance(outcome, DeviceLost)
+        assert isinstance(await made.outcome(span(9)), DeviceLost)
+        assert isinstance(await made.do("seen"), DeviceLost)
+        (failure,) = made.failures
+        assert isinstance(failure, EngineDied if token == DIE else DeviceLost)
+        assert made.engine.trouble(0.0) == "it has ended"
+        assert made.engine.queued_items == 0
+
+
+async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        assert isinstance(await made.do("bug"), DeviceLost)
+        assert isinstance(await made.outcome(span(1)), DeviceLost)
+        (failure,) = made.failures
+        assert isinstance(failure, ValueError) and str(failure) == "as asked"
+
+
+async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    async with harness(tmp_path, setup="") as made:
+        assert isinstance(await made.outcome(span(1)), DeviceLost)
+        (failure,) = made.failures
+        assert isinstance(failure, ExecutorError) and str(failure) == "no such model"
+
+
+async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(tmp_path: Path) -> None:
+    async with harness(tmp_path, items=1) as made:
+        waiting = [made.submit(span(index))[1] for index in range(3)]
+        assert await made.engine.stop()
+        for done in waiting:
+            (outcome,), _ = await done
+            assert isinstance(outcome, SpanResult)
+        assert isinstance(await made.outcome(span(9)), Draining)
+        assert not made.failures
+
+
+async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> None:
+    async with harness(tmp_path, heartbeat=Heartbeat(stall_timeout_s=1.0)) as made:
+        await made.ready
+        assert await made.do("process")
+        _, done = made.submit(span(1, WAIT))
+        await made.reached()
+        await until(lambda: made.engine.trouble(time.monotonic()) is not None)
+        assert not await made.engine.stop()
+        (outcome,), _ = await done
+        assert isinstance(outcome, Draining)
+
+
+async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path: Path) -> None:
+    full = OutputSpec(kind=FullLogits())
+    async with harness(tmp_path) as made:
+        kept = await made.outcome(span(7, LARGE, output=full))
+        expected = np.arange(np.prod(LARGE_SHAPE), dtype=np.float32).reshape(LARGE_SHAPE)
+        first = kept.rows.block.logits
+        np.testing.assert_array_equal(first, expected + 7)
+        places = set()
+        for sequence in range(20):
+            outcome = await made.outcome(span(sequence, LARGE, output=full))
+            logits = outcome.rows.block.logits
+            np.testing.assert_array_equal(logits, expected + sequence)
+            assert not np.shares_memory(logits, first)
+            places.add(logits.__array_interface__["data"][0])
+            del outcome, logits
+        assert len(places) <= 2, "freed rows lie where the next ones go"
+        np.testing.assert_array_equal(first, expected + 7)
+
+
+async def test_more_than_a_pipe_holds_goes_over_in_order(tmp_path: Path) -> None:
+    async with harness(tmp_path, items=4, tokens=1 << 20) as made:
+        _, held = made.submit(span(0, WAIT))
+        await made.reached()
+        specs = [OutputSpec(kind=SelectedTokens(tuple(range(index, index + 500)))) for index in range(4)]
+        work = [made.submit(span(index, 5, tokens=50_000, output=specs[index % 4]))[1] for index in range(1, 41)]
+        await made.open()
+        await held
+        for done in work:
+            (outcome,), _ = await done
+            assert outcome.length == 50_000
+        assert [sequence for step, _ in await made.do("seen") for sequence in step] == list(range(41))
+
+
+def test_it_dies_with_its_server(tmp_path: Path) -> None:
+    """Even where it computes: nobody is left to stop it."""
+    reading, writing = os.pipe()
+    server = os.fork()
+    if server == 0:  # pragma: no cover - the child
+        try:
+            os.close(reading)
+
+            async def be_a_server() -> None:
+                made = Harness(tmp_path)
+                made.engine.start()
+                pid = await made.do("process")
+                made.submit(span(1, WAIT))
+                await made.reached()
+                os.write(writing, str(pid).encode())
+                threading.Event().wait()
+
+            asyncio.run(be_a_server())
+        finally:
+            os._exit(1)
+    os.close(writing)
+    engine = int(os.read(reading, 100))
+    watched = os.pidfd_open(engine)
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+    import select
+
+    assert select.select([watched], [], [], 30)[0], "the engine process outlived its server"
