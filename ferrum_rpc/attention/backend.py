@@ -8,7 +8,7 @@ because an operator who finds the slow path in use wants to know the reason and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.native import library
 
 
 class AttentionBackend(Protocol):
@@ -41,6 +42,15 @@ class AttentionBackend(Protocol):
 
         Row r of span s sees the positions ``0 .. starts[s] + r`` of that sequence, or the last ``window`` of them.
         """
+
+
+@runtime_checkable
+class NativeAttention(AttentionBackend, Protocol):
+    """A backend whose kernels C code can call, without Python between two layers."""
+
+    def native_step(self, slots: Tensor, plan: Any) -> library.AttentionStep | None:
+        """`write` and `attend` of a step for every layer, where all of its spans are the kernels' and the cache is
+        bfloat16; else None. Points into ``slots``, ``plan`` and this backend: whoever calls holds them."""
 
 
 Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]

@@ -66,6 +66,12 @@ class NativePagedAttention:
         self._wide = int(keys[0].dtype == torch.float32)
         self._slot_bytes = keys[0][0, 0].nbytes
         self._block_size = keys[0].shape[1]
+        self._layers = (library.AttentionLayer * len(specs))(
+            *(
+                library.AttentionLayer(key.data_ptr(), value.data_ptr(), *_mask(spec))
+                for spec, key, value in zip(specs, keys, values, strict=True)
+            )
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_kernel", None):
@@ -153,8 +159,7 @@ class NativePagedAttention:
             self._values[layer].data_ptr(),
             output.data_ptr(),
         )
-        mask = (spec.window or 0, spec.scale, spec.softcap or 0.0)
-        status = 0
+        mask, status = _mask(spec), 0
         if plan.long is not None:
             status |= self._library.ferrum_flash(self._flash, ctypes.addressof(plan.long), *tensors, *mask)
         if plan.short is not None:
@@ -163,6 +168,20 @@ class NativePagedAttention:
         if status:
             raise MemoryError("no memory for the attention kernel's buffers")
         return output
+
+    def native_step(self, slots: Tensor, plan: NativePlan) -> library.AttentionStep | None:
+        """See `NativeAttention`."""
+        if self._wide or plan.rest is not None:
+            return None
+        short, long = (None if each is None else ctypes.addressof(each) for each in (plan.short, plan.long))
+        return library.AttentionStep(
+            self._kernel, self._flash, short, long, ctypes.addressof(self._layers), slots.data_ptr()
+        )
+
+
+def _mask(spec: AttentionSpec) -> tuple[int, float, float]:
+    """Window, scale and soft cap as the kernels take them: 0 where there is none."""
+    return spec.window or 0, spec.scale, spec.softcap or 0.0
 
 
 def tensor_obstacle(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str | None:

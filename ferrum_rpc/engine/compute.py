@@ -2,6 +2,9 @@
 
 The runner knows sequences and what to do when something fails; this file knows the model, the cache's tensors and the
 attention backend, and nothing of reservations. Only the model thread may call it.
+
+The model calls back to store and attend, layer by layer. Where it and the backend are both C of ours, the backend says
+what attention is in terms of C instead, and the layers run one after the other without Python between them.
 """
 
 from __future__ import annotations
@@ -12,34 +15,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows, Span
-from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.base import Model, NativeModel
 from ferrum_rpc.sampling.rows import select_rows
 
 
 class Compute:
-    """Forward passes of ``model`` over what ``attention`` reads and writes."""
+    """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes."""
 
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self.model = model
         self.attention = attention
         self._on_host = model.device.type == "cpu"
+        self._native: tuple[NativeModel, NativeAttention] | None = None
+        if isinstance(model, NativeModel) and model.native and isinstance(attention, NativeAttention):
+            self._native = model, attention
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
-        """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer."""
+        """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer, or before
+        as many as are done in a moment."""
         attention = self.attention
         plan = attention.plan(geometry)
-        slots = self.to_device(geometry.slots)
-        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+        slots, positions = self.to_device(geometry.slots), self.to_device(geometry.positions)
+        packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+        tokens = self.to_device(packed.astype(np.int64))
+        if self._native is not None:
+            native_model, native_attention = self._native
+            step = native_attention.native_step(slots, plan)
+            if step is not None:
+                return native_model.forward_native(tokens, positions, step, beat)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             beat()
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return self.model.forward(self.to_device(tokens.astype(np.int64)), self.to_device(geometry.positions), attend)
+        return self.model.forward(tokens, positions, attend)
 
     def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing."""

@@ -1,9 +1,9 @@
 """Whether the model thread lives: told from outside, without waiting for it.
 
-The thread beats when it is idle, around every step and at every layer. That alone cannot tell a hung thread from a long
-honest operation, so whoever asks also looks at the thread's CPU clock: a thread that computes uses it, one that waits
-for a lock or a dead device does not. A device wait that spins uses it for ever; a bound on the length of a step catches
-that.
+The thread beats when it is idle, around every step and within one (at every layer, or every tenth of a second of
+layers). That alone cannot tell a hung thread from a long honest operation, so whoever asks also looks at the thread's
+CPU clock: a thread that computes uses it, one that waits for a lock or a dead device does not. A device wait that spins
+uses it for ever; a bound on the length of a step catches that.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Runner(Described, Protocol):
     """What an engine drives. Called from one thread only."""
 
     beat: Callable[[], None]
-    """Set by the engine; called from within a step, at every layer: a sign of life."""
+    """Set by the engine; called from within a step, every tenth of a second or at every layer: a sign of life."""
 
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the engine's life."""

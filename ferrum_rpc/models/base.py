@@ -7,12 +7,13 @@ in order, with that layer's query, key and value; where K and V are kept and who
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec, ModelInfo
+from ferrum_rpc.native import library
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
@@ -48,3 +49,18 @@ class Model(Protocol):
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Copy one checkpoint tensor into place, converting its dtype. Raises KeyError for a name not expected."""
+
+
+@runtime_checkable
+class NativeModel(Model, Protocol):
+    """A model that may be able to run its layers in C, attention included."""
+
+    @property
+    def native(self) -> bool:
+        """Whether it is, with the weights that it was given."""
+
+    def forward_native(
+        self, token_ids: Tensor, positions: Tensor, attention: library.AttentionStep, beat: Callable[[], None]
+    ) -> Tensor:
+        """As `forward`, bit for bit, where it is `native`. ``beat`` is called before every call of C, none of which
+        takes long by its own doing."""

@@ -9,6 +9,7 @@ sampled: attention is a callback.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.models.base import Attend
-from ferrum_rpc.models.layers import Layer, Layers, put_together
+from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.rope import Rotary
 from ferrum_rpc.models.row_ops import RowOps, select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import library
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +130,21 @@ class Decoder:
         for layer in range(self.spec.layers):
             attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin))
             delta = layers.after(layer, hidden, attended)
+        return self._ops.add_norm(hidden, delta, loaded.norm)
+
+    @property
+    def native(self) -> bool:
+        """See `NativeModel.native`."""
+        return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)
+
+    def forward_native(
+        self, token_ids: Tensor, positions: Tensor, attention: library.AttentionStep, beat: Callable[[], None]
+    ) -> Tensor:
+        """See `NativeModel.forward_native`."""
+        loaded = self._require()
+        assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - whoever calls has asked
+        hidden = loaded.embedding.index_select(0, token_ids)
+        delta = loaded.layers.run(hidden, *self._rotary(positions), attention, beat)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

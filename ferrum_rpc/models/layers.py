@@ -2,15 +2,15 @@
 
 `PlainLayers` calls them one by one, wherever they run. `NativeLayers` makes one call of each half where all parts are C
 kernels of ours (``native/src/layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
-small tensors otherwise. Both compute the same bits.
+small tensors otherwise. Where attention is ours as well, it runs many layers in one call. All compute the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.row_ops import Heads, NativeRowOps, RowOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
+
+CALL_S: Final = 0.1
+"""Seconds after which a call that runs layers comes back before it begins another one. Whoever watches the thread hears
+nothing meanwhile and must not wait for long (the engine's heartbeat: 1.5 s); a decode step of the 0.6B shape takes 0.03
+and is one call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +77,7 @@ class NativeLayers:
         self._spec = spec
         self._held = tuple(layers)
         self._rotating = spec.heads + spec.kv_heads
-        self._weights = [_weights(spec, layer, ops.lanes) for layer in layers]
+        self._weights = (library.LayerWeights * len(layers))(*(_weights(spec, layer, ops.lanes) for layer in layers))
         self._addresses = [ctypes.addressof(weights) for weights in self._weights]
         space = _native(layers[0].qkv).space
         self._space = space
@@ -117,6 +122,25 @@ class NativeLayers:
                 torch.get_num_threads(),
             )
         )
+        return delta
+
+    def run(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: library.AttentionStep,
+        beat: Callable[[], None],
+    ) -> Tensor:
+        """All layers with their attention, of ``hidden`` [T, hidden], which is changed; what the last one has yet to
+        add. ``beat`` is called before every call of C, and `CALL_S` bounds those."""
+        delta, layer = torch.empty_like(hidden), 0
+        step = (self._handle, self._addresses[0], ctypes.addressof(attention))
+        rows = (*(each.data_ptr() for each in (hidden, delta, cos, sin)), len(hidden), torch.get_num_threads())
+        while layer < len(self._held):
+            beat()
+            layer = self._library.ferrum_layers_run(*step, layer, len(self._held), CALL_S, *rows)
+            self._check(layer < 0)
         return delta
 
     @staticmethod

@@ -61,6 +61,25 @@ class LayerWeights(ctypes.Structure):
     )
 
 
+class AttentionLayer(ctypes.Structure):
+    """``struct attention_layer`` of attention.h: a layer's cache, and what its rows see of it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("window", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class AttentionStep(ctypes.Structure):
+    """``struct attention_step`` of attention.h: attention of a step in all layers. Pointers are to the kernels, to two
+    `Step`, to an `AttentionLayer` for each layer, and to the tokens' slots, int64."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("paged", "flash", "short_spans", "long_spans", "layers", "slots")
+    )
+
+
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of rows.h."""
 
@@ -139,6 +158,9 @@ def _type_products(library: ctypes.CDLL) -> None:
         library.ferrum_layer_before.restype = integer
         library.ferrum_layer_after.argtypes = (*(pointer,) * 4, long, pointer, integer)
         library.ferrum_layer_after.restype = integer
+        range_of = (integer, integer, ctypes.c_double)
+        library.ferrum_layers_run.argtypes = (*(pointer,) * 3, *range_of, *(pointer,) * 4, long, integer)
+        library.ferrum_layers_run.restype = integer
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

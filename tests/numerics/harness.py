@@ -1,4 +1,4 @@
-"""Runs a model floor by hand: a store, a backend and block tables, without pool, runner or service."""
+"""Runs the computing half of the engine by hand: a store, a backend, block tables; no pool, runner or service."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import OutputSpec, Positions, Span
+from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
@@ -85,6 +87,8 @@ class Executor:
         self.device = model.device
         factory = select_backend(model.device, model.attention_specs, model.dtype)[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
+        self.compute = Compute(model, self.backend)
+        self.beats = 0
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}
         self.lengths: dict[int, int] = {}
@@ -105,16 +109,12 @@ class Executor:
             [self.tables[sequence] for sequence in spans],
         )
         geometry.check()
-        plan, slots = self.backend.plan(geometry), torch.from_numpy(geometry.slots).to(self.device)
-
-        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self.backend.write(layer, slots, key, value)
-            return self.backend.attend(layer, query, plan)
-
+        packed = [
+            Span(sequence, np.asarray(tokens, dtype=np.int32), self.lengths[sequence], OutputSpec(Positions.NONE))
+            for sequence, tokens in spans.items()
+        ]
         with torch.inference_mode():
-            ids = torch.from_numpy(np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in spans.values()]))
-            positions = torch.from_numpy(geometry.positions).to(self.device)
-            hidden = self.model.forward(ids.to(self.device), positions, attend)
+            hidden = self.compute.forward(packed, geometry, self._beat)
             rows = (self.model.logits(hidden) if logits else hidden).cpu()
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
@@ -129,3 +129,6 @@ class Executor:
             first += size
         assert first == len(tokens)
         return torch.cat(out)
+
+    def _beat(self) -> None:
+        self.beats += 1

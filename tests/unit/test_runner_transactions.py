@@ -33,6 +33,7 @@ from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
+from ferrum_rpc.models import layers
 from ferrum_rpc.models.identity import IdentityConfig
 from tests.checkpoints import make_checkpoint
 from tests.kv.kv_world import everything
@@ -124,6 +125,7 @@ class Saboteur:
             return logits(hidden)
 
         attention.plan, attention.attend = planned, attended
+        attention.native_step = lambda slots, plan: None  # in C nobody stands between storing and attending
         store.save, store.copy_blocks, attention.write = saved, copied, written
         model.logits = projected
 
@@ -449,6 +451,25 @@ def test_a_decoder_with_weights_is_as_before_too(
     checkpoint: Path, scenario: Callable[[Twins], Step], dtype: str
 ) -> None:
     run_scenario(scenario, BuildConfig(str(checkpoint), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=24))
+
+
+@pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
+def test_layers_in_c_that_stop_half_way_leave_everything_as_before(
+    checkpoint: Path, scenario: Callable[[Twins], Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "CALL_S", 0.0)  # one layer a call
+    twins = Twins(BuildConfig(str(checkpoint), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24))
+    if twins.twin.compute._native is None:
+        pytest.skip("layers do not run in C here")
+    del twins.runner.attention.native_step
+    twins.runner.beat = lambda: twins.saboteur("beat")
+    step = scenario(twins)
+    twins.saboteur.passages.clear()
+    twins.fail_everywhere(step, {"beat": LAYERS})
+    twins.step(*step.spans, atomic=step.atomic)
+    assert twins.saboteur.passages["beat"] == 1 + 2 + LAYERS
+    assert not twins.saboteur.passages["attend 0"]
+    twins.finish()
 
 
 # --- what is raised -------------------------------------------------------------------------------------------------

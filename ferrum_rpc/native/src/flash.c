@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "dots.h"
 #include "room.h"
 #include "sets.h"
@@ -338,11 +339,19 @@ int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const v
 
 #else
 
-/* No such instructions: nothing here is called but this. */
+/* No such instructions: nothing here is called but the first. */
 int32_t ferrum_flash_supported(int32_t head_dim)
 {
     (void)head_dim;
     return 0;
+}
+
+int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const void *query, int64_t query_stride,
+                     const void *keys, const void *values, void *output, int32_t window, float scale, float softcap)
+{
+    (void)self, (void)step, (void)query, (void)query_stride, (void)keys, (void)values, (void)output, (void)window;
+    (void)scale, (void)softcap;
+    return -1;
 }
 
 #endif

@@ -1,12 +1,18 @@
-/* A decoder layer's work before and after its attention, in one call each: norm, qkv and rotation; output, norm, gate-up,
- * gate and down. Called one by one from Python, they and their tensors took 3 ms of a decode step of 29 (Qwen3-0.6B's
- * 28 layers, two cores).
+/* A decoder layer's work before and after its attention, in one call each: norm, qkv and rotation; output, norm,
+ * gate-up, gate and down. Called one by one from Python, they and their tensors took 3 ms of a decode step of 29
+ * (Qwen3-0.6B's 28 layers, two cores).
+ *
+ * And layers one after the other, where attention is ours as well (attention.c). Called by halves, with the cache's
+ * writes and attention between them, they let go of Python's interpreter 112 times a step, and each time a busy thread
+ * may keep it for some milliseconds.
  */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <time.h>
 
+#include "attention.h"
 #include "linear.h"
 #include "room.h"
 #include "rows.h"
@@ -20,10 +26,11 @@ struct layer_weights {
     float eps;
 };
 
+/* Buffers of room.h: what lies within a half of a layer, and what lies between the two. */
 struct ferrum_layers {
     struct ferrum_linears *linears;
-    char *buffer;
-    size_t size;
+    char *buffer, *heads;
+    size_t size, heads_size;
 };
 
 struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears)
@@ -37,6 +44,7 @@ struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears)
 void ferrum_layers_free(struct ferrum_layers *self)
 {
     free(self->buffer);
+    free(self->heads);
     free(self);
 }
 
@@ -111,4 +119,34 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
         .task = GATE, .threads = threads, .width = inner, .count = count, .hidden = gate_up, .out = gated};
     ferrum_rows(&rows, weights->lanes);
     return ferrum_linear(self->linears, weights->down, gated, inner, count, delta, 0, threads);
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* The layers from `first` on, of `layers`, attention included: until all are done or `seconds` are over, one at least.
+ * hidden and delta as above; before layer 0 there is no delta to add. Returns the first layer that is left to do
+ * (`layers`: none is), or -1 where there is no memory for the buffers. */
+int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights,
+                          const struct attention_step *attention, int32_t first, int32_t layers, double seconds,
+                          char *hidden, char *delta, const float *cos, const float *sin, int64_t count, int32_t threads)
+{
+    const size_t all = rounded((size_t)count * weights->qkv->n * 2);
+    const double end = seconds_now() + seconds;
+    if (!room_for(&self->heads, &self->heads_size, all + (size_t)count * weights->output->k * 2))
+        return -1;
+    char *qkv = self->heads, *attended = qkv + all;
+    int32_t layer = first;
+    do {
+        const struct layer_weights *own = weights + layer;
+        if (ferrum_layer_before(self, own, hidden, layer ? delta : NULL, cos, sin, count, qkv, threads) ||
+            ferrum_attention_layer(attention, layer, qkv, count, attended) ||
+            ferrum_layer_after(self, own, hidden, attended, count, delta, threads))
+            return -1;
+    } while (++layer < layers && seconds_now() < end);
+    return layer;
 }

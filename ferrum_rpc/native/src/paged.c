@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "sets.h"
 #include "step.h"
 
@@ -177,9 +178,9 @@ void ferrum_store(char *keys, char *values, const int64_t *slots, int64_t count,
 
 /* One layer of a step: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two rows of
  * the queries; the output is contiguous. */
-int ferrum_attend(struct ferrum_attention *self, const struct step *step, const void *query, int64_t query_stride,
-                  const void *keys, const void *values, void *output, int32_t wide, int32_t window, float scale,
-                  float softcap)
+int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, const void *query, int64_t query_stride,
+                      const void *keys, const void *values, void *output, int32_t wide, int32_t window, float scale,
+                      float softcap)
 {
     const size_t element = wide ? 4 : 2;
     const int group = step->heads / step->kv_heads, dim = step->head_dim;

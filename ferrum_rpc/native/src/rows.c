@@ -31,6 +31,8 @@ void ferrum_rows(const struct rows *rows, int32_t lanes)
     void (*run)(const struct rows *, int64_t) = run_row_portable;
 #if defined(__x86_64__)
     run = lanes == 16 ? run_row_avx512 : lanes == 8 ? run_row_avx2 : run;
+#else
+    (void)lanes;
 #endif
     const int shared = rows->count * rows->width > LARGE && rows->threads > 1;
     int64_t row;
