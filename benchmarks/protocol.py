@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import shlex
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,10 +23,11 @@ from benchmarks.echo import ANY_PORT, OPTIONS
 from benchmarks.process import served
 from benchmarks.protocol_points import DEPTHS, MANY, Point, Rounds, points
 from benchmarks.protocol_tables import show
+from benchmarks.record import Record
 from benchmarks.remote import vocabulary
 from benchmarks.sides import Round
 from benchmarks.ways import CONTEXT, LEAD_IN, Client, EchoCalls, EchoFrames, Frames, Unary, Way, exchange_bytes
-from benchmarks.wire import RESULTS, SCHEMA
+from benchmarks.wire import RESULTS
 from benchmarks.workload import CACHE
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.channel import open_channel
@@ -72,6 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--rounds", type=int, help="rounds of each way (default: 10)")
     parser.add_argument("--steps", type=int, help="steps of a round with one in flight (default: 256)")
+    parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of the executors")
     parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/protocol-<machine>.json)")
     options = parser.parse_args(argv)
@@ -79,7 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (16 if options.quick else 256)
     if options.out is None:  # a quick run is no result
         label = environment.label(environment.hardware())
-        options.out = CACHE / "protocol-quick.json" if options.quick else RESULTS / f"protocol-{label}.json"
+        name = f"protocol-{label}" if options.engine == "thread" else f"protocol-{options.engine}-{label}"
+        options.out = CACHE / "protocol-quick.json" if options.quick else RESULTS / f"{name}.json"
     return options
 
 
@@ -89,9 +88,9 @@ def steps_of(depth: int, steps: int) -> int:
 
 
 @asynccontextmanager
-async def sides(transport: str, folder: Path) -> AsyncIterator[list[Side]]:
+async def sides(transport: str, folder: Path, engine: str) -> AsyncIterator[list[Side]]:
     """All ways over one transport, up and prepared."""
-    flags = {**MODEL, "lease-ttl-s": LEASE_TTL_S, "grace-s": 0, "log-format": "json"}
+    flags = {**MODEL, "engine": engine, "lease-ttl-s": LEASE_TTL_S, "grace-s": 0, "log-format": "json"}
     flags |= {"host": f"unix:{folder}/executor"} if transport == "unix" else {"port": 0}
     written = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     async with AsyncExitStack() as stack:
@@ -147,60 +146,45 @@ async def _turn(found: Sequence[Side], depth: int, steps: int) -> list[tuple[Sid
     return turn
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    bystanders, began = environment.Bystanders(), _now()
+    benchmark = "protocol" if options.engine == "thread" else f"protocol-{options.engine}"
     async with AsyncExitStack() as stack:
         found: list[Side] = []
         for transport in options.transports:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            found += await stack.enter_async_context(sides(transport, folder))
+            found += await stack.enter_async_context(sides(transport, folder, options.engine))
+        record = Record(benchmark, _settings(options), options.out, module="protocol")
         taken, kept = await measure(found, options.rounds, options.steps)
         sizes = {f"{side.transport}, {side.name}": exchange_bytes(side.way) for side in found}
-        others = bystanders.share()
-    result = {
-        "schema": SCHEMA,
-        "benchmark": "protocol",
-        "command": shlex.join(["python", "-m", "benchmarks.protocol", *sys.argv[1:]]),
-        "began": began,
-        "ended": _now(),
-        "commit": environment.commit(),
-        "hardware": environment.hardware(),
-        "versions": environment.versions(),
-        "others_cpu": others,
-        "settings": {
-            "model": f"identity, {', '.join(f'{name} {value}' for name, value in MODEL.items())}",
-            "processes": "the callers in one, an executor and an echo server for each transport in one each",
-            "request_ids": True,
-            "context": CONTEXT,
-            "lead_in_steps": LEAD_IN,
-            "rounds": options.rounds,
-            "steps": {str(depth): steps_of(depth, options.steps) for depth in (*DEPTHS, MANY)},
-            "disturbed_rounds_kept": kept,
-            "exchange_bytes": {name: size for name, size in sizes.items() if size},
-        },
-        "points": points(taken),
+    settings = record.values["settings"]
+    settings["disturbed_rounds_kept"] = kept
+    settings["exchange_bytes"] = {name: size for name, size in sizes.items() if size}
+    record.save(points=points(taken))
+    return record
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "model": f"identity, {', '.join(f'{name} {value}' for name, value in MODEL.items())}",
+        "engine": options.engine,
+        "processes": "the callers in one, an executor and an echo server for each transport in one each",
+        "request_ids": True,
+        "context": CONTEXT,
+        "lead_in_steps": LEAD_IN,
+        "rounds": options.rounds,
+        "steps": {str(depth): steps_of(depth, options.steps) for depth in (*DEPTHS, MANY)},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return result
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
     options = parse(argv)
     configure_logging(level="warning")
-    result = asyncio.run(run(options))
-    measured: list[Point] = result["points"]
+    record = asyncio.run(run(options))
+    measured: list[Point] = record.values["points"]
     show(measured)
-    print(f"\nsaved {options.out}")
-    others = result["others_cpu"]
-    if others is not None and others > environment.QUIET:
-        print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
+    record.tell()
 
 
 if __name__ == "__main__":

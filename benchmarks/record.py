@@ -19,15 +19,15 @@ SCHEMA: Final = 1
 
 
 class Record:
-    """A result in the making; ``values`` is what the file holds."""
+    """A result in the making; ``values`` is what the file holds. ``module`` runs it, where its name is another."""
 
-    def __init__(self, benchmark: str, settings: dict[str, Any], out: Path) -> None:
+    def __init__(self, benchmark: str, settings: dict[str, Any], out: Path, module: str = "") -> None:
         self._bystanders = environment.Bystanders()
         self._out = out
         self.values: dict[str, Any] = {
             "schema": SCHEMA,
             "benchmark": benchmark,
-            "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", f"benchmarks.{module or benchmark}", *sys.argv[1:]]),
             "began": _now(),
             "ended": "",
             "commit": environment.commit(),

@@ -1,4 +1,5 @@
-"""Side B: `ferrum-rpc serve` in another process, and this process as its scheduler: one BatchDecode per step over TCP.
+"""Side B: `ferrum-rpc serve` in another process, and this process as its scheduler: one BatchDecode per step over TCP,
+or one frame of a session.
 
 Raw stubs over the channel that the client package opens. Every step builds its messages, request ids included, and ends
 when the rows are arrays and the new handles are at hand: what a scheduler needs before it can send the next one.
@@ -20,7 +21,14 @@ from benchmarks.sides import Round
 from benchmarks.workload import LEAD_IN, Workload, digest, output_spec
 from ferrum_rpc.client.channel import open_channel
 from ferrum_rpc.core import OutputSpec, Positions, RowBlock
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import (
+    forward_pb2,
+    model_executor_pb2,
+    model_executor_pb2_grpc,
+    output_pb2,
+    session_pb2,
+    types_pb2,
+)
 from ferrum_rpc.wire.output import output_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 
@@ -45,9 +53,10 @@ class Remote:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, workload: Workload, threads: int) -> AsyncIterator[Remote]:
+    async def open(cls, workload: Workload, threads: int, engine: str = "thread") -> AsyncIterator[Remote]:
         """Start the server, wait for the model and prefill every sequence."""
-        async with served(*serve_arguments(workload, threads)) as target, open_channel(target, None) as channel:
+        arguments = [*serve_arguments(workload, threads), "--engine", engine]
+        async with served(*arguments) as target, open_channel(target, None) as channel:
             side = cls(workload, channel, await vocabulary(channel))
             await side.prefill()
             yield side
@@ -62,7 +71,7 @@ class Remote:
             rollback = self._workload.context if index == 0 else None
             began = time.perf_counter()
             request = self.request(fed, spec, rollback)
-            response = await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
+            response = await self.step(request)
             blocks = self.accept(response)
             ended = time.perf_counter()
             if index >= LEAD_IN:
@@ -72,6 +81,10 @@ class Remote:
         self.exchange = (request.SerializeToString(), response.SerializeToString())
         timed.digest = digest(blocks[0])
         return timed
+
+    async def step(self, request: model_executor_pb2.BatchDecodeRequest) -> Any:
+        """Send it; the answer."""
+        return await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
 
     def request(
         self, fed: Sequence[int], spec: output_pb2.OutputSpec, rollback: int | None
@@ -91,7 +104,7 @@ class Remote:
             ]
         )
 
-    def accept(self, response: model_executor_pb2.BatchDecodeResponse) -> list[RowBlock]:
+    def accept(self, response: Any) -> list[RowBlock]:
         """Note the new handles; the rows as arrays."""
         for number, result in enumerate(response.results):
             if not result.HasField("output"):
@@ -112,6 +125,29 @@ class Remote:
             request = model_executor_pb2.BatchPrefillRequest(items=items, all_or_nothing=True)
             response = await self.stub.BatchPrefill(request, timeout=TIMEOUT_S)
             self._handles += [result.output.handle for result in response.results]
+
+
+class RemoteSession(Remote):
+    """The same in one session. Greedy rows only: larger ones come in frames of their own."""
+
+    async def prefill(self) -> None:
+        """Make every sequence, and open the session."""
+        await super().prefill()
+        self._call: Any = self.stub.Session()
+        self._frame = 1
+        hello = session_pb2.SessionHello(client_name="benchmark")
+        await self._call.write(session_pb2.SessionRequest(step_id=self._frame, hello=hello))
+        await self._call.read()
+
+    async def step(self, request: model_executor_pb2.BatchDecodeRequest) -> Any:
+        """Send it as a frame; the answer's part that says what a unary one does."""
+        self._frame += 1
+        forward = session_pb2.SessionForward(items=request.items)
+        await self._call.write(session_pb2.SessionRequest(step_id=self._frame, forward=forward))
+        answer = await self._call.read()
+        if not answer.HasField("forward"):
+            raise RuntimeError(f"a frame was refused: {answer.error.message}")
+        return answer.forward
 
 
 def serve_arguments(workload: Workload, threads: int, module: str = "ferrum_rpc.cli") -> list[str]:

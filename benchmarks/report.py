@@ -15,10 +15,10 @@ from benchmarks import gpu_report, protocol_tables, suite_report
 from benchmarks.environment import ROOT
 from benchmarks.measure import Point
 from benchmarks.plot import svg
-from benchmarks.record import conditions
+from benchmarks.record import SCHEMA, conditions
 from benchmarks.tables import LEGEND, markdown
 from benchmarks.targets import newest
-from benchmarks.wire import RESULTS, SCHEMA, Result
+from benchmarks.wire import RESULTS
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 
@@ -66,7 +66,7 @@ def document(results: Sequence[tuple[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def wire(name: str, result: Result) -> str:
+def wire(name: str, result: Any) -> str:
     """The section of one run of `benchmarks.wire`."""
     points = result["points"]
     models = [each["name"] for each in result["models"]]
@@ -78,7 +78,7 @@ def wire(name: str, result: Result) -> str:
     return "\n".join([WIRE, *tables, legend, "", _agreement(points), "", _conditions(name, result)])
 
 
-def _model_line(result: Result, model: str) -> str:
+def _model_line(result: Any, model: str) -> str:
     facts = next(each for each in result["models"] if each["name"] == model)
     size = f"{facts['parameters'] / 1e6:,.0f} million parameters" if facts["parameters"] else "no weights"
     chosen = ", ".join(f"`{choice}`" for choice, _ in facts["choices"])
@@ -98,12 +98,13 @@ def _agreement(points: Sequence[Point]) -> str:
     )
 
 
-def _conditions(name: str, result: Result) -> str:
+def _conditions(name: str, result: Any) -> str:
     settings = result["settings"]
     rows = [
         ("threads", f"{settings['threads_in_process']} in process, {settings['threads_server']} in the server"),
         ("processes", settings["processes"]),
         ("transport", settings["transport"]),
+        ("engine", settings.get("engine", "thread")),
         ("rounds", f"{settings['rounds']} pairs, {settings['lead_in_steps']} untimed steps at the start of each"),
         ("block size", f"{settings['block_size']} tokens"),
         ("seed", str(settings["seed"])),
@@ -119,6 +120,7 @@ def protocol(name: str, result: Any) -> str:
     sizes = "; ".join(f"{way} {asked} and {got}" for way, (asked, got) in settings["exchange_bytes"].items())
     rows = [
         ("model", settings["model"]),
+        ("engine", settings.get("engine", "thread")),
         ("processes", settings["processes"]),
         ("rounds", f"{settings['rounds']}, {settings['disturbed_rounds_kept']} of them disturbed by other processes"),
         ("steps", f"of each sequence in a round: {steps}; {settings['lead_in_steps']} untimed ones before them"),
@@ -132,7 +134,11 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "suite": suite_report.suite,
     "peers": suite_report.peers,
     "protocol": protocol,
+    "protocol-process": protocol,
     "wire": wire,
+    "wire-session": wire,
+    "wire-process": wire,
+    "wire-session-process": wire,
     "gpu": gpu_report.gpu,
 }
 """By the ``benchmark`` that a file names, in the order of the page."""

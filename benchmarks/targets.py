@@ -105,16 +105,20 @@ def _speed() -> Iterator[Target]:
 
 
 def _costs() -> Iterator[Target]:
-    for batch in (1, 8, 32):
-        yield Target(f"gRPC against in process, b{batch}, greedy", "wire", _wire(batch, "greedy"), 0.97)
+    for way, benchmark in (("unary calls", "wire"), ("in a session", "wire-session")):
+        for batch in (1, 8, 32):
+            what = f"gRPC against in process, b{batch}, greedy, {way}"
+            yield Target(what, benchmark, _wire(batch, "greedy"), 0.97)
     yield Target("gRPC against in process, b32, full bf16 rows", "wire", _wire(32, "full-bf16"), 0.85)
     for way in ("unary", "session"):
         what = f"an empty step, {way}, in bare echoes"
         yield Target(what, "protocol", _protocol(way, 1, "ratio", "median"), 2.0, least=False)
-    yield Target(
-        "empty steps in a session, 4 in flight", "protocol", _protocol("session", 4, "steps_per_s"), 3000, unit="/s"
-    )
-    yield Target("empty steps of 64 unary callers", "protocol", _protocol("unary", 64, "steps_per_s"), 3000, unit="/s")
+    for engine, benchmark in (("", "protocol"), (", engine in a process", "protocol-process")):
+        for what, find in (
+            ("empty steps in a session, 4 in flight", _protocol("session", 4, "steps_per_s")),
+            ("empty steps of 64 unary callers", _protocol("unary", 64, "steps_per_s")),
+        ):
+            yield Target(what + engine, benchmark, find, 3000, unit="/s")
     yield Target("p99 over p50 of a decode step under mixed load", "suite", _mixed, 2.0, least=False)
     yield Target("bookkeeping of a sequence and step", "suite", _bookkeeping, 30.0, least=False, unit=" µs")
 
