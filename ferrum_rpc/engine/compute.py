@@ -65,7 +65,8 @@ class Compute:
                 requests.append((end - count, count, span.output.kind))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
-            for index, answer in zip(wanted, select_rows(hidden, requests, self.model.logits), strict=True):
+            found = select_rows(hidden, requests, self.model.logits, self.model.largest)
+            for index, answer in zip(wanted, found, strict=True):
                 rows[index] = answer
         return rows
 

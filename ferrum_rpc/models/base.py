@@ -41,6 +41,9 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden rows [T, hidden] after the final norm, of ``token_ids`` int64 [T] at ``positions`` int64 [T]."""
 
+    def largest(self, hidden: Tensor) -> Tensor:
+        """int64 [R]: of each row of `logits` the token of its largest element, the first of several."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of the hidden rows [R, hidden] that somebody asked for."""
 

@@ -151,6 +151,10 @@ class Decoder:
         """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""
         return self._require().head.widened(hidden)
 
+    def largest(self, hidden: Tensor) -> Tensor:
+        """See `Model.largest`."""
+        return self._require().head.largest(hidden)
+
     def _require(self) -> Loaded:
         if self._loaded is None:
             raise RuntimeError(f"{len(self._missing)} weights are not loaded")

@@ -106,6 +106,10 @@ class IdentityModel:
         padded = torch.constant_pad_nd(hidden, (0, folds * vocab - width))
         return padded if folds == 1 else padded.view(rows, folds, vocab).sum(1)
 
+    def largest(self, hidden: Tensor) -> Tensor:
+        """See `Model.largest`."""
+        return self.logits(hidden).argmax(dim=-1)
+
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """None."""
         return {}

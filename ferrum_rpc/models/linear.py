@@ -31,6 +31,9 @@ class Linear(Protocol):
     def widened(self, x: Tensor) -> Tensor:
         """The same values as float32."""
 
+    def largest(self, x: Tensor) -> Tensor:
+        """int64 [...]: of each row of the product the column of its largest element, the first of several."""
+
 
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """(weight [out, in], bias [out] or None) -> Linear. The weight may be dropped by the caller afterwards."""
@@ -56,6 +59,10 @@ class PlainLinear:
         """See `Linear`."""
         return self(x).to(torch.float32)
 
+    def largest(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self(x).argmax(dim=-1)
+
 
 class PackedLinear:
     """The weight in oneDNN's blocked layout: one layout serves every number of rows. CPU only."""
@@ -75,6 +82,10 @@ class PackedLinear:
     def widened(self, x: Tensor) -> Tensor:
         """See `Linear`."""
         return self(x).to(torch.float32)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self(x).argmax(dim=-1)
 
 
 def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> tuple[str, str, LinearFactory]:

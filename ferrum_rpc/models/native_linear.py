@@ -61,10 +61,27 @@ class NativeLinear:
         """See `Linear`."""
         return self._product(x, x.new_empty((*x.shape[:-1], self.n), dtype=torch.float32), 1)
 
-    def _product(self, x: Tensor, out: Tensor, wide: int) -> Tensor:
+    def largest(self, x: Tensor) -> Tensor:
+        """See `Linear`. No row is written."""
+        rows = self._rows(x)
+        ids = torch.empty(x.shape[:-1], dtype=torch.int64)
+        status = self.space.library.ferrum_linear_largest(
+            self.space.handle,
+            self.address,
+            rows.data_ptr(),
+            rows.stride(0),
+            len(rows),
+            ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return self._checked(status, ids)
+
+    def _rows(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
-        if rows.shape[1] < self._k:
-            rows = F.pad(rows, (0, self._k - rows.shape[1]))
+        return F.pad(rows, (0, self._k - rows.shape[1])) if rows.shape[1] < self._k else rows
+
+    def _product(self, x: Tensor, out: Tensor, wide: int) -> Tensor:
+        rows = self._rows(x)
         status = self.space.library.ferrum_linear(
             self.space.handle,
             self.address,
@@ -75,6 +92,10 @@ class NativeLinear:
             wide,
             torch.get_num_threads(),
         )
+        return self._checked(status, out)
+
+    @staticmethod
+    def _checked(status: int, out: Tensor) -> Tensor:
         if status:
             raise MemoryError("no memory for the matrix product's buffers")
         return out

@@ -150,6 +150,8 @@ def _type_products(library: ctypes.CDLL) -> None:
         rows = (pointer, long, long)
         library.ferrum_linear.argtypes = (pointer, pointer, *rows, pointer, integer, integer)
         library.ferrum_linear.restype = integer
+        library.ferrum_linear_largest.argtypes = (pointer, pointer, *rows, pointer, integer)
+        library.ferrum_linear_largest.restype = integer
         library.ferrum_layers_new.argtypes = (pointer,)
         library.ferrum_layers_new.restype = pointer
         library.ferrum_layers_free.argtypes = (pointer,)

@@ -36,17 +36,26 @@ HEAD_ROWS: Final = 256
 Request = tuple[int, int, OutputKind]
 """Rows ``first .. first + count`` of the step's packed tokens, and what is wanted of them."""
 
+_GREEDY: Final = Greedy()
 _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
 
 
-def select_rows(hidden: Tensor, requests: Sequence[Request], head: Callable[[Tensor], Tensor]) -> list[Rows]:
+def select_rows(
+    hidden: Tensor,
+    requests: Sequence[Request],
+    head: Callable[[Tensor], Tensor],
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> list[Rows]:
     """Answer every request.
 
-    ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V]. Returns host rows, one per
-    request; requests of the same kind share a block, in the order of the requests.
+    ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``largest`` to the int64
+    arg-max [R] of them, which may spare writing them. Returns host rows, one per request; requests of the same kind
+    share a block, in the order of the requests.
     """
     if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a lone decode
         _, count, kind = requests[0]
+        if largest is not None and kind == _GREEDY:
+            return [Rows(_to_host(kind, (largest(hidden),)), 0, count)]
         return [Rows(_to_host(kind, _select(head(hidden), kind)), 0, count)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
@@ -60,6 +69,10 @@ def select_rows(hidden: Tensor, requests: Sequence[Request], head: Callable[[Ten
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
 
     parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
+    if largest is not None and list(groups) == [_GREEDY]:
+        rows = hidden if packed is None else hidden.index_select(0, packed)
+        parts[_GREEDY] = [(largest(some),) for some in rows.split(HEAD_ROWS)]
+        total = 0  # there is nothing left to do for the head
     for low in range(0, total, HEAD_ROWS):
         high = min(low + HEAD_ROWS, total)
         if packed is None:

@@ -90,6 +90,37 @@ def test_what_is_no_number_stays_in_its_row_and_shows(factory, poison):
     assert torch.equal(poisoned[others], clean[others])
 
 
+@pytest.mark.parametrize("factory", [PairFactory, ByteFactory])
+@pytest.mark.parametrize("shape", [*SHAPES, (5000, 64)], ids=str)
+@pytest.mark.parametrize("kind", ["any", "ties", "zeros", "no numbers", "infinite"])
+def test_the_largest_of_a_row_is_the_first_of_the_largest_that_would_be_written(factory, shape, kind):
+    n, k = shape
+    weight, bias = draw(n, k), draw(n, seed=1)
+    if kind == "ties":
+        weight, bias = weight[torch.arange(n) % 7], bias[torch.arange(n) % 7]
+    elif kind == "zeros":
+        weight, bias = torch.zeros_like(weight), -torch.zeros_like(bias)
+    elif kind == "no numbers":
+        bias[[n // 2, n - 1]] = float("nan")
+    elif kind == "infinite":
+        bias[:] = -float("inf")
+    product = native_or_skip(factory)(weight, bias)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in ROWS:
+                x = draw(rows, k, seed=rows)
+                if kind == "no numbers" and rows > 1:
+                    x[1] = float("nan")
+                found = product.largest(x)
+                assert found.dtype == torch.int64
+                assert torch.equal(found, product.widened(x).argmax(dim=-1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(product.largest(draw(2, 3, k)), product.largest(draw(2, 3, k).view(6, k)).view(2, 3))
+
+
 def test_an_odd_width_is_filled_up():
     weight, x = draw(20, 33), draw(4, 33, seed=1)
     product = native_or_skip(PairFactory)(weight, None)

@@ -247,6 +247,29 @@ def test_rows_of_all_tokens_in_order_need_no_gather() -> None:
     assert seen[0] is hidden
 
 
+@given(asked=st.lists(st.integers(1, 9), min_size=1, max_size=5), skipped=st.booleans(), mixed=st.booleans())
+def test_the_largest_alone_are_asked_for_where_nobody_wants_more(asked: list[int], skipped: bool, mixed: bool) -> None:
+    """In slices, and with the answers that the logits give."""
+    head = Head(random_table(sum(asked) + 1, 12, ties=True))
+    requests = requests_of(asked, [Greedy()] * len(asked))
+    if skipped:
+        requests = [(first + 1, count, kind) for first, count, kind in requests]
+    if mixed:
+        requests[-1] = (*requests[-1][:2], Greedy(logprob=True))
+    sizes: list[int] = []
+
+    def largest(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return head(hidden).argmax(dim=-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ferrum_rpc.sampling.rows.HEAD_ROWS", 4)
+        answers = select_rows(head.hidden, requests, head, largest)
+    assert not sizes if mixed else (sum(sizes) == sum(asked) and max(sizes) <= 4)
+    for (first, count, kind), rows in zip(requests, answers, strict=True):
+        check_rows(rows, kind, head.table[first : first + count])
+
+
 # --- slices of the head -----------------------------------------------------------------------------------------------
 
 

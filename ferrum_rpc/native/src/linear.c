@@ -6,6 +6,9 @@
  * number of rows: a job is four panels and a slab of rows; while a job's later rows are multiplied, the next job's
  * weights are fetched.
  *
+ * Where only the largest element of a row is wanted (the next token of a greedy row), the row is not written: 32 rows of
+ * a 152k vocabulary are 19 MB of floats that somebody would read again.
+ *
  * 8-bit weights are blocks of 64 elements of a column with a scale each; rows are rounded to 8 bits in blocks of
  * 64 as well, because the instruction multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
  *
@@ -29,13 +32,20 @@
 #define GROUP 64         /* elements that share a scale */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
+/* The largest element so far of a row, and its column. */
+struct best {
+    float value;
+    int32_t column;
+};
+
 /* Buffers of room.h. */
 struct ferrum_linears {
     float *sums;      /* [threads][SLAB][DOT_WIDTH] */
     char *rows;       /* bytes: [m][k] */
     float *scales;    /* bytes: [m][k / GROUP] */
     int32_t *starts;  /* bytes: [m][k / GROUP] */
-    size_t sums_size, rows_size, scales_size, starts_size;
+    struct best *best; /* [threads][m] */
+    size_t sums_size, rows_size, scales_size, starts_size, best_size;
 };
 
 int32_t ferrum_linear_supported(int32_t kind)
@@ -52,6 +62,7 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self->rows);
     free(self->scales);
     free(self->starts);
+    free(self->best);
     free(self);
 }
 
@@ -83,23 +94,60 @@ static DOT_TARGET void quantise(const char *row, int k, char *to, float *scales,
     }
 }
 
-/* The sums of a row to an output row of `count` columns, of which `from` is the first: rounded to bfloat16 to the nearest,
- * ties to even (a NaN stays one); as floats of that value where `wide`. */
+/* 16 sums of a row, with the biases of the columns that are `held`: rounded to bfloat16 to the nearest, ties to even (a
+ * NaN stays one), in the lower halves. */
+static inline DOT_TARGET __m512i round_sums(const float *sums, const float *bias, __mmask16 held)
+{
+    __m512 x = _mm512_loadu_ps(sums);
+    if (bias)
+        x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(held, bias));
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(bits, more), 16);
+    return _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+}
+
+static inline __mmask16 held_columns(int count) { return count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff; }
+
+/* The sums of a row to an output row of `count` columns, of which `from` is the first: as bfloat16, or as floats of
+ * such values where `wide`. */
 static DOT_TARGET void round_row(const float *sums, const float *bias, int from, int count, char *out, int wide)
 {
     for (int i = 0; i < count; i += 16) {
-        const __mmask16 held = count - i < 16 ? (__mmask16)((1u << (count - i)) - 1) : 0xffff;
-        __m512 x = _mm512_loadu_ps(sums + i);
-        if (bias)
-            x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(held, bias + from + i));
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        __m512i half = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-        half = _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+        const __mmask16 held = held_columns(count - i);
+        const __m512i half = round_sums(sums + i, bias ? bias + from + i : NULL, held);
         if (wide)
             _mm512_mask_storeu_epi32(out + (size_t)(from + i) * 4, held, _mm512_slli_epi32(half, 16));
         else
             _mm256_mask_storeu_epi16(out + (size_t)(from + i) * 2, held, _mm512_cvtepi32_epi16(half));
+    }
+}
+
+/* Whether `x` at `column` comes before what is held: larger, or as large and further left. A NaN is larger than any
+ * number, as it is to torch. */
+static inline int comes_first(float x, int column, const struct best *best)
+{
+    if (x != x || best->value != best->value)
+        return x != x && (best->value == best->value || column < best->column);
+    return x > best->value || (x == best->value && column < best->column);
+}
+
+/* The largest of a row's values as `round_row` would write them. */
+static DOT_TARGET void best_of_row(const float *sums, const float *bias, int from, int count, struct best *best)
+{
+    for (int i = 0; i < count; i += 16) {
+        const __mmask16 held = held_columns(count - i);
+        const __m512i half = round_sums(sums + i, bias ? bias + from + i : NULL, held);
+        const __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
+        const __mmask16 none = _mm512_mask_cmp_ps_mask(held, x, x, _CMP_UNORD_Q);
+        const float most = none ? __builtin_nanf("") : _mm512_mask_reduce_max_ps(held, x);
+        if (!none && most < best->value)
+            continue; /* nearly always */
+        const __mmask16 where = none ? none : _mm512_mask_cmp_ps_mask(held, x, _mm512_set1_ps(most), _CMP_EQ_OQ);
+        const int column = from + i + __builtin_ctz(where);
+        if (comes_first(most, column, best))
+            *best = (struct best){most, column};
     }
 }
 
@@ -112,10 +160,11 @@ struct product {
     char *out;
     int64_t count;
     int panels, unit, slabs, wide; /* all panels, those of a job, jobs of the same panels */
+    int ranked;                    /* the largest of each row is wanted, and no row */
 };
 
-/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. */
-static void multiply(const struct product *product, int64_t job, int64_t next, float *sums)
+/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. `best`: of this thread. */
+static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, struct best *best)
 {
     const struct linear *linear = product->linear;
     const int pairs = linear->kind == PAIRS, panel = (int)(job / product->slabs) * product->unit;
@@ -158,14 +207,17 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
     const int column = panel * DOT_COLUMNS;
     const int columns = linear->n - column < panels * DOT_COLUMNS ? linear->n - column : panels * DOT_COLUMNS;
     for (int row = 0; row < rows; row++)
-        round_row(sums + row * DOT_WIDTH, linear->bias, column, columns, product->out + (from + row) * product->out_bytes,
-                  product->wide);
+        if (product->ranked)
+            best_of_row(sums + row * DOT_WIDTH, linear->bias, column, columns, best + from + row);
+        else
+            round_row(sums + row * DOT_WIDTH, linear->bias, column, columns,
+                      product->out + (from + row) * product->out_bytes, product->wide);
 }
 
-/* out [count, n] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
- * elements apart, those of the output one after the other. 0, or -1 where there is no memory for the buffers. */
-int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
-                      int64_t count, char *out, int32_t wide, int32_t threads)
+/* The product of x [count, k], whose rows lie `x_stride` elements apart, to `out`, or only the largest of each row to
+ * `self->best`, of as many threads as it returns; -1 where there is no memory for the buffers. */
+static int32_t run(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                   int64_t count, char *out, int32_t wide, int32_t threads)
 {
     const int pairs = linear->kind == PAIRS, groups = linear->k / GROUP;
     struct product product = {
@@ -180,6 +232,7 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
         .unit = DOT_PANELS,
         .slabs = (int)((count + SLAB - 1) / SLAB),
         .wide = wide,
+        .ranked = !out,
     };
     if (product.panels * product.panel_bytes < SMALL)
         threads = 1;
@@ -189,6 +242,12 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
     const size_t sums = (size_t)(count < SLAB ? count : SLAB) * DOT_WIDTH;
     if (!room_for(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
         return -1;
+    if (product.ranked) {
+        if (!room_for(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
+            return -1;
+        for (int64_t i = 0; i < threads * count; i++)
+            self->best[i] = (struct best){-__builtin_inff(), INT32_MAX};
+    }
     if (!pairs) {
         if (!room_for(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
             !room_for(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
@@ -203,7 +262,9 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
     int arrived = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float *mine = self->sums + __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED) * sums;
+        const int number = __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
+        float *mine = self->sums + number * sums;
+        struct best *best = product.ranked ? self->best + number * count : NULL;
         if (!pairs) {
             int64_t row;
 #pragma omp for schedule(static)
@@ -214,9 +275,36 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
         int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
         while (job < jobs) {
             const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-            multiply(&product, job, next < jobs ? next : job, mine);
+            multiply(&product, job, next < jobs ? next : job, mine, best);
             job = next;
         }
+    }
+    return threads;
+}
+
+/* out [count, n] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
+ * elements apart, those of the output one after the other. 0, or -1 where there is no memory for the buffers. */
+int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                      int64_t count, char *out, int32_t wide, int32_t threads)
+{
+    return run(self, linear, x, x_stride, count, out, wide, threads) < 0 ? -1 : 0;
+}
+
+/* ids [count]: of each row of that product the column of its largest element, the first of several. */
+int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                              int64_t count, int64_t *ids, int32_t threads)
+{
+    const int32_t lists = run(self, linear, x, x_stride, count, NULL, 0, threads);
+    if (lists < 0)
+        return -1;
+    for (int64_t row = 0; row < count; row++) {
+        struct best best = self->best[row];
+        for (int32_t list = 1; list < lists; list++) {
+            const struct best *other = self->best + list * count + row;
+            if (comes_first(other->value, other->column, &best))
+                best = *other;
+        }
+        ids[row] = best.column;
     }
     return 0;
 }
@@ -234,6 +322,13 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, 
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
     (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)out, (void)wide, (void)threads;
+    return -1;
+}
+
+int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                              int64_t count, int64_t *ids, int32_t threads)
+{
+    (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)ids, (void)threads;
     return -1;
 }
 

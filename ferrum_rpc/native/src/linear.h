@@ -20,5 +20,7 @@ struct ferrum_linears;
 
 int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads);
+int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+                              int64_t count, int64_t *ids, int32_t threads);
 
 #endif
