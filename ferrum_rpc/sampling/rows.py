@@ -71,7 +71,7 @@ def select_rows(
     parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
     if largest is not None and list(groups) == [_GREEDY]:
         rows = hidden if packed is None else hidden.index_select(0, packed)
-        parts[_GREEDY] = [(largest(some),) for some in rows.split(HEAD_ROWS)]
+        parts[_GREEDY] = [(largest(rows[low : low + HEAD_ROWS]),) for low in range(0, total, HEAD_ROWS)]
         total = 0  # there is nothing left to do for the head
     for low in range(0, total, HEAD_ROWS):
         high = min(low + HEAD_ROWS, total)
