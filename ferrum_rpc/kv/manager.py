@@ -22,6 +22,7 @@ called from elsewhere. Paged blocks with reference counts and copy-on-write are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ from ferrum_rpc.kv.pool import BlockPool
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceState
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
-_NO_SLOTS = np.zeros(0, dtype=np.int64)
+_NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
 
 
 class KvManager:
@@ -65,19 +66,23 @@ class KvManager:
         makes the sequence; ``ahead`` then promises blocks for that many tokens more, as `ensure_capacity` would, in the
         same transaction. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
         """
-        if create and sequence in self._sequences:
-            raise KvMisuse(f"sequence {sequence} exists already")
-        state = SequenceState() if create else self._idle(sequence)
+        if create:
+            if sequence in self._sequences:
+                raise KvMisuse(f"sequence {sequence} exists already")
+            state = SequenceState()
+        else:
+            state = self._idle(sequence)
         if not 0 <= start <= state.length or tokens < 1 or ahead < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
         size, table, end = self.block_size, state.table, start + tokens
-        first, before, after = start // size, len(table), blocks_for(end, size)
+        whole = table.whole
+        first, before, after = start // size, len(whole), blocks_for(end, size)
+        if start == state.length and first + 1 == after == before and self._pool.is_writable(whole.item(first)):
+            # Nearly every decode: there is room in the last block, and it is the sequence's own.
+            state.open = reservation = Reservation(sequence, start, end, whole, _NO_SLOTS)
+            return reservation
         touched = range(first, min(before, after))
         replaced = [(index, table[index]) for index in touched if not self._pool.is_writable(table[index])]
-        if start == state.length and after <= before and not replaced and not ahead:
-            # Nearly every decode: there is room in the last block, and it is the sequence's own.
-            state.open = Reservation(sequence, start, end, table.view(after), [], _NO_SLOTS, False, [], [], 0)
-            return state.open
         overwritten = _NO_SLOTS
         if start < state.length:
             skip = [index for index, _ in replaced]
@@ -95,9 +100,9 @@ class KvManager:
         table.extend(fresh[len(replaced) :])
         # A block that is rewritten from its first slot on needs nothing of the old one.
         partial = start % size and replaced and replaced[0][0] == first
-        copies = [(replaced[0][1], fresh[0])] if partial else []
+        copies = ((replaced[0][1], fresh[0]),) if partial else ()
         state.open = Reservation(
-            sequence, start, end, table.view(after), copies, overwritten, create, replaced, fresh, spared
+            sequence, start, end, table.view(after), overwritten, copies, create, replaced, fresh, spared
         )
         if create:
             state.promised_from, state.promised_tokens = end, ahead
@@ -107,10 +112,13 @@ class KvManager:
     def commit(self, reservation: Reservation) -> int:
         """The tokens were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
         state = self._opened(reservation)
-        dropped = state.table.cut(blocks_for(reservation.end, self.block_size))
         state.open = None
-        self._pool.release([block for _, block in reservation.replaced] + dropped)
         rewound = reservation.start < state.length
+        if not (rewound or reservation.replaced or state.promised_tokens):  # it grew, into blocks that nobody else has
+            state.length = reservation.end
+            return state.length
+        dropped = state.table.cut(blocks_for(reservation.end, self.block_size))
+        self._pool.release([block for _, block in reservation.replaced] + dropped)
         self._capacity.resize(state, reservation.start if rewound else reservation.end, reservation.end)
         return state.length
 
@@ -231,13 +239,13 @@ class KvManager:
         return state
 
     def _idle(self, sequence: int) -> SequenceState:
-        state = self._known(sequence)
+        state = self._sequences.get(sequence) or self._known(sequence)
         if state.open is not None:
             raise KvMisuse(f"sequence {sequence} has an open reservation")
         return state
 
     def _opened(self, reservation: Reservation) -> SequenceState:
-        state = self._known(reservation.sequence)
+        state = self._sequences.get(reservation.sequence) or self._known(reservation.sequence)
         if state.open is not reservation:
             raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
         return state

@@ -6,6 +6,7 @@ agree on words. This file must not know the pool or the store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,15 +38,15 @@ class Reservation:
     start: int
     end: int
     table: Int32Array
-    copies: list[tuple[int, int]]
     overwritten: npt.NDArray[np.int64]
+    copies: tuple[tuple[int, int], ...] = ()
     # The rest is for undoing it.
-    created: bool
-    replaced: list[tuple[int, int]]
+    created: bool = False
+    replaced: Sequence[tuple[int, int]] = ()
     """(index in the table, the block that stood there): still referenced, so that nobody writes into it."""
-    fresh: list[int]
+    fresh: Sequence[int] = ()
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
-    spares_used: int
+    spares_used: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -19,11 +19,12 @@ _SMALLEST = 8
 class BlockTable:
     """A growable int32 array: entry ``i`` is the block of the positions ``i * block_size .. (i + 1) * block_size``."""
 
-    __slots__ = ("_entries", "_size")
+    __slots__ = ("_entries", "_size", "_whole")
 
     def __init__(self, blocks: Int32Array | None = None) -> None:
         self._entries = np.empty(_SMALLEST, dtype=np.int32)
         self._size = 0
+        self._whole: Int32Array | None = None
         if blocks is not None:
             self.make_room(len(blocks))
             self._entries[: len(blocks)] = blocks
@@ -46,26 +47,33 @@ class BlockTable:
         """The first ``count`` entries, int32 [count], not copied: it shows what is set later, until the table grows."""
         return self._entries[:count]
 
+    @property
+    def whole(self) -> Int32Array:
+        """`view` of all entries, made once for as long as there are as many: a decode asks at every token."""
+        if self._whole is None:
+            self._whole = self._entries[: self._size]
+        return self._whole
+
     def make_room(self, count: int) -> None:
         """Prepare storage for ``count`` entries, so that `extend` up to there cannot fail. Amortised O(1) an entry."""
         if count > len(self._entries):
             grown = np.empty(max(count, 2 * len(self._entries)), dtype=np.int32)
             grown[: self._size] = self._entries[: self._size]
-            self._entries = grown
+            self._entries, self._whole = grown, None
 
     def extend(self, blocks: Sequence[int]) -> None:
         """Append ``blocks``."""
         size = self._size + len(blocks)
         self.make_room(size)
         self._entries[self._size : size] = blocks
-        self._size = size
+        self._size, self._whole = size, None
 
     def cut(self, count: int) -> list[int]:
         """Drop the entries from ``count`` on and return them; none where there are no more than ``count``."""
         if count >= self._size:
             return []
         dropped: list[int] = self._entries[count : self._size].tolist()
-        self._size = count
+        self._size, self._whole = count, None
         return dropped
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferrum_rpc.core import (
+    Greedy,
     Limits,
     ModelInfo,
+    OutputSpec,
     SelectedTokens,
+    TokenArray,
     TopTokens,
     WorkItem,
 )
@@ -36,12 +39,16 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
             field="items",
             metadata={"max_batch_items": limits.max_batch_items},
         )
-    tokens = size = 0
+    tokens = size = each_size = 0
+    alike: tuple[OutputSpec | None, int] = (None, 0)  # a batch mostly wants the same of each
     ids = []
     for item in items:
         if isinstance(item, WorkItem):
-            tokens += len(item.tokens)
-            size += answer_bytes(item, model.vocab_size)
+            count, output = len(item.tokens), item.output
+            if output is not alike[0] or count != alike[1]:
+                alike, each_size = (output, count), answer_bytes(item, model.vocab_size)
+            tokens += count
+            size += each_size
             if item.handle is not None:
                 ids.append(item.handle.id)
     if len(set(ids)) < len(ids):
@@ -73,12 +80,13 @@ def answer_bytes(item: WorkItem, vocab_size: int) -> int:
     return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * item.output.row_bytes(vocab_size)
 
 
-def check_item(item: WorkItem, model: ModelInfo, limits: Limits) -> None:
+def check_item(tokens: TokenArray, output: OutputSpec, model: ModelInfo, limits: Limits) -> None:
     """Refuse tokens beyond the vocabulary and outputs beyond the limits."""
-    tokens = item.tokens
     if (tokens.item() if len(tokens) == 1 else int(tokens.max())) >= model.vocab_size:  # numpy's maximum takes 2 µs
         raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
-    match item.output.kind:
+    match output.kind:
+        case Greedy():
+            pass
         case TopTokens(k) if k > min(limits.max_top_tokens, model.vocab_size):
             most = min(limits.max_top_tokens, model.vocab_size)
             raise InvalidRequest(

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ferrum_rpc.core import (
     ANYBODY,
@@ -33,20 +35,17 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, Queue
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.handles import Ending, Record, named
 from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint, scope_of
 
 
-@dataclass(slots=True, eq=False)
-class Admitted:
-    """An item on its way through a step. ``entry`` is its place in the replay log, under ``scope``, if it has a request
-    id."""
+class Admitted(NamedTuple):
+    """The item at ``place`` of its call, on its way through a step. ``entry`` is that of the replay log, if it has a
+    request id."""
 
-    index: int
-    item: WorkItem
+    place: int
     record: Record
     span: Span
-    scope: bytes
     entry: Entry | None
 
 
@@ -147,19 +146,20 @@ class ForwardPath:
         admitted: list[Admitted] = []
         replayed: dict[int, Ticket] = {}
         echoes: dict[int, int] = {}
+        now = time.monotonic()
         try:
             for index, item in enumerate(items):
                 try:
                     if isinstance(item, ExecutorError):
                         raise item
-                    found = self._admit(index, item, model, caller, origin)
+                    found = self._admit(index, item, model, caller, origin, now)
                 except ExecutorError as error:
                     outcomes[index] = error
                     continue
                 if isinstance(found, Admitted):
                     admitted.append(found)
                 elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                    echoes[index] = twin.index  # a repetition within the call waits for nobody else
+                    echoes[index] = twin.place  # a repetition within the call waits for nobody else
                 else:
                     replayed[index] = books.replay.join(found)
             try:
@@ -176,8 +176,7 @@ class ForwardPath:
                 done: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
                 call = Call(admitted, outcomes, partial(_resolve, done))
                 self._submit(call, all_or_nothing, deadline)
-                timing = await self._result(call, done, take_back)
-                culprit = call.culprit
+                timing, culprit = await self._result(call, done, take_back), call.culprit
             for index, ticket in replayed.items():
                 answer = await books.replay.answer(ticket)
                 assert isinstance(answer, ItemAnswer | ExecutorError)  # noqa: S101 - the fingerprint told forwards from operations
@@ -209,7 +208,7 @@ class ForwardPath:
         model = books.model
         admission.check_lone(item, model, books.limits, max_bytes or books.limits.max_response_bytes)
         try:
-            found = self._admit(0, item, model, caller, origin)
+            found = self._admit(0, item, model, caller, origin, time.monotonic())
         except ExecutorError as refusal:
             call = Call([], {0: refusal}, finished)
             finished(None)
@@ -233,7 +232,8 @@ class ForwardPath:
             for index, item in enumerate(items):
                 if isinstance(item, ExecutorError) or not item.request_id:
                     continue
-                entry = replay.in_flight(_scope(item, caller), item.request_id)
+                handle_id = b"" if item.handle is None else item.handle.id
+                entry = replay.in_flight(scope_of(caller.name, handle_id, item.request_id), item.request_id)
                 if entry is None:
                     continue
                 waited = True
@@ -247,25 +247,29 @@ class ForwardPath:
 
     # --- admit ------------------------------------------------------------------------------------------------------
 
-    def _admit(
-        self, index: int, item: WorkItem, model: ModelInfo, caller: Caller, origin: object | None
+    def _admit(  # noqa: PLR0917 - once an item: what its call knows is handed down one by one
+        self, index: int, item: WorkItem, model: ModelInfo, caller: Caller, origin: object | None, now: float
     ) -> Admitted | Entry:
-        """Turn an item into a span, or find its recorded answer. Raises its refusal, having changed nothing."""
+        """Turn an item into a span, or find its recorded answer. Raises its refusal, having changed nothing. ``now``:
+        on `time.monotonic`."""
         books = self._books
-        admission.check_item(item, model, books.limits)
-        scope = _scope(item, caller)
-        fingerprint = item_fingerprint(item) if item.request_id else None
-        if item.request_id and (entry := books.replay.find(scope, item.request_id, fingerprint)) is not None:
-            return entry
-        if item.handle is None:
+        replay = books.replay
+        _, handle, tokens, truncate_to, output, request_id, create = item
+        admission.check_item(tokens, output, model, books.limits)
+        if request_id:
+            scope = replay.scope(scope_of(caller.name, b"" if handle is None else handle.id, request_id))
+            fingerprint = item_fingerprint(item)
+            if (known := scope.get(request_id)) is not None:
+                return known.repeated(fingerprint)
+        if handle is None:
             record = self._mint(item, model, caller)
             record.origin = origin
         else:
-            record = self._claim(item, item.handle, model, caller)
-        start = record.length if item.truncate_to is None else item.truncate_to
-        span = Span(record.sequence, item.tokens, start, item.output, item.handle is None, item.create.reserve_tokens)
-        entry = books.replay.begin(scope, item.request_id, fingerprint) if item.request_id else None
-        return Admitted(index, item, record, span, scope, entry)
+            record = self._claim(item, handle, model, caller, now)
+        start = record.length if truncate_to is None else truncate_to
+        span = named(Span, (record.sequence, tokens, start, output, handle is None, create.reserve_tokens))
+        entry = replay.begin(scope, request_id, fingerprint) if request_id else None
+        return named(Admitted, (index, record, span, entry))
 
     def _mint(self, item: WorkItem, model: ModelInfo, caller: Caller) -> Record:
         books, create = self._books, item.create
@@ -281,8 +285,8 @@ class ForwardPath:
             raise
         return record
 
-    def _claim(self, item: WorkItem, handle: HandleRef, model: ModelInfo, caller: Caller) -> Record:
-        record = self._books.handles.claim(handle, caller.name)
+    def _claim(self, item: WorkItem, handle: HandleRef, model: ModelInfo, caller: Caller, now: float) -> Record:
+        record = self._books.handles.claim(handle, caller.name, now=now)
         try:
             start = record.length
             if item.truncate_to is not None:
@@ -305,7 +309,10 @@ class ForwardPath:
         tokens = sum(len(item.token_ids) for item in items)
         if tokens > limits.max_batch_tokens or self._has_room(len(items), tokens):
             return
-        if not any(item.request_id and knows(scope_of(caller.name, item.handle.id), item.request_id) for item in items):
+        if not any(
+            each.request_id and knows(scope_of(caller.name, each.handle.id, each.request_id), each.request_id)
+            for each in items
+        ):
             raise self._queue_full()
 
     def has_room(self, items: Sequence[forward_pb2.ForwardItem]) -> bool:
@@ -332,8 +339,9 @@ class ForwardPath:
 
     def _withdraw(self, admitted: Sequence[Admitted], error: ExecutorError) -> None:
         """Undo admissions: nothing happened."""
+        now, heard = time.monotonic(), not isinstance(error, Cancelled)
         for each in admitted:
-            self._settle(each, error, heard=not isinstance(error, Cancelled))
+            self._settle(each, error, now, heard=heard)
 
     # --- submit and commit ------------------------------------------------------------------------------------------
 
@@ -376,43 +384,44 @@ class ForwardPath:
 
     def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """The step is over: make it so, whether or not the caller still listens."""
+        books, answers, heard, now = self._books, call.outcomes, not call.abandoned, time.monotonic()
         for each, outcome in zip(call.admitted, outcomes, strict=True):
-            record = each.record
             if isinstance(outcome, ExecutorError):
-                self._books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
+                books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
                 if outcome.position is not None and len(outcomes) > outcome.position:
-                    call.culprit = call.admitted[outcome.position].index
-                call.outcomes[each.index] = outcome
-                self._settle(each, outcome, heard=not call.abandoned)
+                    call.culprit = call.admitted[outcome.position].place
+                answers[each.place] = outcome
+                self._settle(each, outcome, now, heard=heard)
                 continue
-            self._books.counters.tokens_truncated += record.length - each.span.start
-            record.length = outcome.length
+            (place, record, span, entry), (length, rows) = each, outcome
+            if record.length != span.start:
+                books.counters.tokens_truncated += record.length - span.start
+            record.length = length
             record.version += 1
-            if each.span.create:
-                self._books.born(record)
+            if span.create:
+                books.born(record)
                 # Cancelled, and no request id to ask again with: nobody will ever learn this handle.
-                if call.abandoned and each.entry is None:
+                if call.abandoned and entry is None:
                     record.doom = record.doom or Ending.ABANDONED
-            result = ItemAnswer(record.handle, outcome.rows)
-            call.outcomes[each.index] = result
-            self._settle(each, result, heard=not call.abandoned)
+            answers[place] = answer = named(ItemAnswer, (record.handle, rows, False, 0))
+            self._settle(each, answer, now, heard=heard)
         call.finished(timing)
 
-    def _settle(self, each: Admitted, outcome: ItemOutcome, *, heard: bool = True) -> None:
+    def _settle(self, each: Admitted, outcome: ItemOutcome, now: float, *, heard: bool) -> None:
         """The item is over: the sequence is free again, and the duplicates hear of it. ``heard``: the caller still
-        listens, which is a sign of life."""
-        books, record = self._books, each.record
+        listens, which is a sign of life, ``now`` on `time.monotonic`."""
+        books, (_, record, span, entry) = self._books, each
         record.busy = False
-        if each.span.create and isinstance(outcome, ExecutorError):
+        if span.create and isinstance(outcome, ExecutorError):
             books.stillborn(record)
         else:
             books.accounts.settle(record)
             if heard:
-                record.touch()
+                record.touch(now)
             if record.doom is not None:
                 books.release([record], record.doom)
-        if each.entry is not None:
-            books.replay.finish(each.scope, each.item.request_id, outcome, creation=each.item.handle is None)
+        if entry is not None:
+            books.replay.finish(entry, outcome)
 
 
 def _resolve(done: asyncio.Future[StepTiming | None], ending: StepTiming | Cancelled | None) -> None:
@@ -423,10 +432,6 @@ def _resolve(done: asyncio.Future[StepTiming | None], ending: StepTiming | Cance
         done.set_exception(ending)
     else:
         done.set_result(ending)
-
-
-def _scope(item: WorkItem, caller: Caller) -> bytes:
-    return scope_of(caller.name, b"" if item.handle is None else item.handle.id)
 
 
 def _raise_first(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> None:

@@ -37,6 +37,11 @@ SECRET_BYTES: Final = 16
 TOMBSTONES: Final = 65_536
 
 
+named: Final = tuple.__new__
+"""``named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs: a named
+tuple's own ``__new__`` is a function in Python. All fields, in their order: no default fills in."""
+
+
 class Ending(enum.Enum):
     """Why a sequence is gone. The value is the word of metrics and logs."""
 
@@ -83,16 +88,19 @@ class Record:
     origin: object | None = None
     mourners: list[Callable[[], None]] = field(default_factory=list)
 
-    def touch(self) -> None:
-        """It was used: its lease is renewed, or its idle time begins anew."""
-        now = self.used = time.monotonic()
+    def touch(self, now: float | None = None) -> None:
+        """It was used: its lease is renewed, or its idle time begins anew. ``now``: on `time.monotonic`, from whoever
+        touches many and asked once."""
+        if now is None:
+            now = time.monotonic()
+        self.used = now
         if self.lease is not None:
             self.lease.renew(now)
 
     @property
     def handle(self) -> HandleRef:
         """The handle that the caller must pass back next."""
-        return HandleRef(self.id, self.length, self.version)
+        return named(HandleRef, (self.id, self.length, self.version))
 
 
 class HandleTable:
@@ -157,14 +165,19 @@ class HandleTable:
             raise InstanceMismatch("the handle is of another process lifetime; prefill the sequence again")
         raise HandleUnknown("no such sequence")
 
-    def claim(self, handle: HandleRef, owner: str = "", *, any_version: bool = False) -> Record:
+    def claim(
+        self, handle: HandleRef, owner: str = "", *, any_version: bool = False, now: float | None = None
+    ) -> Record:
         """`find`, and the handle must be current and no call in flight. The record is busy until the caller says
-        otherwise. Whatever else comes of it, the sequence was used."""
-        record = self.find(handle, owner)
-        record.touch()
+        otherwise. Whatever else comes of it, the sequence was used (``now``: see `Record.touch`)."""
+        handle_id, length, version = handle
+        record = self._live.get(handle_id)
+        if record is None or record.owner != owner:
+            record = self.find(handle, owner)
+        record.touch(now)
         if record.busy:
             raise SequenceBusy("another call on this sequence is in flight")
-        if not any_version and (handle.version != record.version or handle.seq_len != record.length):
+        if not any_version and (version != record.version or length != record.length):
             raise SequenceVersionMismatch(
                 f"the handle is stale: the sequence stands at version {record.version} with {record.length} tokens",
                 metadata={"version": record.version, "seq_len": record.length},

@@ -20,7 +20,7 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, Invali
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.handles import Ending, Record
-from ferrum_rpc.service.replay import Entry, scope_of
+from ferrum_rpc.service.replay import Entry, Key, scope_of
 
 Handles = tuple[HandleRef, ...]
 
@@ -64,7 +64,7 @@ class CacheOperations:
             return Prepared(record, Command("truncate", (record.sequence, length)), commit)
 
         handles, replayed = await self._once(
-            scope_of(caller.name, handle.id), request_id, ("truncate", handle, length), prepare
+            scope_of(caller.name, handle.id, request_id), request_id, ("truncate", handle, length), prepare
         )
         return handles[0], replayed
 
@@ -118,7 +118,7 @@ class CacheOperations:
             return Prepared(record, Command("fork", (record.sequence, numbers, length)), commit, refuse)
 
         return await self._once(
-            scope_of(caller.name, handle.id), request_id, ("fork", handle, count, at, lease_id), prepare
+            scope_of(caller.name, handle.id, request_id), request_id, ("fork", handle, count, at, lease_id), prepare
         )
 
     async def release(
@@ -140,7 +140,7 @@ class CacheOperations:
             return Prepared(record, Command("release", ([record.sequence],)), commit)
 
         _, replayed = await self._once(
-            scope_of(caller.name, handle.id), request_id, ("release", handle, any_version), prepare
+            scope_of(caller.name, handle.id, request_id), request_id, ("release", handle, any_version), prepare
         )
         return replayed
 
@@ -160,7 +160,7 @@ class CacheOperations:
 
             return Prepared(record, Command("reserve", (record.sequence, tokens)), commit)
 
-        handles, _ = await self._once(b"", "", None, prepare)
+        handles, _ = await self._once(("", ""), "", None, prepare)
         return handles[0]
 
     async def reset(self, instance_id: str = "") -> int:
@@ -205,15 +205,16 @@ class CacheOperations:
     # --- machinery --------------------------------------------------------------------------------------------------
 
     async def _once(
-        self, scope: bytes, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]
+        self, key: Key, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]
     ) -> tuple[Handles, bool]:
         """Run an operation once per request id: its result, and whether it is a recorded one."""
         _ = self._books.model
         replay = self._books.replay
         entry: Entry | None = None
         if request_id:
-            if (known := replay.find(scope, request_id, fingerprint)) is not None:
-                return await self._repeated(known), True
+            scope = replay.scope(key)
+            if (known := scope.get(request_id)) is not None:
+                return await self._repeated(known.repeated(fingerprint)), True
             prepared = prepare()  # a refusal leaves no entry
             entry = replay.begin(scope, request_id, fingerprint)
         else:
@@ -236,7 +237,7 @@ class CacheOperations:
             if record.doom is not None and not record.busy:
                 self._books.release([record], record.doom)
             if entry is not None:
-                replay.finish(scope, request_id, outcome)
+                replay.finish(entry, outcome)
             if not done.done():
                 done.set_result(outcome)
 

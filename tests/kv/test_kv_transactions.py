@@ -29,7 +29,7 @@ def test_a_new_sequence_takes_just_the_blocks_that_its_tokens_need():
     w = world()
     reservation = w.write(A, 9)
     assert reservation.table.tolist() == [1, 2, 3]
-    assert reservation.copies == [] and reservation.overwritten.size == 0
+    assert reservation.copies == () and reservation.overwritten.size == 0
     assert slots_for(reservation.table, 7, 9, 4).tolist() == [11, 12]
     assert w.kv.state() == CacheState(block_size=4, total_blocks=8, free_blocks=5, sequences=1)
 
@@ -50,7 +50,7 @@ def test_rolling_back_and_writing_in_one_transaction_overwrites_in_place():
     blocks = w.blocks(A)
     write = w.reserve(A, 6, 3)
     assert write.reservation.overwritten.tolist() == [blocks[1] * 4 + 2, blocks[1] * 4 + 3, blocks[2] * 4]
-    assert write.reservation.table.tolist() == blocks and write.reservation.copies == []
+    assert write.reservation.table.tolist() == blocks and write.reservation.copies == ()
     w.run(write)
     w.commit(write)
     assert w.kv.length(A) == 9
@@ -141,9 +141,9 @@ def test_writing_behind_a_shared_block_copies_it_once():
     w.fork(A, B)
     tail = w.blocks(A)[1]
     reservation = w.write(B, 1)
-    assert reservation.copies == [(tail, w.blocks(B)[1])] and w.blocks(B)[1] != tail
-    assert w.write(B, 1).copies == []
-    assert w.write(A, 1).copies == [], "the last holder writes in place"
+    assert reservation.copies == ((tail, w.blocks(B)[1]),) and w.blocks(B)[1] != tail
+    assert w.write(B, 1).copies == ()
+    assert w.write(A, 1).copies == (), "the last holder writes in place"
     assert w.blocks(A)[1] == tail
     w.check()
 
@@ -154,10 +154,10 @@ def test_truncate_into_shared_tail_copies_on_next_write():
     w.fork(A, B)
     w.truncate(B, 6)
     shared = w.blocks(A)[1]
-    assert w.write(B, 4).copies == [(shared, w.blocks(B)[1])]
+    assert w.write(B, 4).copies == ((shared, w.blocks(B)[1]),)
     w.check()
     w.truncate(A, 5)
-    assert w.write(A, 1).copies == []
+    assert w.write(A, 1).copies == ()
     w.check()
 
 
@@ -167,13 +167,13 @@ def test_rewriting_into_a_shared_block_copies_only_what_stays():
     w.fork(A, B)
     write = w.reserve(B, 6, 6)
     old, new = w.blocks(A), write.reservation.table.tolist()
-    assert write.reservation.copies == [(old[1], new[1])], "the third block is rewritten from its first slot on"
+    assert write.reservation.copies == ((old[1], new[1]),), "the third block is rewritten from its first slot on"
     assert new[0] == old[0] and new[2] != old[2]
     assert write.reservation.overwritten.size == 0, "nothing is overwritten in place"
     w.run(write)
     w.commit(write)
     w.check()
-    assert w.reserve(A, 8, 4).reservation.copies == []
+    assert w.reserve(A, 8, 4).reservation.copies == ()
 
 
 def test_a_shared_block_that_is_rewritten_from_its_start_is_not_copied():
@@ -181,7 +181,7 @@ def test_a_shared_block_that_is_rewritten_from_its_start_is_not_copied():
     w.write(A, 8)
     w.fork(A, B)
     reservation = w.write(B, 2, start=4)
-    assert reservation.copies == []
+    assert reservation.copies == ()
     assert w.blocks(B)[1] != w.blocks(A)[1]
     w.check()
 
@@ -193,7 +193,7 @@ def test_a_rewrite_across_shared_and_private_blocks_saves_only_the_private_ones(
     w.write(B, 6)
     write = w.reserve(B, 5, 9)
     blocks = write.reservation.table.tolist()
-    assert write.reservation.copies == [(w.blocks(A)[1], blocks[1])]
+    assert write.reservation.copies == ((w.blocks(A)[1], blocks[1]),)
     assert write.reservation.overwritten.tolist() == slots_for(write.reservation.table, 8, 14, 4).tolist()
     w.run(write)
     w.rollback(write)

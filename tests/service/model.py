@@ -47,6 +47,8 @@ CODE = {
 INVALID = "INVALID_REQUEST"
 EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
 TOO_MANY = "SEQUENCES_EXHAUSTED"
+ANSWERS_OF_A_SEQUENCE = 8
+"""So many recorded answers of a sequence are known: the latest."""
 PER_ITEM_OVERHEAD = 1024
 """No item's result takes more bytes besides its rows. An answer within so much of the limit may be refused."""
 
@@ -374,6 +376,8 @@ class Oracle:
         self.forged: dict[bytes, frozenset[str]] = {}
         """Handle ids that were never given out, and what may be said of each."""
         self.records: dict[tuple[bytes | None, str], Record] = {}
+        self.recorded: dict[bytes, list[str]] = {}
+        """The request ids of each sequence that are still known, the oldest first."""
         self.row_bytes: list[int] = []
         """Bytes of the rows of every recorded answer, in the order in which they were recorded."""
         self.oldest_rows = 0
@@ -609,6 +613,13 @@ class Oracle:
 
     def record(self, scope: bytes | None, request_id: str, meaning: tuple) -> Record:
         record = self.records[scope, request_id] = Record(meaning)
+        if scope is not None:
+            mine = self.recorded.setdefault(scope, [])
+            mine.append(request_id)
+            if len(mine) > ANSWERS_OF_A_SEQUENCE:
+                oldest = self.records.pop((scope, mine.pop(0)))
+                if oldest.serial >= 0:
+                    self.row_bytes[oldest.serial] = 0
         return record
 
     def replay(self, record: Record) -> Replayed:

@@ -11,16 +11,16 @@ import pytest
 from ferrum_rpc.core import HandleRef, ItemAnswer, LogitRows, RowDType, Rows, TokenRows
 from ferrum_rpc.service.replay import SHARED_BYTES, ReplayLog
 
-SCOPE = b"scope"
+KEY = ("owner", b"handle")
 STEP = 32
 
 
 def record(log: ReplayLog, rows: Rows) -> Rows:
     """Record an answer; the rows that a retry would get."""
-    log.begin(SCOPE, "id", 0)
-    log.finish(SCOPE, "id", ItemAnswer(HandleRef(b"handle", 1, 1), rows))
-    entry = log.find(SCOPE, "id", 0)
-    assert entry is not None and isinstance(entry.answer, ItemAnswer) and entry.answer.rows is not None
+    scope = log.scope(KEY)
+    log.finish(log.begin(scope, "id", 0), ItemAnswer(HandleRef(b"handle", 1, 1), rows))
+    entry = scope["id"]
+    assert isinstance(entry.answer, ItemAnswer) and entry.answer.rows is not None
     return entry.answer.rows
 
 
