@@ -90,6 +90,13 @@ def _beside(result: Mapping[str, Any]) -> Iterator[Row]:
         yield (f"{cell['name']}, in `index_copy_`", f"{cell['over_index_copy']:.2f}", "≤ 1", _reached(cell))
     for cell in result.get("staging", ()):
         yield (f"{cell['name']}, in single copies", f"{cell['over_single_copies']:.2f}", "≤ 1", _reached(cell))
+    for cell in result.get("overlap", ()):
+        yield (
+            f"{cell['name']}, without over with",
+            _spread(cell["off_over_on"]),
+            f"≥ {cell['target']:g}",
+            _reached(cell),
+        )
 
 
 def _kernels(result: Mapping[str, Any]) -> Iterator[Row]:

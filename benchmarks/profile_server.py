@@ -132,9 +132,9 @@ def watch_floors() -> None:
 
     around_async(ForwardPath, "forward", "server: admit", "server: results to protobuf")
     around(ModelThread, "submit", "server: submit", "hand-over: loop to model thread")
-    around(ModelThread, "_step", "model thread: gather the step", None)
-    around(TorchRunner, "forward", None, "model thread: account for the step")
-    begin_step(TorchRunner, "forward")
+    around(ModelThread, "_begin", "model thread: gather the step", None)
+    around(TorchRunner, "finish", None, "model thread: account for the step")
+    begin_step(TorchRunner, "begin")
     around(ModelThread, "_deliver", "hand-over: model thread to loop", None)
     around(ForwardPath, "_commit", "server: commit handles, replay log", "server: wake the handler")
     around(servicers, "fill_results", None, "server: pressure, timing, answer message")

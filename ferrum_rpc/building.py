@@ -41,6 +41,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
         quantize=settings.quantize,
         attention=settings.attention,
         cuda_graphs=settings.cuda_graphs,
+        overlap=settings.overlap,
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,
         kv_blocks=settings.kv_blocks,

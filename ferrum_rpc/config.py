@@ -77,6 +77,9 @@ class ServeSettings(BaseSettings):
     quantize: Literal["none", "int8"] = Field("none", description="int8: round weights to 8 bits, on a CPU")
     attention: str = Field("auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field("auto", description="on a GPU: record decode steps and replay them")
+    overlap: Literal["auto", "off"] = Field(
+        "auto", description="on a GPU: begin a step while the one before it computes"
+    )
     engine: Literal["thread", "process"] = Field(
         "thread", description="where the model runs: a thread of the server, or a process of its own"
     )

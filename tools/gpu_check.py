@@ -1,11 +1,12 @@
 """`make gpu-check`: everything that waits for a CUDA device, in one command, with its results as data.
 
 Parts, each of which goes on where another fails: the attention kernels against float64; a model of the Qwen3-8B shape,
-replayed against eager and timed against what the device can do in the same run; gRPC against in process; transformers
-on the same shape; the attention kernels' speed; `tests/kernels` and `tests/gpu`. The model needs torch, triton and
-numpy; a part that needs packages that are not there, or more time than is left of ``--budget`` seconds, is skipped, and
-the record says so. Writes what ran, on what, with which versions and outcomes, as JSON. Exit status 1 if anything
-failed or a target was missed, or if there is no CUDA device (a check that cannot fail would be none).
+replayed against eager and timed against what the device can do in the same run; steps begun behind one another; gRPC
+against in process; transformers on the same shape; the attention kernels' speed; `tests/kernels` and `tests/gpu`. The
+model needs torch, triton and numpy; a part that needs packages that are not there, or more time than is left of
+``--budget`` seconds, is skipped, and the record says so. Writes what ran, on what, with which versions and outcomes, as
+JSON. Exit status 1 if anything failed or a target was missed, or if there is no CUDA device (a check that cannot fail
+would be none).
 
 ``--interpret`` runs all but the peer and the tests on a CPU, tiny, through Triton's interpreter and with steps that run
 again instead of being replayed: it shows that the check itself runs. Its record is no result, and is written only where
@@ -36,6 +37,9 @@ SUITES: Final = {"tests/kernels": ("pytest", "hypothesis"), "tests/gpu": ("pytes
 
 SHARED_OUT: Final = ("tests/kernels",)
 """Suites whose tests may share the device with each other."""
+
+ENGINE: Final = ("structlog",)
+"""What the engine needs that may not be there."""
 
 SERVER: Final = ("grpc", "grpc_health", "grpc_reflection", "structlog")
 """What the server needs that may not be there."""
@@ -102,6 +106,13 @@ def check_model(check: Check, device: torch.device, *, tiny: bool) -> None:
     check.cells("store", lambda: store_cells(world, size), needs_s=10 * (not tiny))
     check.cells("staging", lambda: [staging_cell(world, size)], needs_s=5 * (not tiny))
 
+    def overlap() -> list[dict[str, Any]]:
+        from tools.gpu_overlap import overlap_cell
+
+        batch, context, _ = size.decodes[-1]
+        least = 0.0 if tiny else 1.0
+        return [overlap_cell(world, batch, context, rounds=size.rounds, steps=size.steps, least=least)]
+
     def wire() -> list[dict[str, Any]]:
         from tools.gpu_wire import wire_cell
 
@@ -112,6 +123,7 @@ def check_model(check: Check, device: torch.device, *, tiny: bool) -> None:
     def peer() -> list[dict[str, Any]]:
         return [_peer(check, size)]
 
+    check.cells("overlap", overlap, needs_s=15 * (not tiny), packages=ENGINE)
     check.cells("wire", wire, needs_s=90 * (not tiny), packages=SERVER)
     if tiny:
         check.skip("peer", "--interpret")

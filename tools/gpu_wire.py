@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import structlog
 
-from ferrum_rpc.core import DeviceInfo, Greedy, Limits, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.core import Greedy, Limits, OutputSpec, Positions, Span, SpanResult, Step
 from ferrum_rpc.engine.runner import TorchRunner
-from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.server import ExecutorServer
-from tools.gpu_world import BLOCK_SIZE, LEAD_IN, World
+from tools.gpu_overlap import runner_of
+from tools.gpu_world import LEAD_IN, World
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,19 +43,6 @@ def wire_cell(world: World, batch: int, context: int, *, rounds: int, steps: int
         "ratios": ratio,
         "seconds": {side: median(each) for side, each in seconds.items()},
     }
-
-
-def runner_of(world: World) -> TorchRunner:
-    """The engine's books around a world's model; its cache belongs to them from now on."""
-    return TorchRunner(
-        world.model,
-        KvManager(world.blocks + 1, BLOCK_SIZE),
-        world.store,
-        world.compute.attention,
-        info=world.model.info("gpu-check"),
-        device=DeviceInfo(world.device.type, str(world.device), 0, 1, world.compute.attention.name),
-        compute=world.compute,
-    )
 
 
 async def _measure(world: World, batch: int, context: int, rounds: int, steps: int) -> dict[str, list[float]]:

@@ -118,8 +118,11 @@ class Step:
         spans = [Span(number, ids, start, GREEDY) for number, ids in enumerate(self._ids)]
         batch = len(spans)
         geometry = BatchGeometry.build(BLOCK_SIZE, [start] * batch, [self._tokens] * batch, self._tables)
-        hidden = self._world.compute.forward(spans, geometry, lambda: None)
-        return hidden, self._world.compute.select(spans, geometry, hidden)
+        compute = self._world.compute
+        hidden = compute.forward(spans, geometry, lambda: None)
+        rows = compute.select(spans, geometry, hidden)
+        compute.mark().wait()
+        return hidden, rows
 
 
 def alternate(

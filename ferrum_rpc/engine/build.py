@@ -14,7 +14,7 @@ import torch
 
 from ferrum_rpc.attention.backend import AUTO, select_backend
 from ferrum_rpc.core import DeviceInfo
-from ferrum_rpc.engine.device import select_compute
+from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
@@ -53,6 +53,7 @@ class BuildConfig:
     quantize: str = QUANTIZE_NONE
     attention: str = AUTO
     cuda_graphs: str = "auto"
+    overlap: str = "auto"
     block_size: int = 16
     kv_memory: int | None = None
     kv_blocks: int | None = None
@@ -108,7 +109,8 @@ def _assemble(
         max_sequences=config.max_sequences,
         blocks_per_sequence=-(-info.max_context // config.block_size),
     )
-    choices += [] if choice is None else [choice]
+    overlap, depth = select_depth(compute, config.overlap)
+    choices += [each for each in (choice, overlap) if each is not None]
     cuda = device.type == "cuda"
     return TorchRunner(
         model,
@@ -126,6 +128,7 @@ def _assemble(
         ),
         stage=stage,
         compute=compute,
+        depth=depth,
     )
 
 

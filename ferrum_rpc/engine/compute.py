@@ -20,15 +20,20 @@ from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows, Span
 from ferrum_rpc.models.base import Model, NativeModel
 from ferrum_rpc.sampling.rows import select_rows
+from ferrum_rpc.sampling.transfer import Mark
 
 
 class Compute:
     """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes."""
 
+    late = False
+    """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
+
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self.model = model
         self.attention = attention
         self._on_host = model.device.type == "cpu"
+        self._done = Mark(torch.device("cpu"))
         self._native: tuple[NativeModel, NativeAttention] | None = None
         if isinstance(model, NativeModel) and model.native and isinstance(attention, NativeAttention):
             self._native = model, attention
@@ -55,7 +60,8 @@ class Compute:
         return self.model.forward(tokens, positions, attend)
 
     def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
-        """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing."""
+        """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
+        when a `mark` that is made afterwards is passed."""
         requests, wanted, end = [], [], 0
         for index, span in enumerate(spans):
             end += len(span.tokens)
@@ -69,6 +75,10 @@ class Compute:
             for index, answer in zip(wanted, found, strict=True):
                 rows[index] = answer
         return rows
+
+    def mark(self) -> Mark:
+        """The end of all that was asked so far, the caller's own operations on the device among it."""
+        return self._done if self._on_host else Mark(self.model.device)
 
     def to_device(self, array: Int64Array) -> Tensor:
         """The same integers where the model is."""

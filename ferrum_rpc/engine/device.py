@@ -1,6 +1,7 @@
-"""Who computes on this device, and why: `Compute` as it is, or staged copies and CUDA graphs.
+"""Who computes on this device, and why: `Compute` as it is, or staged copies and CUDA graphs; and whether a step is
+begun while the one before it computes.
 
-A choice like that of a backend: made at the start, with its reason for the log and for GetInfo.
+Choices like that of a backend: made at the start, with their reasons for the log and for GetInfo.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ def select_compute(
     )
     recorded.record(tokens=1)
     return _choice(recorded), compute
+
+
+def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str] | None, int]:
+    """``(choice, steps that may be under way at once)``; the choice as for `select_compute`. ``overlap``: ``auto`` or
+    ``off``."""
+    if not compute.late:
+        if compute.model.device.type != "cuda":
+            return None, 1
+        return (f"overlap={OFF}", f"with attention={compute.attention.name} the host waits within a step"), 1
+    if overlap == OFF:
+        return (f"overlap={OFF}", "requested"), 1
+    return ("overlap=2", "a step is begun while the device computes the one before it"), 2
 
 
 def _choice(graphs: Graphs) -> tuple[str, str]:

@@ -4,6 +4,11 @@ While a step runs, submissions pile up; that pile is the next step (natural batc
 submission is a batch of a caller: it is never split and never reordered, and its point of no return is the claim:
 cancelled before it, nothing happened; after it, the step completes.
 
+A runner may have two steps under way (``depth``). Then the next is claimed and begun shortly before the device has done
+with the one before it (`engine.pace`), if work is there by then; its answers leave while the device computes on. Nobody
+waits for more work to come: where there is none, the step under way is finished and answered at once. Steps are
+finished in the order in which they were begun.
+
 The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
 its subclasses' (`engine.thread`, `engine.worker`). Thread-local device state (inference mode, streams) is entered
 through the runner's ``context``.
@@ -16,12 +21,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty
-from typing import Protocol
+from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.heartbeat import IDLE_BEAT_S, Heartbeat
+from ferrum_rpc.engine.pace import LOOK_S, Pace
 from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, State, Submission, lost
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
 
@@ -40,6 +47,15 @@ class Inbox(Protocol):
 
     def empty(self) -> bool:
         """Whether nothing waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A step under way: whose it is, and what the runner calls it."""
+
+    claimed: list[Submission]
+    spans: list[Span]
+    pending: Any
 
 
 class EngineLoop(ABC):
@@ -67,6 +83,8 @@ class EngineLoop(ABC):
         self._on_failed = on_failed
         self._heartbeat = heartbeat
         self._backlog: deque[Submission] = deque()
+        self._under_way: deque[Begun] = deque()
+        self._pace = Pace()
         self._failure: BaseException | None = None
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
@@ -107,15 +125,30 @@ class EngineLoop(ABC):
 
     def _serve(self, runner: Runner) -> None:
         stopping = False
-        while not stopping or self._backlog:
+        while not stopping or self._backlog or self._under_way:
+            if self._under_way and not self._next_is_due(runner):
+                self._deliver(self._finish(runner))
+                continue
             finished: Finished = []
-            stopping |= self._drain_inbox(runner, finished, wait=not self._backlog)
+            stopping |= self._drain_inbox(runner, finished, wait=not (self._backlog or self._under_way))
             claimed = self._claim(finished)
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
             if claimed:
-                self._deliver(self._step(runner, claimed))
+                self._deliver(self._begin(runner, claimed))
+
+    def _next_is_due(self, runner: Runner) -> bool:
+        """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
+        if len(self._under_way) >= runner.depth:
+            return False
+        oldest = self._under_way[0].pending
+        while not runner.ready(oldest):
+            if self._pace.due(time.monotonic()):
+                return bool(self._backlog) or not self._inbox.empty()
+            time.sleep(LOOK_S)
+            self._heartbeat.beat()
+        return False
 
     def _drain_inbox(self, runner: Runner, finished: Finished, *, wait: bool) -> bool:
         """Take what has arrived; run operations at once. True: the thread was asked to stop."""
@@ -191,24 +224,42 @@ class EngineLoop(ABC):
                 claimed.append(work)
         return claimed
 
-    def _step(self, runner: Runner, claimed: list[Submission]) -> Finished:
+    def _begin(self, runner: Runner, claimed: list[Submission]) -> Finished:
+        """Nothing to deliver, unless the step could not be begun."""
         spans: list[Span] = []
         atomic: list[range] = []
         for work in claimed:
             if work.all_or_nothing:
                 atomic.append(range(len(spans), len(spans) + len(work.spans)))
             spans += work.spans
+        alone = not self._under_way
         began = time.monotonic()
-        self._heartbeat.step_begins()
+        if alone:
+            self._heartbeat.step_begins()  # another's time begins when the one before it has ended
         try:
-            result = runner.forward(Step(tuple(spans), tuple(atomic)))
-        except StepFailed as error:
-            return [_refusal(work, error) for work in claimed]
+            pending = runner.begin(Step(tuple(spans), tuple(atomic)))
         except BaseException as error:
-            self._broken(error, [_refusal(work, lost(error)) for work in claimed])
-            raise
+            if alone:
+                self._heartbeat.step_ends()
+            self.cache = runner.cache_state()
+            return self._refused(error, claimed)
+        self._pace.begun(began, time.monotonic(), alone=alone)
+        self._under_way.append(Begun(claimed, spans, pending))
+        return []
+
+    def _finish(self, runner: Runner) -> Finished:
+        """The answers of the oldest step under way."""
+        begun = self._under_way.popleft()
+        claimed, spans, turn = begun.claimed, begun.spans, self._pace.turn
+        try:
+            result = runner.finish(begun.pending)
+        except BaseException as error:
+            return self._refused(error, claimed)
         finally:
+            self._pace.finished(time.monotonic())
             self._heartbeat.step_ends()
+            if self._under_way:
+                self._heartbeat.step_begins()
             self.cache = runner.cache_state()
         ran = tokens = rows = 0
         for span, outcome in zip(spans, result.outcomes, strict=True):
@@ -230,7 +281,7 @@ class EngineLoop(ABC):
             last = first + len(work.spans)
             timing = None
             if ran:
-                timing = StepTiming(counters.steps, ran, tokens, began - work.enqueued, result.forward_s)
+                timing = StepTiming(counters.steps, ran, tokens, turn - work.enqueued, result.forward_s)
                 timings.append(timing)
             finished.append(partial(work.done, result.outcomes[first:last], timing))
             first = last
@@ -238,10 +289,20 @@ class EngineLoop(ABC):
             finished.append(told)
         return finished
 
+    def _refused(self, error: BaseException, claimed: Sequence[Submission]) -> Finished:
+        """The answers of a step that was rolled back. Any other failure ends the loop."""
+        if isinstance(error, StepFailed):
+            return [_refusal(work, error) for work in claimed]
+        self._broken(error, [_refusal(work, lost(error)) for work in claimed])
+        raise error
+
     def _broken(self, error: BaseException, answers: Finished) -> None:
-        """The loop is about to end. Whoever hears of it in an answer finds the server's state changed already."""
+        """The loop is about to end, and with it what is under way. Whoever hears of it in an answer finds the server's
+        state changed already."""
         self._failure = error
-        self._deliver([partial(self._on_failed, error), *answers])
+        cut_off = [work for begun in self._under_way for work in begun.claimed]
+        self._under_way.clear()
+        self._deliver([partial(self._on_failed, error), *answers, *(_refusal(work, lost(error)) for work in cut_off)])
 
     def _refuse_rest(self) -> None:
         """The loop has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""

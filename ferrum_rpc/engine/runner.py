@@ -3,13 +3,25 @@
 The one place where sequences, blocks, tensors and the model meet. Whatever fails on the way, lengths, references and
 cache contents are as before: new blocks go back, and old entries that the step overwrote in place are restored from an
 undo log that was taken first. Only the model thread may call a runner.
+
+A step has two halves: `begin` queues it on the device, `finish` waits for its rows and commits. Where the device works
+behind the host (``depth`` 2), the next step is begun in between. That changes no answer, because
+
+- the device does everything in the order in which it was asked for, the undo of a step that fails among it: a step that
+  is begun behind another reads and overwrites what that one left, or what its undo put back;
+- steps under way have different sequences. What one writes, replaced or may still restore, it holds the only reference
+  to, or one that keeps others from writing there (`kv.manager`), until it is closed;
+- where the books themselves would tell, the older step is finished first: a sequence that is in both, blocks that are
+  short (those that a step replaced are free when it commits), a step that goes back into blocks that a fork shares (its
+  commit may take blocks for what was promised), and any operation but the release of other sequences.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,18 +32,20 @@ from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import DeviceLost, ExecutorError, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.transfer import Mark
 
 log = structlog.get_logger("ferrum_rpc.engine")
 
 Stage = Callable[[str], None]
 """Called with a stage's name before it runs; tests and failpoints raise from it to show that everything rolls back.
 
-Stages of a step: ``reserve`` (each span), ``plan``, ``forward``, ``select``, ``commit``. Operations: ``truncate``,
+Stages of a step: ``reserve`` (each span; again where it had to wait for blocks), ``plan``, ``forward``, ``select``, and
+when its rows are there ``commit``. Operations: ``truncate``,
 ``fork`` (each child), ``release``, ``reserve_kv``.
 """
 
@@ -51,8 +65,25 @@ def no_beat() -> None:
     return None
 
 
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A step under way, for `TorchRunner.finish`. ``ended`` is what became of it, once that is known."""
+
+    began: float
+    spans: tuple[Span, ...]
+    outcomes: list[SpanOutcome | None]
+    reservations: dict[int, Reservation]
+    rows: Sequence[Rows | None] = ()
+    saved: Saved | None = None
+    mark: Mark | None = None
+    closes_first: bool = False
+    """Whether its commit may take blocks, so that nobody may reserve any before."""
+    ended: StepResult | ExecutorError | None = None
+
+
 class TorchRunner:
-    """Runs steps of one model over one paged cache."""
+    """Runs steps of one model over one paged cache. ``depth``: how many may be under way at once; more than one only
+    where ``compute`` is late."""
 
     def __init__(
         self,
@@ -65,6 +96,7 @@ class TorchRunner:
         device: DeviceInfo,
         stage: Stage = no_stage,
         compute: Compute | None = None,
+        depth: int = 1,
     ) -> None:
         self.info = info
         self.device = device
@@ -74,7 +106,10 @@ class TorchRunner:
         self.attention = attention
         self.compute = Compute(model, attention) if compute is None else compute
         self.beat: Callable[[], None] = no_beat
+        self.depth = depth
         self._stage = stage
+        self._under_way: list[Pending] = []
+        self._ended_at = 0.0
 
     def context(self) -> AbstractContextManager[object]:
         """Inference mode is thread-local: the model thread enters it for its life."""
@@ -83,38 +118,104 @@ class TorchRunner:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def forward(self, step: Step) -> StepResult:
-        """Run ``step``. Spans that cannot be reserved are refused alone (or with their atomic group); the others run in
-        one forward pass. Raises `StepFailed` when the pass fails, with everything as before, or `DeviceLost`."""
+        """Run ``step``: `begin`, then `finish`."""
+        return self.finish(self.begin(step))
+
+    def begin(self, step: Step) -> Pending:
+        """Begin ``step``. Spans that cannot be reserved are refused alone (or with their atomic group); the others run
+        in one forward pass. Raises `StepFailed` when that cannot be, with everything as before, or `DeviceLost`."""
         began = time.perf_counter()
+        if self._under_way:
+            self._make_way(step)
         outcomes: list[SpanOutcome | None] = [None] * len(step.spans)
         reservations = self._reserve(step, outcomes)
+        if self._under_way and any(isinstance(each, KvBlocksExhausted) for each in outcomes):
+            for reservation in reservations.values():
+                self.kv.rollback(reservation)
+            self._settle()
+            outcomes = [None] * len(step.spans)
+            reservations = self._reserve(step, outcomes)
+        pending = Pending(began, step.spans, outcomes, reservations)
+        if reservations:
+            self._queue(pending)
+        self._under_way.append(pending)
+        return pending
+
+    def ready(self, pending: Pending) -> bool:
+        """Whether `finish` would not wait. Never waits, never raises."""
+        if pending.ended is not None or pending.mark is None:
+            return True
+        try:
+            return pending.mark.passed()
+        except GONE:
+            return True  # and `finish` says so
+
+    def finish(self, pending: Pending) -> StepResult:
+        """Complete a step; those that were begun before it are completed first. Raises as `begin` does; then this step
+        is undone, and no other."""
+        while pending.ended is None:
+            self._close(self._under_way[0])
+        if isinstance(pending.ended, StepResult):
+            return pending.ended
+        raise pending.ended
+
+    def _make_way(self, step: Step) -> None:
+        """Finish what is under way where ``step`` must not be reserved beside it."""
+        if (
+            len(self._under_way) >= self.depth
+            or any(each.closes_first for each in self._under_way)
+            or not self._taken().isdisjoint([span.sequence for span in step.spans])
+        ):
+            self._settle()
+
+    def _taken(self) -> set[int]:
+        """Sequences that are in a step under way."""
+        return {each.spans[index].sequence for each in self._under_way for index in each.reservations}
+
+    def _settle(self) -> None:
+        """Complete all that is under way; `finish` tells how that went. Raises `DeviceLost` if the device is gone."""
+        while self._under_way:
+            pending = self._under_way[0]
+            self._close(pending)
+            if isinstance(pending.ended, DeviceLost):
+                raise pending.ended
+
+    def _close(self, pending: Pending) -> None:
+        """Wait for the oldest step under way, and commit it or roll it back."""
+        self._under_way.remove(pending)
+        reservations = pending.reservations
         copied = 0
         if reservations:
-            live = list(reservations)  # in the order of the spans: that is how they were reserved
-            open_reservations = list(reservations.values())
-            rows = self._run([step.spans[index] for index in live], open_reservations)
-            for index, reservation, answer in zip(live, open_reservations, rows, strict=True):
-                outcomes[index] = SpanResult(self.kv.commit(reservation), answer)
+            try:
+                if pending.mark is not None:
+                    pending.mark.wait()
+                self._stage("commit")
+            except BaseException as error:
+                pending.ended = self._failure(pending, error)
+                return
+            commit, outcomes = self.kv.commit, pending.outcomes
+            for (index, reservation), answer in zip(reservations.items(), pending.rows, strict=True):
+                outcomes[index] = SpanResult(commit(reservation), answer)
                 copied += len(reservation.copies)
-        return StepResult(
-            outcomes=tuple([each for each in outcomes if each is not None]),
-            forward_s=time.perf_counter() - began,
+        now = time.perf_counter()
+        pending.ended = StepResult(
+            outcomes=tuple([each for each in pending.outcomes if each is not None]),
+            forward_s=now - max(pending.began, self._ended_at),  # before, the device was another step's
             blocks_copied=copied,
         )
+        self._ended_at = now
 
     def _reserve(self, step: Step, outcomes: list[SpanOutcome | None]) -> dict[int, Reservation]:
         """Reserve span by span. A refused member takes its atomic group back at once, so that the group's blocks are
         there for the spans that follow."""
         reservations: dict[int, Reservation] = {}
         stage, reserve = self._stage, self.kv.reserve
-        for index, span in enumerate(step.spans):
+        for index, (sequence, tokens, start, _, create, ahead) in enumerate(step.spans):
             if outcomes[index] is not None:
                 continue
             try:
                 stage("reserve")
-                reservations[index] = reserve(
-                    span.sequence, span.start, len(span.tokens), span.create, ahead=span.reserve_tokens
-                )
+                reservations[index] = reserve(sequence, start, len(tokens), create, ahead=ahead)
             except ExecutorError as error:
                 group = next((each for each in step.atomic if index in each), range(index, index + 1))
                 error.position = index - group.start
@@ -123,49 +224,61 @@ class TorchRunner:
                     if member in reservations:
                         self.kv.rollback(reservations.pop(member))
             except BaseException as error:
-                self._undo(None, list(reservations.values()), error)
+                self._undo(None, reservations.values(), error)
                 if isinstance(error, Exception):
                     log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
                     raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
                 raise
         return reservations
 
-    def _run(self, spans: Sequence[Span], reservations: Sequence[Reservation]) -> list[Rows | None]:
-        """The forward pass over reserved spans; on any failure the cache is as before the step."""
-        saved: Saved | None = None
+    def _queue(self, pending: Pending) -> None:
+        """The forward pass over reserved spans, up to the copies of its rows; on any failure the cache is as before."""
+        reservations = list(pending.reservations.values())  # in the order of the spans: that is how they were reserved
+        spans = [pending.spans[index] for index in pending.reservations]
         try:
             self._stage("plan")
+            _, tokens, starts, *_ = zip(*spans, strict=True)
             geometry = BatchGeometry.build(
                 self.kv.block_size,
-                [span.start for span in spans],
-                [len(span.tokens) for span in spans],
+                starts,
+                [len(each) for each in tokens],
                 [reservation.table for reservation in reservations],
             )
             overwritten = [each.overwritten for each in reservations if each.overwritten.size]
             if overwritten:
-                saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
+                pending.saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
             self.store.copy_blocks([pair for each in reservations for pair in each.copies])
             self._stage("forward")
             hidden = self.compute.forward(spans, geometry, self.beat)
             self._stage("select")
-            rows = self.compute.select(spans, geometry, hidden)
-            self._stage("commit")
-            return rows
+            pending.rows = self.compute.select(spans, geometry, hidden)
+            pending.mark = self.compute.mark()
+            if self.depth > 1:
+                length = self.kv.length
+                pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reservations)
         except BaseException as error:
-            self._undo(saved, reservations, error)
-            if isinstance(error, GONE):
-                raise DeviceLost("the device failed during a step") from error
-            if isinstance(error, Exception):
-                log.exception(
-                    "step_failed",
-                    sequences=len(spans),
-                    tokens=sum(len(span.tokens) for span in spans),
-                    action="the step was rolled back and its callers told; if it was memory, lower --max-batch-tokens",
-                )
-                raise StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed") from error
-            raise
+            raise self._failure(pending, error) from error
 
-    def _undo(self, saved: Saved | None, reservations: Sequence[Reservation], error: BaseException) -> None:
+    def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
+        """Undo a step that was reserved: what its callers are told. Raises what is no failure of a step."""
+        self._undo(pending.saved, pending.reservations.values(), error)
+        told: ExecutorError
+        if isinstance(error, GONE):
+            told = DeviceLost("the device failed during a step")
+        elif isinstance(error, Exception):
+            log.exception(
+                "step_failed",
+                sequences=len(pending.reservations),
+                tokens=sum(len(pending.spans[index].tokens) for index in pending.reservations),
+                action="the step was rolled back and its callers told; if it was memory, lower --max-batch-tokens",
+            )
+            told = StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed")
+        else:
+            raise error
+        told.__cause__ = error
+        return told
+
+    def _undo(self, saved: Saved | None, reservations: Iterable[Reservation], error: BaseException) -> None:
         if saved is not None and not isinstance(error, GONE):
             self.store.restore(saved)
         for reservation in reservations:
@@ -176,6 +289,7 @@ class TorchRunner:
     def truncate(self, sequence: int, length: int) -> int:
         """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
         with self._operation("truncate"):
+            self._settle()
             self._stage("truncate")
             self.kv.truncate(sequence, length)
         return length
@@ -184,6 +298,7 @@ class TorchRunner:
         """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
         made: list[int] = []
         with self._operation("fork"):
+            self._settle()
             try:
                 for child in children:
                     self._stage("fork")
@@ -200,12 +315,15 @@ class TorchRunner:
     def reserve(self, sequence: int, tokens: int) -> None:
         """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
         with self._operation("reserve_kv"):
+            self._settle()
             self._stage("reserve_kv")
             self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> None:
         """Free sequences."""
         with self._operation("release"):
+            if not self._taken().isdisjoint(sequences):
+                self._settle()
             self._stage("release")
             for sequence in sequences:
                 self.kv.release(sequence)

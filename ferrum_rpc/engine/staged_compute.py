@@ -2,11 +2,10 @@
 
 `Compute` sends three arrays and the attention's plan, each by a copy of its own, and makes every launch from Python.
 Here the step's integers travel together (`attention.staging`), and steps of a known shape are replayed (`graphs`).
-Rows leave by `sampling.transfer`, with one wait for each kind of output.
-
-What is not here: while the device runs a step, the host waits for its rows. To plan the next step meanwhile, the model
-thread would need a runner that answers later: `ModelThread` claims, runs and answers one step before it looks at the
-next. What a step costs on the host (reserve, geometry, plan, one copy, one replay) is time in which the device idles.
+Rows leave by `sampling.transfer`. Nothing waits for the device, so that the runner can begin a step while the one
+before it computes: everything is queued on one stream and happens in that order. What the host writes, it writes only
+when the copy out of it has run (`Staging`); what a graph's buffers hold is the next step's once its replay is queued,
+and by then the rows that anybody wants of it have been queued before.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ class StagedCompute(Compute):
 
     def __init__(self, model: Model, attention: StagedAttention) -> None:
         super().__init__(model, attention)
+        self.late = model.device.type == "cuda"
         self.staged = attention
         self.graphs: Graphs | None = None
         self._staging = Staging(model.device)

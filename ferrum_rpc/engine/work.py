@@ -34,14 +34,24 @@ class Described(Protocol):
 class Runner(Described, Protocol):
     """What an engine drives. Called from one thread only."""
 
+    depth: int
+    """Steps that may be under way at once: 1, or 2 where a device computes one while the host begins the next."""
+
     beat: Callable[[], None]
     """Set by the engine; called from within a step, every tenth of a second or at every layer: a sign of life."""
 
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the engine's life."""
 
-    def forward(self, step: Step) -> StepResult:
-        """Run a step as a transaction. Raises `StepFailed` (rolled back) or `DeviceLost`."""
+    def begin(self, step: Step) -> Any:
+        """Begin a step, which is a transaction, and return what `finish` takes. With a ``depth`` of 2 nothing waits for
+        the device here. Raises `StepFailed` (rolled back, and no other step with it) or `DeviceLost`."""
+
+    def ready(self, pending: Any) -> bool:
+        """Whether `finish` would not wait. Never waits, never raises."""
+
+    def finish(self, pending: Any) -> StepResult:
+        """Complete a step, the oldest that is under way. Raises as `begin`."""
 
     def cache_state(self) -> CacheState:
         """How full the cache is."""

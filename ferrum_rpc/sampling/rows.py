@@ -3,6 +3,8 @@
 Rows of one kind stand together, so that the head runs once over all rows of a step whatever their kinds (reading the
 head's weights is most of its cost), and each kind leaves the device as one packed block. The head runs over slices of
 `HEAD_ROWS` rows: a prompt that wants ALL of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits.
+
+On a GPU all of this is queued and nothing waits: what an answer's arrays show until the copies are there is garbage.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def select_rows(
 
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``largest`` to the int64
     arg-max [R] of them, which may spare writing them. Returns host rows, one per request; requests of the same kind
-    share a block, in the order of the requests.
+    share a block, in the order of the requests. From a GPU their contents are on their way, and there when a
+    `sampling.transfer.Mark` that is made afterwards is passed.
     """
     if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a lone decode
         _, count, kind = requests[0]
@@ -138,10 +141,10 @@ def _select(logits: Tensor, kind: OutputKind) -> tuple[Tensor, ...]:
             logprobs = logits.gather(-1, best).squeeze(-1) - logits.logsumexp(dim=-1)
             return best.squeeze(-1), logprobs
         case TopTokens(k):
-            values, ids = top_tokens(logits, k)
+            values, ids = top_tokens(logits, k) if logits.device.type == "cpu" else top_tokens_queued(logits, k)
             return ids.to(torch.int32), values, logits.logsumexp(dim=-1)
         case SelectedTokens(token_ids):
-            ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+            ids = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
             return logits.index_select(-1, ids), logits.logsumexp(dim=-1)
         case FullLogits(dtype):
             return (logits.to(_TORCH_DTYPE[dtype]),)
@@ -167,11 +170,32 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(-1, by_value)
 
 
+def top_tokens_queued(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_tokens`, bit for bit but for NaN, in a number of launches that does not depend on what is in ``logits``: the
+    host need not look, so that a GPU's queue goes on.
+
+    A logit's bits, as an integer that orders as the logits do, stand above the id counted from the end: 64-bit keys
+    without ties, of which the k largest are taken.
+    """
+    vocabulary = logits.shape[-1]
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    last = vocabulary - 1
+    keys = ordered * (1 << 32) + torch.arange(last, -1, -1, device=logits.device)
+    ids = last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return logits.gather(-1, ids), ids
+
+
 def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
+    """Views of the copies, which need not be there yet."""
+    if isinstance(kind, Greedy) and columns[0].device.type != "cpu":
+        columns = [columns[0].to(torch.int32), *columns[1:]]
     host = to_host(columns)
     match kind:
         case Greedy():
-            return TokenRows(host[0].numpy().astype(np.uint32), host[1].numpy() if kind.logprob else None)
+            ids = host[0].numpy()  # int64 on a CPU, where numpy is the faster to convert them
+            ids = ids.view(np.uint32) if host[0].dtype is torch.int32 else ids.astype(np.uint32)
+            return TokenRows(ids, host[1].numpy() if kind.logprob else None)
         case TopTokens():
             return TopTokenRows(host[0].numpy().view(np.uint32), host[1].numpy(), host[2].numpy())
         case SelectedTokens():

@@ -50,7 +50,7 @@ class Watch:
 async def _watched(served: Served) -> AsyncIterator[Watch]:
     watch = Watch()
     thread, runner = served.server.books.engine, served.runner
-    submit, forward = thread.submit, runner.forward
+    submit, begin = thread.submit, runner.begin
 
     def submitted(submission: Any) -> None:
         if submission.deadline is not None:
@@ -64,13 +64,13 @@ async def _watched(served: Served) -> AsyncIterator[Watch]:
         for span in step.spans:
             watch.begun[id(span)] = now
         time.sleep(STEP_S)  # in the model thread: a step that takes its time, so that there is a queue
-        return forward(step)
+        return begin(step)
 
-    thread.submit, runner.forward = submitted, ran  # type: ignore[method-assign]
+    thread.submit, runner.begin = submitted, ran  # type: ignore[method-assign]
     try:
         yield watch
     finally:
-        thread.submit, runner.forward = submit, forward  # type: ignore[method-assign]
+        thread.submit, runner.begin = submit, begin  # type: ignore[method-assign]
 
 
 async def _late_calls(served: Served, count: int, seed: int) -> Counter[str]:

@@ -6,13 +6,25 @@ server's own packages, so that it runs where only wheels can be carried: `python
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    OutputKind,
+    OutputSpec,
+    Positions,
+    SelectedTokens,
+    Span,
+    SpanResult,
+    Step,
+    TopTokens,
+)
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
@@ -149,3 +161,49 @@ def test_a_failed_replay_restores_what_it_overwrote() -> None:
     runner.check()
     kept, twin = rows(runner, span(1, [7], 31), span(2, [7], 31))
     assert (kept == twin).all()
+
+
+@pytest.mark.parametrize("kind", [FullLogits(), Greedy(), Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5))])
+def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: OutputKind) -> None:
+    config = BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4)
+    overlapped, alone = build_runner(config), build_runner(replace(config, overlap="off"))
+    choices = [dict(runner.device.choices) for runner in (overlapped, alone)]
+    assert "overlap=2" in choices[0] and choices[1]["overlap=off"] == "requested"
+    assert (overlapped.depth, alone.depth) == (2, 1)
+    output = OutputSpec(Positions.ALL, kind)
+    fed = [(1, TOKENS[:30], 0), (2, TOKENS[30:47], 0), (1, TOKENS[50:52], 25), (2, TOKENS[60:61], 17), (1, [7], 27)]
+    steps = [Step((span(*each)._replace(output=output),)) for each in fed]
+    with overlapped.context():
+        pending = [overlapped.begin(steps[0])]
+        found = []
+        for step in steps[1:]:
+            pending.append(overlapped.begin(step))
+            found.append(overlapped.finish(pending.pop(0)))
+        found.append(overlapped.finish(pending.pop(0)))
+        overlapped.check()
+        expected = [alone.forward(step) for step in steps]
+    for mine, theirs in zip(found, expected, strict=True):
+        [one], [two] = mine.outcomes, theirs.outcomes
+        assert isinstance(one, SpanResult) and isinstance(two, SpanResult) and one.length == two.length
+        assert one.rows is not None and two.rows is not None
+        for name in one.rows.block.__slots__:
+            np.testing.assert_array_equal(getattr(one.rows.block, name), getattr(two.rows.block, name))
+
+
+def test_nothing_in_begin_waits_for_the_device() -> None:
+    """Torch raises where the host would wait."""
+    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4))
+    rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:9], 0))
+    kinds: list[OutputKind] = [Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5)), FullLogits()]
+    for kind in kinds:
+        spans = [
+            span(s, TOKENS[:2], start)._replace(output=OutputSpec(Positions.ALL, kind))
+            for s, start in ((1, 28), (2, 7))
+        ]
+        with runner.context():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                pending = runner.begin(Step(tuple(spans)))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert all(isinstance(each, SpanResult) for each in runner.finish(pending).outcomes)

@@ -61,8 +61,10 @@ def test_the_check_for_a_gpu_runs_without_one(tmp_path):
         assert cell["seconds"].keys() == {"graphs", "eager", "torch_rows"} and 0 < cell["share_of_limit"] < 1
     assert record["prefill"][0]["share_of_limit"] > 0
     assert record["store"][0]["same"] and record["staging"][0]["same"]
+    overlap = record.get("overlap")
+    assert overlap is None or (overlap[0]["same_tokens"] and overlap[0]["seconds"].keys() == {"off", "on"})
     skipped = [each.partition(":")[0] for each in record["skipped"]]
-    assert {"peer", "tests/kernels", "tests/gpu"} == {*skipped} - {"wire"}
+    assert {"peer", "tests/kernels", "tests/gpu"} == {*skipped} - {"wire", "overlap"}
     assert ("wire" in skipped) != (record.get("wire", [{"ratio": 0}])[0]["ratio"] > 0), (
         "where the server's packages are"
     )

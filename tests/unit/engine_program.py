@@ -38,6 +38,7 @@ class TokenRunner:
 
     info: Any = "a model"
     device: Any = "a device"
+    depth = 1
     beat: Callable[[], None]
 
     def __init__(self, gate: str) -> None:
@@ -47,7 +48,7 @@ class TokenRunner:
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def forward(self, step: Step) -> StepResult:
+    def begin(self, step: Step) -> StepResult:
         self._seen.append(
             ([span.sequence for span in step.spans], [(group.start, group.stop) for group in step.atomic])
         )
@@ -74,6 +75,12 @@ class TokenRunner:
             else:
                 outcomes.append(SpanResult(span.end, Rows(block, row, 1)))
         return StepResult(tuple(outcomes), 0.001, 2)
+
+    def ready(self, pending: StepResult) -> bool:
+        return True
+
+    def finish(self, pending: StepResult) -> StepResult:
+        return pending
 
     def cache_state(self) -> CacheState:
         return CacheState(16, 10, max(0, 10 - len(self._seen)), 1)

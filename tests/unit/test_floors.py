@@ -48,7 +48,8 @@ FLOORS: dict[str, Floor] = {
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.heartbeat": Floor(),
     "ferrum_rpc.engine.work": Floor("core errors"),
-    "ferrum_rpc.engine.loop": Floor("core errors engine.heartbeat engine.work"),
+    "ferrum_rpc.engine.pace": Floor(),
+    "ferrum_rpc.engine.loop": Floor("core errors engine.heartbeat engine.pace engine.work"),
     "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat engine.work engine.loop"),
     "ferrum_rpc.engine.shared": Floor("", "numpy"),
     "ferrum_rpc.engine.post": Floor("core engine.work", "numpy"),

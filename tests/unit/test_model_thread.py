@@ -25,6 +25,7 @@ class FakeRunner:
     def __init__(self) -> None:
         self.info: Any = None
         self.device: Any = None
+        self.depth = 1
         self.steps: list[Step] = []
         self.beat: Callable[[], None] = lambda: None
         self.act: Callable[[Step], None] = lambda step: None
@@ -32,10 +33,16 @@ class FakeRunner:
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def forward(self, step: Step) -> StepResult:
+    def begin(self, step: Step) -> StepResult:
         self.steps.append(step)
         self.act(step)
         return StepResult(tuple(SpanResult(span.end, None) for span in step.spans), 0.001)
+
+    def ready(self, pending: StepResult) -> bool:
+        return True
+
+    def finish(self, pending: StepResult) -> StepResult:
+        return pending
 
     def cache_state(self) -> CacheState:
         return CacheState(16, 10, 10 - len(self.steps), 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, SelectedTokens, TopTokens
-from ferrum_rpc.sampling.rows import HEAD_ROWS, select_rows, top_tokens
+from ferrum_rpc.sampling.rows import HEAD_ROWS, select_rows, top_tokens, top_tokens_queued
 
 INF = math.inf
 
@@ -24,6 +24,9 @@ def expected_order(row: np.ndarray) -> list[int]:
 
 def check_top(logits: torch.Tensor, k: int) -> None:
     values, ids = top_tokens(logits, k)
+    if not logits.isnan().any():
+        queued = top_tokens_queued(logits, k)
+        assert torch.equal(queued[0].view(torch.int32), values.view(torch.int32)) and torch.equal(queued[1], ids)
     assert (values.dtype, ids.dtype) == (torch.float32, torch.int64)
     assert values.shape == ids.shape == (len(logits), k)
     for row, value, chosen in zip(logits.numpy(), values.numpy(), ids.tolist(), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
 from ferrum_rpc.engine.build import BuildConfig, build_runner
-from ferrum_rpc.engine.device import select_compute
+from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
@@ -141,6 +142,18 @@ def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> 
     assert runner.choice == ("cuda_graphs=off", "recording failed: ValueError: no")
     assert [each["event"] for each in logs] == ["graph_not_recorded"] * 2
     assert all(each["action"] and each["sequences"] for each in logs)
+
+
+def test_steps_overlap_where_nothing_in_them_waits_and_nobody_said_no() -> None:
+    plain: Any = build_runner(CONFIG).compute
+    assert select_depth(plain, "auto") == (None, 1) == select_depth(plain, "off")
+    plain.late = True
+    (name, reason), depth = select_depth(plain, "auto")  # type: ignore[misc]
+    assert (name, depth) == ("overlap=2", 2) and reason
+    assert select_depth(plain, "off") == (("overlap=off", "requested"), 1)
+    plain.late, plain.model = False, SimpleNamespace(device=torch.device("cuda"))
+    (name, reason), depth = select_depth(plain, "auto")  # type: ignore[misc]
+    assert (name, depth) == ("overlap=off", 1) and plain.attention.name in reason
 
 
 def test_a_backend_without_reserved_plans_has_no_graphs() -> None:

@@ -1,0 +1,83 @@
+"""A late device on a CPU: what a step computes is there once somebody has waited for it, and garbage until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import Rows, Span
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.sampling.transfer import Mark
+
+
+class LateMark(Mark):
+    """Passed once it was waited for; ``error`` is what the device then turns out to have failed of."""
+
+    def __init__(self, rows: list[tuple[Any, Any]], waited: Callable[[LateMark], None]) -> None:
+        self._rows, self._waited = rows, waited
+        self.error: BaseException | None = None
+        self.over = False
+
+    def passed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+        self._waited(self)
+        if self.error is not None:
+            raise self.error
+        for shown, real in self._rows:
+            shown[...] = real
+
+
+class LateCompute(Compute):
+    """`Compute` whose rows are late. ``marks``: of all steps, in their order; ``last``: the one waited for last."""
+
+    late = True
+
+    def __init__(self, model: Any, attention: Any) -> None:
+        super().__init__(model, attention)
+        self._rows: list[tuple[Any, Any]] = []
+        self.marks: list[LateMark] = []
+        self.last: LateMark | None = None
+
+    def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
+        rows = super().select(spans, geometry, hidden)
+        for block in {id(each.block): each.block for each in rows if each is not None}.values():
+            for name in block.__slots__:
+                shown = getattr(block, name)
+                if isinstance(shown, np.ndarray):
+                    self._rows.append((shown, shown.copy()))
+                    shown[...] = np.nan if shown.dtype.kind == "f" else -1 & 0xFFFF
+        return rows
+
+    def mark(self) -> LateMark:
+        rows, self._rows = self._rows, []
+        self.marks.append(LateMark(rows, self._was_waited_for))
+        return self.marks[-1]
+
+    def _was_waited_for(self, mark: LateMark) -> None:
+        assert all(each.over for each in self.marks[: self.marks.index(mark)]), "steps end in their order"
+        self.last = mark
+
+
+def late_runner(config: BuildConfig, stage: Stage = no_stage) -> TorchRunner:
+    """The runner of ``config`` over a late device, with two steps under way."""
+    plain = build_runner(config)
+    return TorchRunner(
+        plain.model,
+        plain.kv,
+        plain.store,
+        plain.attention,
+        info=plain.info,
+        device=plain.device,
+        stage=stage,
+        compute=LateCompute(plain.model, plain.attention),
+        depth=2,
+    )
