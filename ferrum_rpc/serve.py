@@ -19,7 +19,7 @@ from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.process import Program
 from ferrum_rpc.engine.work import Described, Runner
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
@@ -99,6 +99,8 @@ def _engine(model: str, settings: ServeSettings, failpoints: Failpoints) -> Call
     """Where the model runs: what builds its runner, here or in a process of its own."""
     if settings.engine == "thread":
         return partial(build, model, settings, failpoints)
+    if not hasattr(os, "memfd_create"):
+        raise InvalidRequest("an engine in a process of its own shares memory as only Linux does", field="engine")
     return Program((sys.executable, "-m", "ferrum_rpc.worker"), (model, settings), failpoints.fired.update)
 
 

@@ -43,6 +43,9 @@ from ferrum_rpc.engine.work import (
 from ferrum_rpc.errors import Draining, ExecutorError
 
 READ_BYTES: Final = 64 << 10
+DYING_S: Final = 0.1
+"""Seconds that the event loop waits to learn what a dead engine died of."""
+
 ARENA_BYTES: Final = 4 << 30
 """Room for rows under way, in address space; what does not fit goes through the pipe. Memory is what rows touch."""
 
@@ -298,9 +301,7 @@ class EngineProcess:
         os.close(self._to_engine)
         self._ended.set()
         if not self._stopping and self._failure is None:
-            assert self._process is not None  # noqa: S101 - it was started
-            status = self._process.wait()  # it closed its end: it is dead, or about to be
-            self._fail(EngineDied(f"the engine process ended by itself with status {status}"))
+            self._fail(EngineDied(f"the engine process ended by itself{self._status()}"))
         owed, self._open = self._open, {}
         self._numbers.clear()
         self._submitted = [int(each) for each in self._page.claimed]
@@ -310,6 +311,14 @@ class EngineProcess:
                 work.done((error,) * len(work.spans), None)
             else:
                 work.done(error)
+
+    def _status(self) -> str:
+        """It closed its pipe: it is dead, or about to be; but a driver may take seconds over it."""
+        assert self._process is not None  # noqa: S101 - it was started
+        try:
+            return f" with status {self._process.wait(DYING_S)}"
+        except subprocess.TimeoutExpired:
+            return ""
 
     def _last_words(self) -> ExecutorError:
         if self._failure is not None:

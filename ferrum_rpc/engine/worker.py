@@ -29,6 +29,7 @@ from ferrum_rpc.engine.shared import Arena, Page
 from ferrum_rpc.engine.work import Finished, Operation, Runner, State, Submission
 
 READ_BYTES: Final = 1 << 20
+OURS: Final = ("ferrum_rpc", "builtins")
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 _STATES: Final = {Slot.QUEUED: State.QUEUED, Slot.CLAIMED: State.CLAIMED, Slot.CANCELLED: State.CANCELLED}
 _SLOTS: Final = {state: slot for slot, state in _STATES.items()}
@@ -255,8 +256,10 @@ def _exactly(fd: int, count: int) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """An error that may hold what cannot be sent."""
+    """An error that may hold what cannot be sent, or be of a class that the server would have to load torch for."""
     try:
+        if type(error).__module__.partition(".")[0] not in OURS:
+            raise TypeError(type(error).__name__)
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own
     except Exception:

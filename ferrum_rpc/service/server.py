@@ -156,7 +156,11 @@ class ExecutorServer:
             "heartbeat": self._heartbeat,
         }
         build = self._build
-        return EngineProcess(build, **about) if isinstance(build, Program) else ModelThread(build, **about)
+        if not isinstance(build, Program):
+            return ModelThread(build, **about)
+        limits = self._limits  # what may wait, what may run, and one operation a sequence, with as much again to spare
+        slots = 2 * (limits.max_queued_items + 2 * limits.max_batch_items + limits.max_sequences)
+        return EngineProcess(build, slots=max(slots, 1 << 16), **about)
 
     def methods(self) -> MethodTable:
         """The handlers of every service."""

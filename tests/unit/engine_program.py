@@ -32,6 +32,10 @@ WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
 LARGE_SHAPE = (3, 40_000)
 
 
+class Foreign(Exception):
+    """A class that the server does not have."""
+
+
 class TokenRunner:
     """Answers a span with its first token; see `WAIT` and the others. ``gate``: a pipe in the file system that a step
     waits at, until somebody writes."""
@@ -97,6 +101,9 @@ class TokenRunner:
 
     def bug(self) -> None:
         raise ValueError("as asked")
+
+    def foreign_bug(self) -> None:
+        raise Foreign("as asked")
 
 
 def build(setup: str) -> TokenRunner:

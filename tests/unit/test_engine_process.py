@@ -201,12 +201,15 @@ async def test_its_death_answers_the_running_the_queued_and_the_later(token: int
         assert made.engine.queued_items == 0
 
 
-async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bug", "told"), [("bug", ValueError("as asked")), ("foreign_bug", RuntimeError("Foreign: as asked"))]
+)
+async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(bug: str, told: Exception, tmp_path: Path) -> None:
     async with harness(tmp_path) as made:
-        assert isinstance(await made.do("bug"), DeviceLost)
+        assert isinstance(await made.do(bug), DeviceLost)
         assert isinstance(await made.outcome(span(1)), DeviceLost)
         (failure,) = made.failures
-        assert isinstance(failure, ValueError) and str(failure) == "as asked"
+        assert repr(failure) == repr(told)
 
 
 async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(tmp_path: Path) -> None:
