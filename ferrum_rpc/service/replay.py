@@ -7,9 +7,10 @@ out or the sequence ended. Refusals are not recorded: they changed nothing, and 
 Three bounds: bytes of rows over all, where the oldest rows go first; answers over all, where the scope that was used
 least recently gives its oldest; and answers of one sequence. The last is small: calls on a sequence come one at a time,
 so a retry is of the latest answer, and a duplicate that turns up later still carries an old version and is refused. It
-is not 1, because a fork changes no version and a scheduler may make several before it finds that one was lost. What it
-bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many, and those of
-eight steps ago are still near, where those of 65,536 answers ago are 1 kB of scattered memory each.
+is not 1, because a fork changes no version and a scheduler may make several before it finds that one was lost, and
+because the network may keep a duplicate for some steps: it then hears its answer, and not that it is stale. What it
+bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many, and answers of
+65,536 answers ago are 1 kB of scattered memory each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ferrum_rpc.core import HandleRef, ItemAnswer, WorkItem
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
 
 ENTRIES: Final = 65_536
-ENTRIES_PER_SEQUENCE: Final = 8
+ENTRIES_PER_SEQUENCE: Final = 32
 DIGEST_BYTES: Final = 16
 SHARED_BYTES: Final = 256
 """A recorded answer may keep a step's block of so few bytes alive: a copy of its own rows would take as much, and 3 µs

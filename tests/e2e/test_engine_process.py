@@ -29,7 +29,7 @@ def told(answer: Any) -> list[bytes]:
         (output.handle.seq_len, output.handle.version, output.replayed, output.rows.SerializeToString())
         for output in items
     ]
-    errors = [each.error.SerializeToString() for each in getattr(answer, "results", [])]
+    errors = [(each.error.code, each.error.message) for each in getattr(answer, "results", [])]
     return [repr((facts, errors)).encode(), *(block.SerializeToString() for block in answer.row_blocks)]
 
 

@@ -47,7 +47,7 @@ CODE = {
 INVALID = "INVALID_REQUEST"
 EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
 TOO_MANY = "SEQUENCES_EXHAUSTED"
-ANSWERS_OF_A_SEQUENCE = 8
+ANSWERS_OF_A_SEQUENCE = 32
 """So many recorded answers of a sequence are known: the latest."""
 PER_ITEM_OVERHEAD = 1024
 """No item's result takes more bytes besides its rows. An answer within so much of the limit may be refused."""

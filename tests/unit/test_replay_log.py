@@ -34,16 +34,16 @@ def known(log: ReplayLog, key: Key) -> list[str]:
 def test_a_sequence_keeps_its_latest_answers_and_not_those_in_flight() -> None:
     log, key = ReplayLog(1 << 20), scope_of(OWNER, b"one")
     waiting = log.begin(log.scope(key), "0", 0)  # a release that waits for the calls before it
-    for number in range(1, 20):
+    for number in range(1, 60):
         record(log, key, str(number), rows=2)
-    latest = [str(number) for number in range(20 - ENTRIES_PER_SEQUENCE, 20)]
+    latest = [str(number) for number in range(60 - ENTRIES_PER_SEQUENCE, 60)]
     assert known(log, key) == ["0", *latest[1:]]
-    assert log.in_flight(key, "0") is waiting and log.in_flight(key, "19") is None
+    assert log.in_flight(key, "0") is waiting and log.in_flight(key, "59") is None
     assert log.bytes == 8 * len(latest[1:])
     log.finish(waiting, ())
     assert known(log, key) == ["0", *latest[1:]]
-    record(log, key, "20")
-    assert known(log, key) == [*latest[1:], "20"], "what came first goes first, however late its answer was"
+    record(log, key, "60")
+    assert known(log, key) == [*latest[1:], "60"], "what came first goes first, however late its answer was"
 
 
 def test_creations_are_bounded_by_all_answers_alone() -> None:
