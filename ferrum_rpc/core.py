@@ -25,6 +25,11 @@ TokenArray = npt.NDArray[np.int32]
 """Token ids of one span, int32 [n]."""
 
 
+named: Final = tuple.__new__
+"""``named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs: a named
+tuple's own ``__new__`` is a function in Python. All fields, in their order: no default fills in."""
+
+
 # --- what a caller wants to see -------------------------------------------------------------------------------------
 
 

@@ -29,13 +29,14 @@ from ferrum_rpc.core import (
     SpanOutcome,
     StepTiming,
     WorkItem,
+    named,
 )
 from ferrum_rpc.engine.work import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, QueueFull
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.handles import Ending, Record, named
+from ferrum_rpc.service.handles import Ending, Record
 from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint, scope_of
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ferrum_rpc.core import HandleRef
+from ferrum_rpc.core import HandleRef, named
 from ferrum_rpc.errors import (
     ExecutorError,
     HandleReleased,
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
 TOMBSTONES: Final = 65_536
-
-
-named: Final = tuple.__new__
-"""``named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs: a named
-tuple's own ``__new__`` is a function in Python. All fields, in their order: no default fills in."""
 
 
 class Ending(enum.Enum):

@@ -20,6 +20,7 @@ from ferrum_rpc.core import (
     Rows,
     StepTiming,
     WorkItem,
+    named,
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
@@ -32,9 +33,6 @@ MAX_REQUEST_ID_BYTES: Final = 128
 _NO_OPTIONS: Final = CreateOptions()
 _U32_MAX: Final = 0xFFFFFFFF
 _ONE_TOKEN: Final = np.zeros(1, np.int32)
-
-_named: Final = tuple.__new__
-"""``_named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs."""
 
 
 class Shape(enum.Enum):
@@ -94,11 +92,11 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
             tokens = np.fromiter(token_ids, np.int32, count)
     except OverflowError:
         raise InvalidRequest("a token id is above the vocabulary", field="token_ids") from None
-    return _named(
+    return named(
         WorkItem,
         (
             item.item_id,
-            _named(HandleRef, (handle_id, message.seq_len, message.version)) if has_handle else None,
+            named(HandleRef, (handle_id, message.seq_len, message.version)) if has_handle else None,
             tokens,
             item.truncate_to if has_handle and item.HasField("truncate_to") else None,
             output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST),
