@@ -32,6 +32,9 @@ CALLERS: Final = 16
 POOL: Final = 96
 QUEUE: Final = 32
 FACTOR: Final = 4
+TOGETHER: Final = 2
+"""Calls of a step. Few, so that a buffer of a step is small beside `FLAT_BYTES`: how many of them the allocator keeps
+apart is its luck (8 calls of this model have one of 16 MiB); growth with the number of calls is what is looked for."""
 TURNS: Final = 3
 FLAT_BYTES: Final = 16 << 20
 
@@ -122,7 +125,8 @@ class Load:
 
 async def r9_overload_bends(size: Size) -> Figures:
     """Four times the peak, in turns with the peak."""
-    flags = (*MODEL, "--max-batch-items", "8", "--max-queued-items", str(QUEUE), "--max-batch-tokens", str(8 * TOKENS))
+    flags = (*MODEL, "--max-batch-items", str(TOGETHER), "--max-queued-items", str(QUEUE))
+    flags += ("--max-batch-tokens", str(TOGETHER * TOKENS))
     warm, peak, over = Ends(), Ends(), Ends()
     async with (
         serving(*flags, kv_blocks=POOL * (TOKENS // 16 + 2)) as server,
