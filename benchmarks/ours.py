@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
 
 import numpy as np
+import torch
 
 from benchmarks.cells import PREFILL, Cell
 from benchmarks.inprocess import RunnerThread, check
@@ -25,6 +26,8 @@ from ferrum_rpc.client.channel import open_channel
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, SpanResult, Step, StepResult, TokenRows
 from ferrum_rpc.core import Span as EngineSpan
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.linear import select_bytes
 
 REFERENCE: Final = "ours, gRPC session"
 INSIDE: Final = "ours, in process"
@@ -187,6 +190,17 @@ class Session:
                     timed.step_s.append(time.perf_counter() - began)
                     _note(timed, answer)
         return timed
+
+
+@asynccontextmanager
+async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Session]:
+    """`Session.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
+    try:
+        select_bytes(torch.device("cpu"), torch.bfloat16)
+    except InvalidRequest as error:
+        raise Unsupported(str(error)) from None
+    async with Session.open(model, cells, threads, INT8, quantize="int8") as session:
+        yield session
 
 
 def _answer(answer: Answer | Exception) -> Answer:

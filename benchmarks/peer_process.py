@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from benchmarks.cells import PREFILL, Cell
 from benchmarks.environment import ROOT
-from benchmarks.ours import Unsupported
+from benchmarks.ours import REFERENCE, Unsupported
 from benchmarks.sides import Round
 from benchmarks.workload import LEAD_IN
 
@@ -34,12 +34,14 @@ class PeerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """A peer as it is started: its script, what the script is told, and environment variables of its own."""
+    """A peer as it is started: its script, what the script is told, environment variables of its own, and which of
+    ours it is compared with: the one whose weights have as many bits."""
 
     name: str
     script: str
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    rival: str = REFERENCE
 
 
 EAGER: Final = PeerKind("transformers eager", "hf")

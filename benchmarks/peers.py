@@ -1,5 +1,7 @@
 """`make bench-peers`: ours beside every other engine that runs on this machine, one peer at a time, in one run.
 
+Like beside like: a peer with 8-bit weights is measured against ours with 8-bit weights, the others against bfloat16.
+
 The peers live in an environment of their own (``.venv-peers``, from ``benchmarks/peers-requirements.txt``). Each gets
 the same weights and the same tokens as our server, and its rounds alternate with the server's: A B A B for every cell.
 A peer that cannot be installed, started or driven is named with the reason, and the others go on.
@@ -20,7 +22,7 @@ from benchmarks import environment
 from benchmarks.cells import Cell
 from benchmarks.contest import CellResult, Plan, contest, under_roofs
 from benchmarks.limits import Machine
-from benchmarks.ours import REFERENCE, Player, Session, Unsupported
+from benchmarks.ours import INT8, REFERENCE, Player, Session, Unsupported, open_int8
 from benchmarks.peer_process import EAGER, PeerFailed, PeerKind, PeerProcess
 from benchmarks.record import Record, model_facts
 from benchmarks.suite import add_common, common, described, model
@@ -36,7 +38,7 @@ PEERS: Final = (
     PeerKind("transformers static, compiled", "hf", {"cache": "static"}),
     PeerKind("transformers continuous batching", "hf_continuous"),
     PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, SPINS),
-    PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, SPINS),
+    PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, SPINS, rival=INT8),
 )
 LEFT_OUT: Final = {
     "OpenVINO GenAI": "its converter, optimum-intel 2.2.0, requires transformers < 5.6, and 5.23.0 is measured here",
@@ -89,17 +91,23 @@ async def run(options: argparse.Namespace, python: Path, failed: dict[str, str])
     sides: dict[str, Any] = {}
     machine = Machine(options.threads, quick=options.quick)
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(Session.open(str(folder), cells, options.threads))
-        sides[REFERENCE] = session.facts
+        ours = {REFERENCE: await stack.enter_async_context(Session.open(str(folder), cells, options.threads))}
+        if any(kind.rival == INT8 for kind in options.peers):
+            try:
+                ours[INT8] = await stack.enter_async_context(open_int8(str(folder), cells, options.threads))
+            except Unsupported as error:
+                left_out[INT8] = str(error)
+        sides |= {name: session.facts for name, session in ours.items()}
         record.save(model=model_facts(folder.name, config), sides=sides, not_installed=failed)
         machine.read()
         for kind in options.peers:
+            rival = kind.rival if kind.rival in ours else REFERENCE
             try:
                 async with PeerProcess.open(kind, str(folder), options.threads, config["vocab_size"], python) as peer:
                     sides[kind.name] = peer.facts
                     for cell in cells:
                         machine.read()
-                        results.append(await _beside(cell, session, kind.name, peer, options))
+                        results.append(await _beside(cell, rival, ours[rival], kind.name, peer, options))
             except (PeerFailed, Unsupported, OSError) as error:
                 left_out[kind.name] = str(error)
             under_roofs(results, cells, config, machine)
@@ -108,11 +116,11 @@ async def run(options: argparse.Namespace, python: Path, failed: dict[str, str])
     return record
 
 
-async def _beside(
-    cell: Cell, session: Session, name: str, peer: PeerProcess, options: argparse.Namespace
+async def _beside(  # noqa: PLR0917 - called once
+    cell: Cell, rival: str, session: Session, name: str, peer: PeerProcess, options: argparse.Namespace
 ) -> CellResult:
-    players: dict[str, Player] = {REFERENCE: session, name: peer}
-    return await contest(cell, players, REFERENCE, Plan(options.rounds, options.round_seconds))
+    players: dict[str, Player] = {rival: session, name: peer}
+    return await contest(cell, players, rival, Plan(options.rounds, options.round_seconds))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,24 +19,20 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from benchmarks import environment
 from benchmarks.bookkeeping import QUICK_SIZES, SIZES, slopes
 from benchmarks.cells import CELLS, QUICK_CELLS, Cell
 from benchmarks.contest import Plan, contest, under_roofs
 from benchmarks.limits import Machine
 from benchmarks.mixed import MIX, QUICK_MIX, mixed
-from benchmarks.ours import INSIDE, INT8, REFERENCE, Inside, Player, Session, settings
+from benchmarks.ours import INSIDE, INT8, REFERENCE, Inside, Player, Session, Unsupported, open_int8, settings
 from benchmarks.peer_process import EAGER, PeerFailed, PeerProcess
 from benchmarks.record import Record, model_facts
 from benchmarks.starting import starting
 from benchmarks.suite_tables import show
 from benchmarks.wire import RESULTS
 from benchmarks.workload import BLOCK_SIZE, CACHE, LEAD_IN, checkpoint
-from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.models.linear import select_bytes
 from ferrum_rpc.openmp import waits
 
 PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
@@ -127,10 +123,8 @@ async def _sides(
             players[INSIDE] = await enter(Inside.open(str(folder), cells, options.threads))
             left_out = {}
             try:
-                select_bytes(torch.device("cpu"), torch.bfloat16)
-                rounded = Session.open(str(folder), cells, options.threads, INT8, quantize="int8")
-                players[INT8] = await enter(rounded)
-            except InvalidRequest as error:
+                players[INT8] = await enter(open_int8(str(folder), cells, options.threads))
+            except Unsupported as error:
                 left_out[INT8] = str(error)
             peer = PeerProcess.open(EAGER, str(folder), options.threads, config["vocab_size"])
             try:

@@ -31,6 +31,7 @@ GLANCE: Final = """## All engines at a glance
 
 Qwen3-0.6B shape, random weights in bfloat16, greedy, tokens a second. In brackets: how many times as fast ours is
 through gRPC, by pairs of rounds of one run; figures of different rows may be of different runs, the brackets never are.
+Like is set beside like: a peer with 8-bit weights beside ours with int8 weights.
 """
 TARGETS: Final = """## Targets, and where they stand
 
@@ -46,7 +47,7 @@ that followed each other.
 PEERS_TEXT: Final = """## Beside other engines
 
 One peer at a time beside our server, each in a process of its own with the same number of threads: A B A B for every
-cell, the same weights and tokens.
+cell, the same weights and tokens. A peer with 8-bit weights stands beside ours with int8 weights.
 """
 
 

@@ -24,7 +24,7 @@ LEGEND: Final = (
     ("tok/s", "median of the rounds' medians, lowest and highest round"),
     ("step", "median (10th to 90th percentile) of all timed steps"),
     ("of the limit", "of what memory and matrix products allow on this machine, by the best readings of the same run"),
-    ("ours is", "our tokens a second through gRPC over this side's, median of the pairs of rounds (lowest to highest)"),
+    ("ours is", "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)"),
     (
         "same tokens",
         "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",

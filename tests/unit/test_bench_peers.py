@@ -3,17 +3,20 @@
 import asyncio
 import io
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import peers
 from benchmarks.cells import QUICK_CELLS
+from benchmarks.ours import INT8, REFERENCE, Unsupported
 from benchmarks.peer_process import PeerFailed, PeerKind, PeerProcess
 from benchmarks.peer_scripts import lines
 from benchmarks.peer_scripts.gguf_names import tensor_name
 from benchmarks.peer_scripts.hf import Transformers
 from benchmarks.shapes import QWEN3_8B, TINY, tensor_shapes, write_checkpoint
+from benchmarks.sides import Round
 
 
 class Engine:
@@ -88,6 +91,43 @@ def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path):
     result = json.loads(out.read_text(encoding="utf-8"))
     assert "No such file" in result["left_out"][names[0]]
     assert result["cells"] == [] and result["not_installed"] == {"a==1": "no compiler"}
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, monkeypatch, offered):
+    class Player:
+        def __init__(self, name):
+            self.facts = {"name": name, "threads": 1}
+
+        async def prepare(self, cell):
+            pass
+
+        async def round(self, cell, number, steps):
+            return Round(step_s=[0.001] * steps, tokens=[1])
+
+    @asynccontextmanager
+    async def bfloat16(*_):
+        yield Player(REFERENCE)
+
+    @asynccontextmanager
+    async def int8(*_):
+        if not offered:
+            raise Unsupported("no products of bytes")
+        yield Player(INT8)
+
+    @asynccontextmanager
+    async def peer(kind, *_):
+        yield Player(kind.name)
+
+    monkeypatch.setattr(peers, "Session", SimpleNamespace(open=bfloat16))
+    monkeypatch.setattr(peers, "open_int8", int8)
+    monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=peer))
+    names = [peers.EAGER.name, "llama.cpp Q8_0"]
+    options = peers.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--python", "python", "--peers", *names])
+    result = asyncio.run(peers.run(options, options.python, {})).values
+    ours = {name: {each["reference"] for each in result["cells"] if name in each["sides"]} for name in names}
+    assert ours == {names[0]: {REFERENCE}, names[1]: {INT8 if offered else REFERENCE}}
+    assert (INT8 in result["sides"]) is offered and (INT8 in result["left_out"]) is not offered
 
 
 def test_a_requirement_that_does_not_install_costs_its_peer_only(tmp_path, monkeypatch):
