@@ -247,7 +247,9 @@ class TorchRunner:
             overwritten = [each.overwritten for each in reservations if each.overwritten.size]
             if overwritten:
                 pending.saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
-            self.store.copy_blocks([pair for each in reservations for pair in each.copies])
+            copies = [pair for each in reservations for pair in each.copies]
+            if copies:
+                self.store.copy_blocks(self.compute.to_device(np.array(copies, dtype=np.int64)))
             self._stage("forward")
             hidden = self.compute.forward(spans, geometry, self.beat)
             self._stage("select")

@@ -10,7 +10,6 @@ This file must not know sequences, tokens, hashes or the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,12 +88,10 @@ class KvStore:
         """Bytes of one block: K and V of all layers."""
         return self._buffer.nbytes // self.num_blocks
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block ``src`` to ``dst`` for every ``(src, dst)``, in all layers. All reads come before all writes."""
-        if not pairs:
-            return
-        ends = torch.tensor(pairs, dtype=torch.int64, device=self.device)
-        self._buffer.index_copy_(2, ends[:, 1], self._buffer.index_select(2, ends[:, 0]))
+    def copy_blocks(self, pairs: Tensor) -> None:
+        """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2], where the store is), in all layers. All reads
+        come before all writes."""
+        self._buffer.index_copy_(2, pairs[:, 1], self._buffer.index_select(2, pairs[:, 0]))
 
     def save(self, slots: Tensor) -> Saved:
         """The content of ``slots`` (int64 [n]) in all layers, for `restore`: the undo log of an overwriting step."""

@@ -191,14 +191,15 @@ def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: O
 
 
 def test_nothing_in_begin_waits_for_the_device() -> None:
-    """Torch raises where the host would wait."""
+    """Torch raises where the host would wait. Each step has rows of its own, an undo, and a copy of a shared block."""
     runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4))
     rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:9], 0))
     kinds: list[OutputKind] = [Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5)), FullLogits()]
-    for kind in kinds:
+    for child, kind in enumerate(kinds, start=3):
+        runner.fork(1, [child], None)
         spans = [
             span(s, TOKENS[:2], start)._replace(output=OutputSpec(Positions.ALL, kind))
-            for s, start in ((1, 28), (2, 7))
+            for s, start in ((1, 28), (2, 7), (child, 30))
         ]
         with runner.context():
             torch.cuda.set_sync_debug_mode("error")

@@ -111,7 +111,7 @@ class Saboteur:
             self("save")
             return save(slots)
 
-        def copied(pairs: Any) -> None:
+        def copied(pairs: torch.Tensor) -> None:
             copy(pairs)
             self("copy")
 
@@ -416,6 +416,15 @@ IN_PLACE = {
 }
 """Their steps write over committed tokens that only one sequence holds: the undo log is needed."""
 
+SHARED = {
+    write_behind_a_shared_tail,
+    all_forks_write_behind_a_shared_tail,
+    roll_back_into_what_a_fork_shares,
+    roll_back_through_private_blocks_into_shared_ones,
+    everything_at_once,
+}
+"""Their steps write into a part of a block that others hold too: it is copied."""
+
 
 def run_scenario(scenario: Callable[[Twins], Step], config: BuildConfig = IDENTITY) -> Counter[str]:
     """Rehearse, to learn how often each point is passed; then fail at every passage, and run the step at last."""
@@ -424,7 +433,7 @@ def run_scenario(scenario: Callable[[Twins], Step], config: BuildConfig = IDENTI
     rehearsal.saboteur.passages.clear()
     rehearsal.forward(step)
     passages = rehearsal.saboteur.passages
-    assert set(passages) | {"save"} == set(POINTS)
+    assert set(passages) | {"save", "copy"} == set(POINTS)
     assert passages["reserve"] == len(step.spans)
     twins = Twins(config)
     step = scenario(twins)
@@ -438,6 +447,7 @@ def run_scenario(scenario: Callable[[Twins], Step], config: BuildConfig = IDENTI
 def test_a_failure_at_any_point_leaves_everything_as_before(scenario: Callable[[Twins], Step]) -> None:
     passages = run_scenario(scenario)
     assert ("save" in passages) == (scenario in IN_PLACE)
+    assert ("copy" in passages) == (scenario in SHARED)
 
 
 @pytest.fixture(scope="module")
