@@ -6,7 +6,6 @@ import time
 from typing import Any, TypeVar
 
 from ferrum_rpc import __version__
-from ferrum_rpc.core import WorkItem
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.service.books import Books
@@ -28,6 +27,7 @@ from ferrum_rpc.wire.items import (
     handle_from_proto,
     handle_to_proto,
     item_from_proto,
+    items_from_proto,
     pressure_to_proto,
     request_id_from_proto,
 )
@@ -121,12 +121,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         count.items += len(request.items)
         who = caller()
         self._forward.check_room(request.items, who)
-        items: list[WorkItem | ExecutorError] = []
-        for item in request.items:
-            try:
-                items.append(item_from_proto(item, shape))
-            except ExecutorError as error:
-                items.append(error)
+        items = items_from_proto(request.items, shape)
         answer = await self._forward.forward(
             items, caller=who, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
         )

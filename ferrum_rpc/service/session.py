@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
 import structlog
 
-from ferrum_rpc.core import WorkItem
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
@@ -31,18 +30,17 @@ from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.leases import Lease
 from ferrum_rpc.service.lone import Lone, LoneSteps
-from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service.row_parts import row_parts
+from ferrum_rpc.service.session_cache import SessionCache
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
     fill_pressure,
     fill_results,
     fill_timing,
-    handle_from_proto,
-    handle_to_proto,
     item_from_proto,
+    items_from_proto,
     pressure_to_proto,
-    request_id_from_proto,
     with_lease,
 )
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -91,8 +89,11 @@ class Session:
         self._sessions = sessions
         self._context = context
         self._forward = ForwardPath(books)
-        self._operations = CacheOperations(books)
         self._caller = caller()
+        self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
+        self._cache = SessionCache(
+            books, self._caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
+        )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._steps: dict[int, asyncio.Future[None]] = {}
         self._lone = LoneSteps(self._forward, self._write_lone)
@@ -104,7 +105,6 @@ class Session:
         self._max_bytes = books.limits.max_session_response_bytes
         self._lease: Lease
         self._own_lease = False
-        self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
         self._task: asyncio.Task[Any] | None = None
         self._ending: ExecutorError | None = None
         self._reading = False
@@ -202,11 +202,11 @@ class Session:
             case "forward":
                 await self._begin_forward(frame)
             case "truncate":
-                await self._begin(step, lambda: self._on_truncate(step, frame.truncate))
+                await self._begin(step, lambda: self._on_cache(step, self._cache.truncate(frame.truncate)))
             case "fork":
-                await self._begin(step, lambda: self._on_fork(step, frame.fork))
+                await self._begin(step, lambda: self._on_cache(step, self._cache.fork(frame.fork)))
             case "release":
-                await self._begin(step, lambda: self._on_release(step, frame.release))
+                await self._begin(step, lambda: self._on_cache(step, self._cache.release(frame.release)))
             case "keep_alive":
                 await self._answered(step, lambda: self._on_keep_alive(step))
             case "cancel":
@@ -260,10 +260,15 @@ class Session:
 
     async def _write_lone(self, lone: Lone) -> None:
         frame = self._lone_frames.pop(lone)
-        await self._answered(frame.step_id, lambda: self._on_lone(frame, lone))
-        self._forget(frame.step_id)
+        step = frame.step_id
+        try:
+            reply = self._on_lone(frame, lone)
+        except Exception as error:
+            reply = self._refused(step, error)
+        await self._send(step, *reply)
+        self._forget(step)
 
-    async def _on_lone(self, frame: session_pb2.SessionRequest, lone: Lone) -> Reply:
+    def _on_lone(self, frame: session_pb2.SessionRequest, lone: Lone) -> Reply:
         answer = lone.answer()
         if lone.began:
             self._books.failpoints.reach("before_reply")
@@ -291,32 +296,20 @@ class Session:
 
     async def _answered(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
         """Run a step and write its answer, whatever it is."""
-        row_bytes = 0
         try:
-            response, row_bytes = await answer()
-        except ExecutorError as error:
-            response = self._refusal(step, error)
+            reply = await answer()
         except Exception as error:
-            internal = InternalError("the executor failed internally; its log says more")
-            response = self._refusal(step, internal, cause=error)
-        try:
-            if row_bytes > self._inline:
-                for part in self._parts(response):
-                    await self._write(part)
-            await self._write(response, leaving=step if step in self._steps else None)
-        except Exception as error:  # the stream is over: nobody is there to be told
-            log.debug("session_answer_not_written", step=step, error=repr(error))
+            reply = self._refused(step, error)
+        await self._send(step, *reply)
 
     async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Reply:
         self._calls.method(METHOD).items += len(request.items)
         messages = request.items
         self._forward.check_room(messages, self._caller)
-        items: list[WorkItem | ExecutorError] = []
-        for each in messages:
-            try:
-                items.append(with_lease(item_from_proto(each, Shape.ANY), self._lease.id))
-            except ExecutorError as error:
-                items.append(error)
+        items = [
+            each if isinstance(each, ExecutorError) else with_lease(each, self._lease.id)
+            for each in items_from_proto(messages, Shape.ANY)
+        ]
         answer = await self._forward.forward(
             items,
             caller=self._caller,
@@ -338,63 +331,8 @@ class Session:
             fill_timing(forward.timing, answer.timing)
         return response, row_bytes
 
-    async def _on_truncate(self, step: int, request: session_pb2.SessionTruncate) -> Reply:
-        if len(request.handles) != len(request.lengths):
-            raise InvalidRequest("`lengths` has one for every handle", field="lengths")
-        request_id = request_id_from_proto(request.request_id)
-        return await self._each(
-            step,
-            [
-                self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
-                for handle, length in zip(request.handles, request.lengths, strict=True)
-            ],
-            lambda _, result: result[0],
-        )
-
-    async def _on_release(self, step: int, request: session_pb2.SessionRelease) -> Reply:
-        handles = [handle_from_proto(handle) for handle in request.handles]
-        return await self._each(
-            step,
-            [
-                self._operations.release(handle, any_version=request.any_version, caller=self._caller)
-                for handle in handles
-            ],
-            lambda index, _: handles[index],
-        )
-
-    async def _each(self, step: int, calls: list[Any], handle: Callable[[int, Any], Any]) -> Reply:
-        """One outcome per handle."""
-        most = self._books.limits.max_batch_items
-        if len(calls) > most:
-            for call in calls:
-                call.close()
-            raise InvalidRequest(f"{len(calls)} handles exceed the limit of {most}", field="handles")
-        answer = session_pb2.SessionHandlesAnswer()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        self._calls.refused_items(METHOD, outcomes, self._context)
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, ExecutorError):
-                answer.results.add(error=status_from_error(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                answer.results.add(handle=handle_to_proto(handle(index, outcome)))
-        fill_pressure(answer.pressure, self._books.pressure())
-        return Answer(step_id=step, handles=answer), 0
-
-    async def _on_fork(self, step: int, request: session_pb2.SessionFork) -> Reply:
-        children, _ = await self._operations.fork(
-            handle_from_proto(request.handle),
-            request.count or 1,
-            request.at_length if request.HasField("at_length") else None,
-            request_id_from_proto(request.request_id),
-            caller=self._caller,
-            origin=self._origin,
-        )
-        answer = session_pb2.SessionHandlesAnswer(pressure=pressure_to_proto(self._books.pressure()))
-        for child in children:
-            answer.results.add(handle=handle_to_proto(child))
-        return Answer(step_id=step, handles=answer), 0
+    async def _on_cache(self, step: int, answer: Awaitable[session_pb2.SessionHandlesAnswer]) -> Reply:
+        return Answer(step_id=step, handles=await answer), 0
 
     async def _on_keep_alive(self, step: int) -> Reply:
         lease = self._books.leases.renew(self._lease.id, self._caller.name)
@@ -413,30 +351,27 @@ class Session:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    async def _send(self, step: int, response: Answer, row_bytes: int) -> None:
+        """Write a step's answer, its rows ahead of it where they are many."""
+        try:
+            if row_bytes > self._inline:
+                for part in row_parts(response, self._inline):
+                    await self._write(part)
+            await self._write(response, leaving=step if step in self._steps else None)
+        except Exception as error:  # the stream is over: nobody is there to be told
+            log.debug("session_answer_not_written", step=step, error=repr(error))
+
     async def _write(self, answer: Answer, leaving: int | None = None) -> None:
         async with self._writing:
             self._leaving = leaving
             await self._context.write(answer)
 
-    def _parts(self, response: Answer) -> Iterator[Answer]:
-        """The row frames of a large answer; takes their bytes out of it."""
-        for index, block in enumerate(response.forward.row_blocks):
-            rows = getattr(block, block.WhichOneof("kind"))
-            for field, tensor in rows.ListFields():
-                data = tensor.data
-                if len(data) <= self._inline:
-                    continue
-                tensor.ClearField("data")
-                count = tensor.shape[0]
-                row_bytes = len(data) // count
-                together = max(1, self._inline // row_bytes)
-                for first in range(0, count, together):
-                    last = min(first + together, count)
-                    part = session_pb2.SessionRows(block=index, first=first, field=field.number)
-                    part.rows.dtype = tensor.dtype
-                    part.rows.shape.extend((last - first, *tensor.shape[1:]))
-                    part.rows.data = data[first * row_bytes : last * row_bytes]
-                    yield Answer(step_id=response.step_id, rows=part)
+    def _refused(self, step: int, error: Exception) -> Reply:
+        """The answer of a step that failed."""
+        if isinstance(error, ExecutorError):
+            return self._refusal(step, error), 0
+        internal = InternalError("the executor failed internally; its log says more")
+        return self._refusal(step, internal, cause=error), 0
 
     def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
         self._calls.refusals.note(METHOD, error, self._context, cause=cause)

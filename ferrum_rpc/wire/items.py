@@ -106,6 +106,17 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> WorkItem:
     )
 
 
+def items_from_proto(messages: Sequence[forward_pb2.ForwardItem], shape: Shape) -> list[WorkItem | ExecutorError]:
+    """A batch's items: one that is malformed is refused alone, by the error in its place."""
+    items: list[WorkItem | ExecutorError] = []
+    for message in messages:
+        try:
+            items.append(item_from_proto(message, shape))
+        except ExecutorError as error:
+            items.append(error)
+    return items
+
+
 def _options_from_proto(create: forward_pb2.CreateOptions) -> CreateOptions:
     if create.adapter:
         raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
