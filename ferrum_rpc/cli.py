@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from ferrum_rpc import __version__
 from ferrum_rpc.bench.options import add_flags
 from ferrum_rpc.config import TOKEN_VARIABLE, ConfigError, ServeSettings, hint, load_settings
+from ferrum_rpc.polling import poll_directly
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = commands[parsed.command]
     if unknown:
         command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
+    poll_directly()
     try:
         status = _run(parsed)
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.polling import polled
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.observation import Observation
@@ -40,6 +41,7 @@ def serve(model: str, settings: ServeSettings) -> int:
     loop = choose_loop(settings.event_loop)
     log.info("chosen", choice=f"event loop {loop.name}", reason=loop.reason)
     log.info("chosen", choice="allocator", reason=keep_freed_memory())
+    log.info("chosen", choice="sockets", reason=f"read {polled()}")
     try:
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(model, settings))

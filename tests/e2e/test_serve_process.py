@@ -85,7 +85,9 @@ async def dial(target: str) -> AsyncIterator[Dialled]:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_sigterm_finishes_the_call_in_flight_says_not_serving_and_exits_0(loop: str) -> None:
     with serving("--max-batch-tokens", "8192", "--grace-s", "2", "--event-loop", loop) as process:
-        assert f"event loop {loop}" in {each.get("choice") for each in process.events}
+        choices = {each.get("choice"): each.get("reason") for each in process.events}
+        assert f"event loop {loop}" in choices
+        assert choices["sockets"] == "read by the thread that waits for completions"
         async with dial(process.target) as client:
             watch = client.health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

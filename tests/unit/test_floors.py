@@ -72,17 +72,18 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.event_loop": Floor("config", "uvloop"),
     "ferrum_rpc.allocator": Floor(),
     "ferrum_rpc.openmp": Floor(),
+    "ferrum_rpc.polling": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.building": Floor("failpoints models engine engine.work config openmp", "structlog torch"),
     "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "
-        "event_loop allocator",
+        "event_loop allocator polling",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client", "numpy rich"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask bench serve"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask bench serve polling"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
