@@ -39,8 +39,13 @@ class Hardware(TypedDict):
     huge_pages: str
 
 
+WRITTEN: Final = (":!benchmarks/results", ":!docs")
+"""What a benchmark writes, as git leaves it out."""
+
+
 class Commit(TypedDict):
-    """What was measured; ``dirty``: with changes that the commit does not have."""
+    """What was measured; ``dirty``: with changes that the commit does not have. Results and documents do not count: the
+    benchmarks of one sitting write them one after the other."""
 
     id: str
     dirty: bool
@@ -73,7 +78,7 @@ def versions() -> dict[str, str]:
 def commit() -> Commit:
     """Of the working tree; ``unknown`` outside of one."""
     head = _git("rev-parse", "HEAD")
-    return {"id": head or "unknown", "dirty": bool(_git("status", "--porcelain"))}
+    return {"id": head or "unknown", "dirty": bool(_git("status", "--porcelain", "--", ".", *WRITTEN))}
 
 
 class Bystanders:
