@@ -213,8 +213,10 @@ def main() -> None:
         interpret()
     elif not torch.cuda.is_available():
         sys.exit("gpu-check: torch finds no CUDA device; nothing was checked")
+    from ferrum_rpc.polling import poll_directly
     from tools.gpu_record import Check, closing, opening
 
+    poll_directly()  # as `serve` does, and the caller that is measured with it
     device = torch.device("cpu" if tiny else "cuda")
     record = opening(device, arguments.only, tiny=tiny)
     check = Check(record, arguments.budget, {*arguments.only, "limits", "model"} if arguments.only else ())
