@@ -14,6 +14,7 @@ from typing import Any, Final
 from benchmarks import environment
 from benchmarks.shapes import tensor_shapes
 from benchmarks.workload import SEED
+from ferrum_rpc.polling import polled
 
 SCHEMA: Final = 1
 
@@ -33,6 +34,7 @@ class Record:
             "commit": environment.commit(),
             "hardware": environment.hardware(),
             "versions": environment.versions(),
+            "sockets": polled(),
             "others_cpu": None,
             "settings": {"seed": SEED, **settings},
         }
@@ -84,6 +86,7 @@ def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
         ("huge pages", machine["huge_pages"]),
         ("other processes", others),
         ("versions", versions),
+        *((("gRPC's sockets", f"read {result['sockets']}"),) if "sockets" in result else ()),  # not in older files
         *more,
         ("file", f"`benchmarks/results/{name}`"),
     ]

@@ -6,9 +6,11 @@ import pytest
 
 from benchmarks import gpu_report, report, targets
 from benchmarks.measure import Case, point
+from benchmarks.record import Record, conditions
 from benchmarks.sides import Round
 from benchmarks.suite_tables import NOT_YET
 from benchmarks.tables import COLUMNS, row
+from ferrum_rpc.polling import polled
 
 
 def rounds(in_process_s, grpc_s, echo_s, forward_s, pairs=3):
@@ -115,6 +117,13 @@ def test_the_page_has_every_point_and_what_made_it():
         assert text in page
     tables = [line for line in page.splitlines() if line.startswith("| model")]
     assert len(tables) == 2 and all(line.count("|") == len(COLUMNS) + 1 for line in tables)
+
+
+def test_a_record_says_how_sockets_were_read_and_one_that_does_not_is_read_too(tmp_path):
+    record = Record("wire", {}, tmp_path / "wire.json")
+    said = a_result([a_point()], sockets=record.values["sockets"])
+    assert f"| gRPC's sockets | read {polled()} |" in conditions("wire.json", said, ())
+    assert "sockets" not in conditions("wire.json", a_result([a_point()]), ())
 
 
 def test_the_page_without_results_says_how_to_get_some():
