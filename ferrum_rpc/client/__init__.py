@@ -41,6 +41,7 @@ from ferrum_rpc.client.facts import (
     ExecutorState,
     ExecutorStatus,
     MethodCount,
+    SequenceInfo,
     WarmupReport,
 )
 from ferrum_rpc.client.health import Health
@@ -91,6 +92,7 @@ __all__ = [
     "RowDType",
     "SelectedTokens",
     "Sequence",
+    "SequenceInfo",
     "SequenceMisuseError",
     "StepTiming",
     "TopTokens",

@@ -23,8 +23,10 @@ from ferrum_rpc.client.facts import (
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
+    SequenceInfo,
     WarmupReport,
     executor_state,
+    sequence_from_proto,
     status_from_proto,
     warmup_from_proto,
 )
@@ -197,6 +199,18 @@ class ExecutorClient:
         message = executor_control_pb2.DrainRequest(grace=grace)
         response = await self._link.calls.ask(self._control.Drain, message, self._link.deadline(timeout_s))
         return executor_state(response.state)
+
+    async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
+        """The live sequences of every caller, oldest first, for an operator. One that begins or ends meanwhile may be
+        in the list or not."""
+        deadline, found = self._link.deadline(timeout_s), list[SequenceInfo]()
+        request = executor_control_pb2.ListSequencesRequest()
+        while True:
+            page = await self._link.calls.ask(self._control.ListSequences, request, deadline)
+            found += map(sequence_from_proto, page.sequences)
+            if not page.next_page_token:
+                return found
+            request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
 
     # --- leases of the caller's own ---------------------------------------------------------------------------------
 

@@ -116,6 +116,23 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A live sequence, for an operator's eyes: ``label`` is for logs and no handle. ``length`` in tokens, ``blocks`` of
+    the cache that it refers to, ``idle_s`` since it was last used. ``identity``: whose it is, empty where callers are
+    not asked who they are; ``client_name``: what its lease's client calls itself. ``busy``: a call on it is in flight."""
+
+    label: str
+    length: int
+    blocks: int
+    idle_s: float
+    identity: str
+    client_name: str
+    adapter: str
+    leased: bool
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupReport:
     """What a warm-up ran: ``steps`` forward passes in ``elapsed_s`` seconds."""
 
@@ -218,12 +235,28 @@ def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupRepor
     )
 
 
+def sequence_from_proto(proto: executor_control_pb2.SequenceInfo) -> SequenceInfo:
+    """Wire to domain."""
+    return SequenceInfo(
+        **_scalars(proto, SequenceInfo, leave_out={"length", "idle_s"}),
+        length=proto.seq_len,
+        idle_s=seconds(proto.idle),
+    )
+
+
 def seconds(duration: duration_pb2.Duration) -> float:
     """A wire duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
-_Message = info_pb2.ModelInfo | info_pb2.DeviceInfo | info_pb2.Limits | info_pb2.Counters | info_pb2.MethodCount
+_Message = (
+    info_pb2.ModelInfo
+    | info_pb2.DeviceInfo
+    | info_pb2.Limits
+    | info_pb2.Counters
+    | info_pb2.MethodCount
+    | executor_control_pb2.SequenceInfo
+)
 
 
 def _scalars(message: _Message, into: type[Any], leave_out: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:

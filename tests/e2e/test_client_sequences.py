@@ -574,6 +574,24 @@ async def test_health_warmup_and_reset_reach_the_executor(client: ExecutorClient
     assert await client.reset(instance_id=(await client.info()).instance_id) == 0
 
 
+async def test_the_live_sequences_are_listed_page_by_page(
+    client: ExecutorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ferrum_rpc.service.control.LIST_PAGE", 2)
+    assert await client.list_sequences() == []
+    sequences = [client.sequence() for _ in range(5)]
+    for length, sequence in enumerate(sequences, 3):
+        await sequence.prefill(PROMPT[:length])
+    found = await client.list_sequences()
+    assert [each.length for each in found] == [3, 4, 5, 6, 7]
+    assert [each.blocks for each in found] == [1, 1, 2, 2, 2]
+    assert len({each.label for each in found}) == 5
+    assert all(each.leased and not each.busy and each.client_name and each.idle_s >= 0 for each in found)
+    for sequence in sequences:
+        await sequence.release()
+    assert await client.list_sequences() == []
+
+
 async def test_a_drain_is_asked_for_where_it_is_offered(client: ExecutorClient) -> None:
     if Capability.DRAIN in (await client.info()).capabilities:
         assert await client.drain(1.5) is ExecutorState.DRAINING
