@@ -1,7 +1,8 @@
 """`ferrum-rpc`: serve a model, and ask or measure a running server.
 
 The parser is built from the settings model, so that a flag, its variable and its entry in a file are one thing. What a
-subcommand needs is imported when it runs: `--help` loads neither torch nor grpc.
+subcommand needs is imported when it runs: `--help` loads neither torch nor grpc, and where only the client is installed
+every command but `serve` works.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, NoReturn
 
 from ferrum_rpc import __version__
 from ferrum_rpc.bench.options import add_flags
-from ferrum_rpc.config import TOKEN_VARIABLE, ConfigError, ServeSettings, hint, load_settings
 from ferrum_rpc.polling import poll_directly
+from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -36,16 +37,20 @@ class Parser(argparse.ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser and its subcommands by name."""
+def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
+    """The parser and its subcommands by name. Without ``settings``, `serve` lacks the flags that come from the settings
+    model, which is then not loaded."""
     parser = Parser(prog="ferrum-rpc", description="A model's forward pass over gRPC.")
     parser.add_argument("--version", action="version", version=f"ferrum-rpc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     serve = commands.add_parser("serve", help="serve a model", allow_abbrev=False)
     serve.add_argument("model", help="a Hugging Face folder, or `demo`, or `identity`")
     serve.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
-    for name, field in ServeSettings.model_fields.items():
-        _add_setting(serve, name, field)
+    if settings:
+        from ferrum_rpc.config import ServeSettings
+
+        for name, field in ServeSettings.model_fields.items():
+            _add_setting(serve, name, field)
     named = {"serve": serve}
     for name, text in (
         ("info", "what a running server is"),
@@ -90,7 +95,17 @@ def _add_setting(parser: argparse.ArgumentParser, name: str, field: Any) -> None
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; exits 0, 1 (it failed) or 2 (it was written wrongly)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, commands = build_parser()
+    try:
+        _command(arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "ferrum_rpc":
+            raise
+        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: pip install 'ferrum-rpc[server]'")
+
+
+def _command(arguments: list[str]) -> NoReturn:
+    parser, commands = build_parser(settings=arguments[:1] == ["serve"])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         parser.error(f"no command {arguments[0]!r}{hint(arguments[0], commands)}")
     parsed, unknown = parser.parse_known_args(arguments)
@@ -114,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "serve":
+        from ferrum_rpc.config import ServeSettings, load_settings
+
         flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
         settings = load_settings(flags, parsed.config)
         from ferrum_rpc.serve import serve

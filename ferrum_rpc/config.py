@@ -7,7 +7,6 @@ wherever it was written: a misspelt limit must not be a default in disguise.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -19,19 +18,14 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.failpoints import parse_failpoints
+from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 
 ENV_PREFIX: Final = "FERRUM_"
 CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
-TOKEN_VARIABLE: Final = "FERRUM_TOKEN"  # noqa: S105 - a name, no token
-"""The token of the commands that ask a server; the server's own setting is a file of them."""
 OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
 """Variables with the prefix that are not settings of the server."""
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-class ConfigError(ValueError):
-    """A setting is wrong; the message names it and says what would be right."""
 
 
 def parse_bytes(value: object) -> object:
@@ -194,9 +188,3 @@ def _check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     for name in given:
         if name not in known:
             raise ConfigError(f"{what} {name!r}{hint(name, known)}")
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean ...?)``, or nothing where nothing is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""

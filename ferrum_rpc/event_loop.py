@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
-from ferrum_rpc.config import ConfigError
+from ferrum_rpc.usage import ConfigError
 
 Choice = Literal["auto", "asyncio", "uvloop"]
 

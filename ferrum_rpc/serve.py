@@ -15,7 +15,7 @@ import structlog
 from ferrum_rpc import __version__
 from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build
-from ferrum_rpc.config import TOKEN_VARIABLE, ServeSettings
+from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.process import Program
 from ferrum_rpc.engine.work import Described, Runner
@@ -31,6 +31,7 @@ from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.server import ExecutorServer, Keepalive
 from ferrum_rpc.service.tracing import TracingError
+from ferrum_rpc.usage import TOKEN_VARIABLE
 
 log = structlog.get_logger("ferrum_rpc.serve")
 

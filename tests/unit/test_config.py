@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ferrum_rpc.cli import main
-from ferrum_rpc.config import ConfigError, ServeSettings, load_settings, parse_bytes
+from ferrum_rpc.config import ServeSettings, load_settings, parse_bytes
+from ferrum_rpc.usage import ConfigError
 
 
 @pytest.fixture(autouse=True)

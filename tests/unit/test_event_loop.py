@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ferrum_rpc.config import ConfigError
 from ferrum_rpc.event_loop import Choice, choose_loop
+from ferrum_rpc.usage import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
     # programs
     "ferrum_rpc.logs": Floor("", "structlog"),
-    "ferrum_rpc.config": Floor("core errors failpoints", "pydantic pydantic_settings"),
-    "ferrum_rpc.event_loop": Floor("config", "uvloop"),
+    "ferrum_rpc.usage": Floor(),
+    "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic pydantic_settings"),
+    "ferrum_rpc.event_loop": Floor("usage", "uvloop"),
     "ferrum_rpc.allocator": Floor(),
     "ferrum_rpc.openmp": Floor(),
     "ferrum_rpc.polling": Floor(),
@@ -78,12 +79,12 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "
-        "event_loop allocator polling",
+        "usage event_loop allocator polling",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client", "numpy rich"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc core errors logs config ask bench serve polling"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
