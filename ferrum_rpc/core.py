@@ -155,11 +155,15 @@ class Step(NamedTuple):
 
 
 class HandleRef(NamedTuple):
-    """The wire's KvHandle: who (opaque bytes), how long, and which version."""
+    """The wire's KvHandle: who (opaque bytes), how long, and which version. Printed without the bytes: whoever has them
+    may use the sequence, where callers are not asked who they are."""
 
     id: bytes
     seq_len: int
     version: int
+
+    def __repr__(self) -> str:
+        return f"HandleRef(seq_len={self.seq_len}, version={self.version})"
 
 
 @dataclass(frozen=True, slots=True)

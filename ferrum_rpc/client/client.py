@@ -11,6 +11,7 @@ import grpc
 from google.protobuf import duration_pb2
 
 from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.arguments import as_list, as_number
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
@@ -39,7 +40,7 @@ from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
     executor_control_pb2_grpc,
@@ -108,6 +109,10 @@ class ExecutorClient:
         self._steps_in_flight = steps_in_flight if session else None
         self._channel: grpc.aio.Channel | None = None
         self._opened: Link | None = None
+
+    def __repr__(self) -> str:
+        way = "unary" if self._steps_in_flight is None else "session"
+        return f"<ExecutorClient {self.target} {way}: {'not open' if self._opened is None else 'open'}>"
 
     async def __aenter__(self) -> ExecutorClient:
         if self._channel is not None:
@@ -178,7 +183,9 @@ class ExecutorClient:
         self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None
     ) -> WarmupReport:
         """Run steps of typical shapes, so that the first caller does not pay for them. 0: the executor's defaults."""
-        message = executor_control_pb2.WarmupRequest(batch_size=batch_size, prefill_tokens=prefill_tokens)
+        message = executor_control_pb2.WarmupRequest(
+            batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
+        )
         response = await self._link.calls.ask(self._control.Warmup, message, self._link.deadline(timeout_s))
         self._link.saw(response.pressure)
         return warmup_from_proto(response)
@@ -251,13 +258,16 @@ class ExecutorClient:
         calls do not rebuild: their caller plans. The others are the contract's ``CreateOptions``: blocks to hold beyond
         the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
         """
-        create = forward_pb2.CreateOptions(
-            lease_id=lease_id,
-            adapter=adapter,
-            cache_salt=cache_salt,
-            cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{cache_mode.name}",
-            reserve_tokens=reserve_tokens,
-        )
+        try:
+            create = forward_pb2.CreateOptions(
+                lease_id=lease_id,
+                adapter=adapter,
+                cache_salt=cache_salt,
+                cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{CacheMode(cache_mode).name}",
+                reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._link, state, rebuild=rebuild)
 
@@ -289,7 +299,13 @@ class ExecutorClient:
     async def _batch(
         self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
     ) -> list[Answer | ExecutorError]:
-        listed: ListOf[Item] = list(items)
+        listed: ListOf[Item] = as_list(items, "items")
+        for at, item in enumerate(listed):
+            if not isinstance(item, Item):
+                raise InvalidRequest(
+                    f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item",
+                    field=f"items[{at}]",
+                )
         return await self._link.forwards.batch(
             feed, listed, self._link.deadline(timeout_s), all_or_nothing=all_or_nothing
         )

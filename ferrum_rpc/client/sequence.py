@@ -11,17 +11,10 @@ from typing import TypeVar
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
+from ferrum_rpc.client.arguments import Output, Tokens, as_number, as_output, as_tokens
 from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.state import (
-    Item,
-    Output,
-    SequenceMisuseError,
-    SequenceState,
-    Tokens,
-    as_output,
-    as_tokens,
-)
+from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
 from ferrum_rpc.errors import ExecutorError
@@ -51,10 +44,11 @@ class Sequence:
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
     An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
-    a second one raises `SequenceMisuseError` before anything is sent. Calls raise the `ExecutorError` of the
-    executor's reason; after any error the sequence is as it was before the call, except that a long `prefill` keeps the
-    chunks that went through, and except where the fate is unknown (`TransportError`, `DeadlineExceeded`, cancellation):
-    then making the same call again is safe and settles it, because it carries the same request id.
+    a second one raises `SequenceMisuseError` before anything is sent, and so does an argument that cannot be meant,
+    with `InvalidRequest` and its ``field``. Calls raise the `ExecutorError` of the executor's reason; after any error
+    the sequence is as it was before the call, except that a long `prefill` keeps the chunks that went through, and
+    except where the fate is unknown (`TransportError`, `DeadlineExceeded`, cancellation): then making the same call
+    again is safe and settles it, because it carries the same request id.
     """
 
     def __init__(self, link: Link, state: SequenceState, *, rebuild: bool) -> None:
@@ -63,6 +57,14 @@ class Sequence:
         self._rebuild = rebuild
         self._owed: list[int] | None = None  # what a lost sequence held and has not been fed again yet
         self._prompt: _Prompt | None = None
+
+    def __repr__(self) -> str:
+        state = self._state
+        known = (
+            "released" if state.released else "lost" if self._owed is not None else "in doubt" if self.in_doubt else ""
+        )
+        words = ", ".join(filter(None, [known, state.busy and f"{state.busy} in flight"]))
+        return f"<Sequence length={self.length} version={self.version}{words and f': {words}'}>"
 
     # --- what is known of it ----------------------------------------------------------------------------------------
 
@@ -118,10 +120,10 @@ class Sequence:
 
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
-        listed = as_tokens(tokens)
+        listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
+        chunk = None if chunk is None else as_number(chunk, "chunk", least=1)
         deadline = self._link.deadline(timeout_s)
         with self._claimed("prefill"):
-            spec = as_output(output, Positions.LAST)
             return await self._prefill(listed, spec, await self._chunk(spec, len(listed), chunk, deadline), deadline)
 
     async def decode(
@@ -133,11 +135,11 @@ class Sequence:
         timeout_s: float | None = None,
     ) -> Answer:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
+        listed, spec, truncate_to = as_tokens([token]), as_output(output, Positions.LAST), _as_rollback(truncate_to)
         deadline = self._link.deadline(timeout_s)
         with self._claimed("decode"):
             self._must_exist("decode")
-            spec = as_output(output, Positions.LAST)
-            return await self._feed(self._link.decode, as_tokens([token]), spec, truncate_to, deadline)
+            return await self._feed(self._link.decode, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
@@ -149,11 +151,11 @@ class Sequence:
     ) -> Answer:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
+        listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.ALL), _as_rollback(truncate_to)
         deadline = self._link.deadline(timeout_s)
         with self._claimed("verify"):
             self._must_exist("verify")
-            spec = as_output(output, Positions.ALL)
-            return await self._feed(self._link.verify, as_tokens(tokens), spec, truncate_to, deadline)
+            return await self._feed(self._link.verify, listed, spec, truncate_to, deadline)
 
     def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:  # noqa: B008
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
@@ -162,14 +164,15 @@ class Sequence:
             raise SequenceMisuseError("item: this sequence was released")
         if self._owed is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
+        listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.LAST), _as_rollback(truncate_to)
         self._prompt = None
-        return self._link.item(self._state, as_tokens(tokens), as_output(output, Positions.LAST), truncate_to)
+        return self._link.item(self._state, listed, spec, truncate_to)
 
     # --- other operations -------------------------------------------------------------------------------------------
 
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
-        deadline = self._link.deadline(timeout_s)
+        length, deadline = as_number(length, "length"), self._link.deadline(timeout_s)
         with self._claimed("truncate"):
             self._must_exist("truncate")
             return await self._surviving(
@@ -179,6 +182,7 @@ class Sequence:
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
+        count, at = as_number(count, "count", least=1), None if at is None else as_number(at, "at_length")
         deadline = self._link.deadline(timeout_s)
         with self._claimed("fork"):
             self._must_exist("fork", keeps_prompt=True)
@@ -190,7 +194,7 @@ class Sequence:
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
         `KvBlocksExhausted`. Doing it twice is doing it once."""
-        deadline = self._link.deadline(timeout_s)
+        tokens, deadline = as_number(tokens, "tokens"), self._link.deadline(timeout_s)
         with self._claimed("reserve"):
             self._must_exist("reserve", keeps_prompt=True)
             return await self._surviving(
@@ -207,7 +211,7 @@ class Sequence:
         """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
         that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
         goes on with the same tokens. Whatever is left of the old sequence is released."""
-        listed = self.tokens if tokens is None else as_tokens(tokens)
+        listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._link.deadline(timeout_s)
         with self._claimed("rebuild"):
             old = self._state.handle
@@ -216,7 +220,6 @@ class Sequence:
                 with suppress(ExecutorError):
                     await self._link.releases.handle(old, Deadline.after(self._link.releases.timeout_s))
             self._owed = self._prompt = None
-            spec = as_output(output, Positions.LAST)
             try:
                 chunk = await self._chunk(spec, len(listed), None, deadline)
                 return await self._prefill(listed, spec, chunk, deadline)
@@ -269,8 +272,6 @@ class Sequence:
     async def _chunk(self, output: OutputSpec, tokens: int, chunk: int | None, deadline: Deadline) -> int:
         """Tokens of one call: what the caller says, or what the executor takes and can answer in one message."""
         if chunk is not None:
-            if chunk < 1:
-                raise ValueError(f"a chunk has at least one token: {chunk}")
             return chunk
         info = await self._link.info(deadline)
         most = info.limits.max_batch_tokens or tokens
@@ -350,3 +351,7 @@ class Sequence:
                 )
             else:
                 self._owed = None
+
+
+def _as_rollback(truncate_to: int | None) -> int | None:
+    return None if truncate_to is None else as_number(truncate_to, "truncate_to")

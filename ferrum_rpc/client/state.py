@@ -7,25 +7,15 @@ then repeats the same request id, so that writing the same line of code twice is
 from __future__ import annotations
 
 import functools
-import operator
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, fate_unknown
-from ferrum_rpc.core import HandleRef, OutputKind, OutputSpec, Positions
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
 from ferrum_rpc.wire.items import handle_to_proto
 from ferrum_rpc.wire.output import output_to_proto
-
-Tokens = Iterable[int] | npt.NDArray[np.integer]
-"""Token ids: any iterable of ints, or an integer array [n]."""
-
-Output = OutputSpec | OutputKind
-"""What to return: a whole `OutputSpec`, or only a kind (`Greedy()`, `TopTokens(8)`) at the call's usual positions."""
 
 Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
 """Sends a doubtful call again; returns the handles of the sequences that it created."""
@@ -46,21 +36,6 @@ def _output_message(output: OutputSpec) -> output_pb2.OutputSpec:
     return output_to_proto(output)
 
 
-def as_tokens(tokens: Tokens) -> list[int]:
-    """Token ids as a list of Python ints. Raises ValueError for none or negative ones."""
-    listed: list[int] = tokens.tolist() if isinstance(tokens, np.ndarray) else list(map(operator.index, tokens))
-    if not listed:
-        raise ValueError("at least one token must be fed")
-    if min(listed) < 0:
-        raise ValueError(f"token ids are not negative: {min(listed)}")
-    return listed
-
-
-def as_output(output: Output, positions: Positions) -> OutputSpec:
-    """A kind alone stands at the call's usual ``positions``."""
-    return output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
     """A work item of a batch call: ``tokens`` to feed to a sequence after rolling it back to ``truncate_to``.
@@ -76,6 +51,9 @@ class Item:
     truncate_to: int | None
     request_id: str
     proto: forward_pb2.ForwardItem
+
+    def __repr__(self) -> str:
+        return f"<Item of {len(self.tokens)} tokens at {self.start}>"
 
     @property
     def start(self) -> int:

@@ -391,11 +391,6 @@ async def test_a_sequence_in_use_is_not_released_by_mistake(client: ExecutorClie
         assert (await call).length == len(PROMPT)
 
 
-async def test_a_chunk_holds_at_least_one_token(client: ExecutorClient) -> None:
-    with pytest.raises(ValueError, match="at least one token"):
-        await client.sequence().prefill(PROMPT, chunk=0)
-
-
 # --- rebuilding -----------------------------------------------------------------------------------------------------
 
 

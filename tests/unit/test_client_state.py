@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ferrum_rpc.client import (
@@ -13,14 +12,13 @@ from ferrum_rpc.client import (
     Greedy,
     HandleRef,
     OutputSpec,
-    Positions,
     RowDType,
     SelectedTokens,
     SequenceMisuseError,
     TopTokens,
 )
 from ferrum_rpc.client.releases import Releases
-from ferrum_rpc.client.state import Item, SequenceState, as_output, as_tokens
+from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QueueFull, SequenceBusy, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 
@@ -159,25 +157,6 @@ def test_creation_options_travel_only_with_the_creation() -> None:
     sequence.committed(creation, handle(1, 1))
     assert not item(sequence, [2]).proto.HasField("create")
     assert not item(state(), [1]).proto.HasField("create")
-
-
-@pytest.mark.parametrize(
-    "tokens", [[1, 2], (1, 2), range(1, 3), b"\x01\x02", np.array([1, 2], np.int64), np.array([1, 2], np.uint32)]
-)
-def test_tokens_may_come_as_anything_that_holds_integers(tokens: Any) -> None:
-    assert as_tokens(tokens) == [1, 2]
-
-
-@pytest.mark.parametrize(("tokens", "error"), [([], ValueError), ([-1], ValueError), ([1.5], TypeError)])
-def test_tokens_that_are_none_are_refused_before_anything_is_sent(tokens: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        as_tokens(tokens)
-
-
-def test_a_kind_alone_stands_at_the_usual_positions_of_the_call() -> None:
-    assert as_output(TopTokens(4), Positions.ALL) == OutputSpec(Positions.ALL, TopTokens(4))
-    spec = OutputSpec(Positions.NONE, Greedy())
-    assert as_output(spec, Positions.ALL) is spec
 
 
 def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:

@@ -1,0 +1,97 @@
+"""What a program hands to the client, checked where it is handed over: before a sequence is claimed or a byte is sent.
+
+A wrong argument raises `InvalidRequest` with the field of the contract that it would have gone into, as the executor's
+own refusal of such a field does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType, SelectedTokens, TopTokens
+from ferrum_rpc.errors import InvalidRequest
+
+Tokens = Iterable[int] | npt.NDArray[np.integer]
+"""Token ids: any iterable of ints, or an integer array [n]."""
+
+Output = OutputSpec | OutputKind
+"""What to return: a whole `OutputSpec`, or only a kind (`Greedy()`, `TopTokens(8)`) at the call's usual positions."""
+
+MOST: Final = 2**32 - 1
+"""The contract's numbers are unsigned, of 32 bits."""
+
+
+def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
+    """Token ids as a list of Python ints. Raises `InvalidRequest` for none, negative ones, and what is no integer: a
+    bool is a mask that lost its way."""
+    listed: list[int]
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidRequest(f"{field}: integers [n] are wanted, not {tokens.dtype} {[*tokens.shape]}", field=field)
+        listed = tokens.tolist()
+    else:
+        given = as_list(tokens, field)
+        try:
+            listed = list(map(operator.index, given))
+        except TypeError as error:
+            raise InvalidRequest(f"{field}: token ids are integers: {error}", field=field) from None
+        if bool in map(type, given):
+            raise InvalidRequest(f"{field}: token ids are integers, not bools", field=field)
+    if not listed:
+        raise InvalidRequest(f"{field}: at least one token is needed", field=field)
+    if min(listed) < 0 or max(listed) > MOST:
+        wrong = min(listed) if min(listed) < 0 else max(listed)
+        raise InvalidRequest(f"{field}: token ids are 0 to {MOST}, not {wrong}", field=field)
+    return listed
+
+
+def as_number(value: int, field: str, *, least: int = 0) -> int:
+    """An integer from ``least`` on that fits the contract's numbers. Raises `InvalidRequest`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= MOST:
+        raise InvalidRequest(f"{field} is an integer from {least} to {MOST}, not {value!r}", field=field)
+    return number
+
+
+def as_list(values: Iterable[Any], field: str) -> list[Any]:
+    """What an iterable holds. Raises `InvalidRequest` for what is none."""
+    try:
+        each = iter(values)
+    except TypeError:
+        raise InvalidRequest(f"{field}: a list is wanted, not {type(values).__name__}", field=field) from None
+    return list(each)
+
+
+def as_output(output: Output, positions: Positions) -> OutputSpec:
+    """A kind alone stands at the call's usual ``positions``. Raises `InvalidRequest` for what is no output."""
+    spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
+    if not isinstance(spec.positions, Positions):
+        raise InvalidRequest(f"positions are one of Positions, not {spec.positions!r}", field="output.positions")
+    kind: object = spec.kind
+    match kind:
+        case Greedy(logprob=bool()) | FullLogits(dtype=RowDType()):
+            pass
+        case TopTokens(k):
+            as_number(k, "output.top_tokens.k", least=1)
+        case SelectedTokens(tuple() as token_ids):
+            as_tokens(token_ids, "output.selected_tokens.token_ids")
+        case SelectedTokens(token_ids):
+            raise InvalidRequest(
+                f"SelectedTokens takes a tuple of token ids, not {type(token_ids).__name__}",
+                field="output.selected_tokens.token_ids",
+            )
+        case _:
+            raise InvalidRequest(
+                f"an output is an OutputSpec, Greedy(), TopTokens(k), SelectedTokens((id, ...)) or FullLogits(), not "
+                f"{kind!r}",
+                field="output",
+            )
+    return spec

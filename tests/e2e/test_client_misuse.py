@@ -1,0 +1,120 @@
+"""A program's mistakes, against a real executor: each is refused by name where it is made, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from ferrum_rpc.client import ExecutorClient, SelectedTokens, Sequence, TopTokens
+from ferrum_rpc.errors import InvalidRequest
+from tests.serving import Served, serve_identity
+
+PROMPT = [3, 1, 4, 1, 5]
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "prefill of a 2-D array": (lambda c, s: s.prefill(np.array([[1, 2]])), "token_ids"),
+    "prefill of negative ids": (lambda c, s: s.prefill([1, -2]), "token_ids"),
+    "prefill of floats": (lambda c, s: s.prefill([1.0]), "token_ids"),
+    "prefill of bools": (lambda c, s: s.prefill([True]), "token_ids"),
+    "prefill of a string": (lambda c, s: s.prefill("text"), "token_ids"),
+    "prefill of None": (lambda c, s: s.prefill(None), "token_ids"),
+    "prefill of nothing": (lambda c, s: s.prefill([]), "token_ids"),
+    "prefill with a list in the output": (
+        lambda c, s: s.prefill([1], SelectedTokens([1])),  # type: ignore[arg-type]
+        "output.selected_tokens.token_ids",
+    ),
+    "prefill in chunks of nothing": (lambda c, s: s.prefill([1], chunk=0), "chunk"),
+    "decode of a list": (lambda c, s: s.decode([1]), "token_ids"),
+    "decode of None": (lambda c, s: s.decode(None), "token_ids"),
+    "decode of an id that no contract can carry": (lambda c, s: s.decode(1 << 40), "token_ids"),
+    "decode from a negative length": (lambda c, s: s.decode(1, truncate_to=-1), "truncate_to"),
+    "decode for no candidates": (lambda c, s: s.decode(1, TopTokens(0)), "output.top_tokens.k"),
+    "verify of one number": (lambda c, s: s.verify(1), "token_ids"),
+    "truncate to a float": (lambda c, s: s.truncate(2.0), "length"),
+    "truncate to a negative length": (lambda c, s: s.truncate(-1), "length"),
+    "fork into no children": (lambda c, s: s.fork(0), "count"),
+    "fork into a negative number": (lambda c, s: s.fork(-1), "count"),
+    "fork at a string": (lambda c, s: s.fork(1, "2"), "at_length"),
+    "reserve of less than nothing": (lambda c, s: s.reserve(-1), "tokens"),
+    "rebuild of strings": (lambda c, s: s.rebuild(["a"]), "token_ids"),
+    "forward of bare lists": (lambda c, s: c.forward([[1, 2]]), "items[0]"),
+    "forward of an item beside a sequence": (lambda c, s: c.forward([s.item([1]), s]), "items[1]"),
+    "forward of one item alone": (lambda c, s: c.forward(s.item([1])), "items"),
+    "batch_decode of None": (lambda c, s: c.batch_decode(None), "items"),
+    "warm-up of less than nothing": (lambda c, s: c.warmup(-1), "batch_size"),
+}
+AT_ONCE: dict[str, tuple[Any, str]] = {
+    "an item of a 2-D array": (lambda c, s: s.item([[1]]), "token_ids"),
+    "an item from a negative length": (lambda c, s: s.item([1], truncate_to=-1), "truncate_to"),
+    "a sequence that reserves less than nothing": (
+        lambda c, s: c.sequence(reserve_tokens=-1),
+        "create.reserve_tokens",
+    ),
+    "a sequence with a salt of text": (lambda c, s: c.sequence(cache_salt="salt"), "create"),
+    "a sequence without a lease id": (lambda c, s: c.sequence(cache_mode="readonly"), "create"),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    async with serve_identity() as served:
+        yield served
+
+
+async def refused(mistake: Any, client: ExecutorClient, sequence: Sequence) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as found:
+        made = mistake(client, sequence)
+        if hasattr(made, "__await__"):
+            await made
+    return found.value
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(served: Served, session: bool) -> None:
+    async with ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
+        await sequence.prefill(PROMPT)
+        sent: list[str] = []
+        steps = (await client.status()).counters.steps
+        calls = client._link.calls
+        mutate = calls.mutate
+
+        async def counted(method: Any, request: Any, deadline: Any) -> Any:
+            sent.append(type(request).__name__)
+            return await mutate(method, request, deadline)
+
+        calls.mutate = counted  # type: ignore[method-assign]
+        for name, (mistake, field) in {**MISTAKES, **AT_ONCE}.items():
+            before = (sequence.handle, sequence.in_doubt)
+            error = await refused(mistake, client, sequence)
+            assert error.field == field, name
+            assert (sequence.handle, sequence.in_doubt) == before, name
+        assert sent == []
+        answer = await sequence.decode(9)
+        assert answer.length == len(PROMPT) + 1
+        assert (await client.status()).counters.steps == steps + 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_and_a_sequence_print_where_they_stand_and_no_secret(served: Served) -> None:
+    client = ExecutorClient(served.target, token="a-secret-token")  # noqa: S106 - not one
+    assert repr(client) == f"<ExecutorClient {served.target} unary: not open>"
+    assert repr(ExecutorClient(served.target, session=True)) == f"<ExecutorClient {served.target} session: not open>"
+    async with client:
+        assert repr(client) == f"<ExecutorClient {served.target} unary: open>"
+        sequence = client.sequence()
+        assert repr(sequence) == "<Sequence length=0 version=0>"
+        answer = await sequence.prefill(PROMPT)
+        assert repr(sequence) == "<Sequence length=5 version=1>"
+        handle = sequence.handle
+        assert handle is not None
+        for shown in (repr(client), repr(sequence), repr(answer)):
+            assert repr(handle.id) not in shown
+            assert handle.id.hex() not in shown
+            assert "secret" not in shown
+        await sequence.release()
+        assert repr(sequence) == "<Sequence length=5 version=1: released>"
