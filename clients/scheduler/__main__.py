@@ -13,9 +13,8 @@ from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
-from clients.scheduler.sampling import Sampler
 from clients.scheduler.text import TokenizerError, tokenizer_for
-from ferrum_rpc.client import ExecutorClient, ExecutorInfo
+from ferrum_rpc.client import ExecutorClient, ExecutorInfo, Sampler
 from ferrum_rpc.errors import ExecutorError, TransportError
 
 

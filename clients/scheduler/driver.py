@@ -15,7 +15,6 @@ from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request
-from clients.scheduler.sampling import Sampler
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Answer,
@@ -25,6 +24,7 @@ from ferrum_rpc.client import (
     Item,
     OutputSpec,
     Positions,
+    Sampler,
 )
 from ferrum_rpc.errors import (
     Cancelled,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.scheduler.prompts import DEMO_PROMPTS
-from clients.scheduler.sampling import Sampling
-from ferrum_rpc.client import ChannelCredentials, read_token, tls
+from ferrum_rpc.client import ChannelCredentials, Sampling, read_token, tls
 from ferrum_rpc.errors import InvalidRequest
 
 

@@ -47,6 +47,7 @@ from ferrum_rpc.client.facts import (
 from ferrum_rpc.client.health import Health
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
+from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
@@ -90,6 +91,8 @@ __all__ = [
     "Pressure",
     "ResendPolicy",
     "RowDType",
+    "Sampler",
+    "Sampling",
     "SelectedTokens",
     "Sequence",
     "SequenceInfo",

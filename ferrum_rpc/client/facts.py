@@ -119,7 +119,7 @@ class ExecutorStatus:
 class SequenceInfo:
     """A live sequence, for an operator's eyes: ``label`` is for logs and no handle. ``length`` in tokens, ``blocks`` of
     the cache that it refers to, ``idle_s`` since it was last used. ``identity``: whose it is, empty where callers are
-    not asked who they are; ``client_name``: what its lease's client calls itself. ``busy``: a call on it is in flight."""
+    not asked who they are; ``client_name``: what its client calls itself. ``busy``: a call on it is in flight."""
 
     label: str
     length: int

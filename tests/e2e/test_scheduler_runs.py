@@ -19,8 +19,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
-from clients.scheduler.sampling import Sampler, Sampling
-from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy
+from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy, Sampler, Sampling
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied

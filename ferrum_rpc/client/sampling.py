@@ -11,16 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.client import (
-    Answer,
-    Capability,
-    ExecutorInfo,
-    FullLogits,
-    Greedy,
-    OutputSpec,
-    Positions,
-    TopTokens,
-)
+from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.facts import Capability, ExecutorInfo
+from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, TopTokens
 
 Candidates = tuple[npt.NDArray[np.integer], npt.NDArray[np.floating]]
 """Token ids [k] and their logits [k], by falling logit and rising id."""

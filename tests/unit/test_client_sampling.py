@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.scheduler.sampling import Sampler, Sampling, best, choose, uniform
-from ferrum_rpc.client import Capability, ExecutorInfo, FullLogits, Greedy, TopTokens
+from ferrum_rpc.client import Capability, ExecutorInfo, FullLogits, Greedy, Sampler, Sampling, TopTokens
+from ferrum_rpc.client.sampling import best, choose, uniform
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
 
 LIMITS = Limits(64, 512, 100, 100, 1 << 20, 1 << 20, 64, 64, 512, 0)
