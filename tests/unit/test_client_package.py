@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 from ferrum_rpc.client.facts import Capability, ExecutorState, executor_state
 from ferrum_rpc.client.health import Health, health
 from ferrum_rpc.executor.v1 import info_pb2
+
+ROOT = Path(__file__).parents[2]
 
 LOADED = """
 import sys
@@ -53,3 +58,12 @@ def test_the_health_enum_is_the_standard_one() -> None:
 
     assert health(99) is Health.UNKNOWN
     assert {each.name: each.value for each in Health} == dict(health_pb2.HealthCheckResponse.ServingStatus.items())
+
+
+def test_the_protos_are_data_of_the_package() -> None:
+    """In the wheel; and in the sdist, which takes a package's data along."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["ferrum_rpc"]
+    found = {file for each in patterns for file in glob.glob(each, root_dir=ROOT / "ferrum_rpc", recursive=True)}
+    protos = {f"protos/{path.relative_to(ROOT / 'protos')}" for path in (ROOT / "protos").rglob("*.proto")}
+    assert protos and protos <= found
+    assert "protos/landed.binpb" not in found
