@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 
 LIBRARY: Final = "_kernels"
-_RUNTIME: Final = re.compile(r"(/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*)$", re.MULTILINE)
+_RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$", re.MULTILINE)
+"""A mapped runtime in /proc/self/maps: five columns, then the path, which may have spaces in it."""
 
 
 class Step(ctypes.Structure):
@@ -176,11 +177,16 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
 
 
+def mapped_runtimes(maps: str) -> list[str]:
+    """Paths of the OpenMP runtimes in the text of /proc/self/maps, one for each mapping."""
+    return _RUNTIME.findall(maps)
+
+
 def _openmp_of_torch() -> Path | None:
     """The OpenMP runtime that torch computes with, if this process can tell."""
     torch.get_num_threads()  # torch is loaded, and so is its runtime
     try:
-        found = _RUNTIME.findall(Path("/proc/self/maps").read_text())
+        found = mapped_runtimes(Path("/proc/self/maps").read_text())
     except OSError:
         found = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libomp*")]
     of_torch = [path for path in found if "torch" in path]
