@@ -1,4 +1,5 @@
-"""`ferrum-rpc info|status|health|generate`: a client of a running server, for a person or a script."""
+"""`ferrum-rpc info|status|health|generate`, and for operators `sequences|drain|reset|warmup`: a client of a running
+server, for a person or a script."""
 
 from __future__ import annotations
 
@@ -37,6 +38,36 @@ async def health(arguments: argparse.Namespace) -> int:
         state = await client.health()
     print(state.name)
     return 0 if state is Health.SERVING else 1
+
+
+async def sequences(arguments: argparse.Namespace) -> int:
+    """The live sequences of every caller."""
+    async with _client(arguments) as client:
+        _show(await client.list_sequences(), as_json=arguments.json)
+    return 0
+
+
+async def drain(arguments: argparse.Namespace) -> int:
+    """Let it take no new sequences, and end when the owned ones are gone."""
+    async with _client(arguments) as client:
+        state = await client.drain(arguments.grace_s)
+    _show({"state": state}, as_json=arguments.json)
+    return 0
+
+
+async def reset(arguments: argparse.Namespace) -> int:
+    """Release every sequence of every caller."""
+    async with _client(arguments) as client:
+        released = await client.reset(instance_id=arguments.instance_id)
+    _show({"released_sequences": released}, as_json=arguments.json)
+    return 0
+
+
+async def warmup(arguments: argparse.Namespace) -> int:
+    """Run steps of typical shapes."""
+    async with _client(arguments) as client:
+        _show(await client.warmup(arguments.batch_size, arguments.prefill_tokens), as_json=arguments.json)
+    return 0
 
 
 async def generate(arguments: argparse.Namespace) -> int:
@@ -103,9 +134,13 @@ class _Text:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses and enums as JSON's types."""
+    """Dataclasses, named tuples and enums as JSON's types: every number keeps its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -115,7 +150,12 @@ def _plain(value: Any) -> Any:
 
 def _show(value: Any, *, as_json: bool) -> None:
     plain = _plain(value)
-    print(json.dumps(plain) if as_json else "\n".join(_lines(plain)))
+    if as_json:
+        print(json.dumps(plain))
+    elif isinstance(plain, dict):
+        print("\n".join(_lines(plain)))
+    else:
+        print("\n".join(_table(plain)) if plain else "none")
 
 
 def _lines(value: dict[str, Any], indent: str = "") -> list[str]:
@@ -125,14 +165,22 @@ def _lines(value: dict[str, Any], indent: str = "") -> list[str]:
         if isinstance(each, dict):
             lines += [f"{indent}{name}", *_lines(each, indent + "  ")]
         elif isinstance(each, list) and each and isinstance(each[0], dict):
-            lines.append(f"{indent}{name}")
-            lines += [f"{indent}  " + "  ".join(f"{key}={part}" for key, part in row.items()) for row in each]
+            lines += [f"{indent}{name}", *(f"{indent}  {row}" for row in _table(each))]
         elif isinstance(each, list) and each and isinstance(each[0], list):
             lines += [f"{indent}{name}", *(f"{indent}  {': '.join(map(str, pair))}" for pair in each)]
-        elif isinstance(each, list):
-            lines.append(f"{indent}{name:<28} {', '.join(map(str, each))}")
-        elif isinstance(each, float):
-            lines.append(f"{indent}{name:<28} {each:.3f}")
         else:
-            lines.append(f"{indent}{name:<28} {each}")
+            lines.append(f"{indent}{name:<28} {_cell(each)}")
     return lines
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Facts of many alike, one of them a line below their names."""
+    cells = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

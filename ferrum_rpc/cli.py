@@ -56,6 +56,10 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         ("info", "what a running server is"),
         ("status", "how a running server does"),
         ("health", "exit 0 if a running server serves"),
+        ("sequences", "for operators: the live sequences of every caller"),
+        ("drain", "for operators: take no new sequences, end when the owned ones are gone; as SIGTERM does"),
+        ("reset", "for operators: release every sequence of every caller"),
+        ("warmup", "for operators: run steps of typical shapes"),
         ("generate", "complete a prompt greedily on a running server"),
         ("bench", "measure a running server as a remote scheduler uses it"),
     ):
@@ -68,8 +72,14 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file: its key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("info", "status"):
-        named[name].add_argument("--json", action="store_true", help="one JSON object, for programs")
+    for name in ("info", "status", "sequences", "drain", "reset", "warmup"):
+        named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
+    named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
+    named["reset"].add_argument(
+        "--instance-id", default="", help="only that life of the server (`info` tells it), not its successor"
+    )
+    named["warmup"].add_argument("--batch-size", type=int, default=0, help="sequences decoded together (default: 8)")
+    named["warmup"].add_argument("--prefill-tokens", type=int, default=0, help="tokens of the prompt (default: 128)")
     add_flags(named["bench"])
     named["generate"].add_argument("prompt", help="the text to complete")
     named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
@@ -106,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _command(arguments: list[str]) -> NoReturn:
     parser, commands = build_parser(settings=arguments[:1] == ["serve"])
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(EXIT_USAGE)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         parser.error(f"no command {arguments[0]!r}{hint(arguments[0], commands)}")
     parsed, unknown = parser.parse_known_args(arguments)
@@ -138,14 +151,16 @@ def _run(parsed: argparse.Namespace) -> int:
         return serve(parsed.model, settings)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
-    from ferrum_rpc.errors import ExecutorError
+    from ferrum_rpc.errors import ExecutorError, Unauthenticated
 
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to everybody
-    commands = {"info": ask.info, "status": ask.status, "health": ask.health, "generate": ask.generate, "bench": bench}
+    command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
     try:
-        return asyncio.run(commands[parsed.command](parsed))
+        return asyncio.run(command(parsed))
     except ExecutorError as error:
         print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
+        if isinstance(error, Unauthenticated):
+            print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED
 
 

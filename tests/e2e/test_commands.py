@@ -1,0 +1,113 @@
+"""`ferrum-rpc` as an operator types it, against an executor over a real port."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from ferrum_rpc import ask, cli
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.errors import DeviceLost, InstanceMismatch, InvalidRequest, PermissionDenied, Unauthenticated
+from tests.serving import Served, serve_identity
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serve_identity(kv_blocks=64, block_size=4) as served:
+        yield served
+
+
+async def run(target: str, name: str, *flags: str) -> int:
+    """Run a command as the command line does, in this event loop."""
+    parser, _ = cli.build_parser(settings=False)
+    parsed = parser.parse_args([name, "--target", target, *flags])
+    parsed.token = None
+    status: int = await getattr(ask, name)(parsed)
+    return status
+
+
+async def answer(capsys: pytest.CaptureFixture[str], target: str, name: str, *flags: str) -> Any:
+    """What a command prints with --json."""
+    capsys.readouterr()
+    assert await run(target, name, "--json", *flags) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+async def test_status_names_every_number_in_json_and_in_text(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with ExecutorClient(served.target) as client, client.sequence() as sequence:
+        await sequence.prefill([1, 2, 3, 4, 5])
+        status = await answer(capsys, served.target, "status")
+        assert status["pressure"] == {
+            "free_blocks": 62,
+            "total_blocks": 64,
+            "block_size": 4,
+            "queued_items": 0,
+            "queued_tokens": 0,
+            "sequences": 1,
+        }
+        await run(served.target, "status")
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["free_blocks", "62"] in lines and ["sequences", "1"] in lines
+    assert ["method", "calls", "errors", "items", "item_errors"] in lines
+    assert any(line[:2] == ["ferrum_rpc.executor.v1.ModelExecutor/Prefill", "1"] for line in lines)
+
+
+async def test_sequences_lists_them_and_reset_releases_them(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    async with ExecutorClient(served.target, client_name="a scheduler") as client:
+        assert await answer(capsys, served.target, "sequences") == []
+        await run(served.target, "sequences")
+        assert capsys.readouterr().out == "none\n"
+        await client.sequence().prefill([1, 2, 3, 4, 5])
+        [found] = await answer(capsys, served.target, "sequences")
+        assert (found["length"], found["blocks"], found["client_name"], found["busy"]) == (5, 2, "a scheduler", False)
+        await run(served.target, "sequences")
+        head, row = capsys.readouterr().out.splitlines()
+        assert head.split()[:3] == ["label", "length", "blocks"] and row.split()[1:3] == ["5", "2"]
+        with pytest.raises(InstanceMismatch):
+            await run(served.target, "reset", "--instance-id", "another")
+        assert await answer(capsys, served.target, "reset") == {"released_sequences": 1}
+        assert await answer(capsys, served.target, "sequences") == []
+
+
+async def test_warmup_tells_its_steps_and_drain_its_state(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    report = await answer(capsys, served.target, "warmup", "--batch-size", "2", "--prefill-tokens", "4")
+    assert report["steps"] == 2 and report["pressure"]["free_blocks"] == 64
+    with pytest.raises(InvalidRequest):
+        await run(served.target, "drain", "--grace-s", "-1")
+    assert await answer(capsys, served.target, "drain", "--grace-s", "5") == {"state": "DRAINING"}
+    await served.server.draining.done.wait()
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == cli.EXIT_USAGE
+    listed = capsys.readouterr().err
+    _, commands = cli.build_parser(settings=False)
+    for name in commands:
+        assert f"\n    {name}" in listed
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(Unauthenticated("no"), "--token-file"), (PermissionDenied("no"), ""), (DeviceLost("no"), "")],
+)
+def test_who_shows_no_token_is_told_how(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(ask, "status", refuse)
+    monkeypatch.setattr(cli, "poll_directly", lambda: None)  # the environment of this process is not ours
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["status"])
+    assert caught.value.code == cli.EXIT_FAILED
+    told = capsys.readouterr().err
+    assert ("--token-file" in told) is bool(says) and str(error.reason) in told
