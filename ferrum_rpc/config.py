@@ -102,8 +102,12 @@ class ServeSettings(BaseSettings):
     max_lease_ttl_s: float = Field(3600.0, gt=0, description="longest lease that may be asked for, in seconds")
     idle_ttl_s: float = Field(600.0, gt=0, description="seconds that an unused sequence without a lease lives")
     max_leases: int = Field(1024, ge=1, description="leases at a time")
-    max_sequences_per_caller: int = Field(0, ge=0, description="live sequences of one caller; 0: no limit of its own")
-    max_blocks_per_caller: int = Field(0, ge=0, description="cache blocks of one caller; 0: no limit of its own")
+    max_sessions: int = Field(4096, ge=1, description="open sessions")
+    caller_share: float = Field(
+        0.5, gt=0, le=1, description="part of each table that one of several callers may hold; 1: all of it"
+    )
+    max_sequences_per_caller: int = Field(0, ge=0, description="live sequences of one caller; 0: its share")
+    max_blocks_per_caller: int = Field(0, ge=0, description="cache blocks of one caller; 0: its share")
     keepalive_time_s: float = Field(30.0, gt=0, description="seconds of silence after which a client is pinged")
     keepalive_timeout_s: float = Field(10.0, gt=0, description="seconds that a client has to answer a ping")
     max_streams: int = Field(

@@ -196,11 +196,12 @@ class Caller:
     """Who makes a call. Where nobody is asked, everybody is `ANYBODY`: one name, allowed everything.
 
     Handles, leases and request ids belong to the name; another name's read as unknown. ``operator``: may use
-    ExecutorControl.
+    ExecutorControl. ``shares``: others may call beside it, so it has a share of each table and not all of it.
     """
 
     name: str = ""
     operator: bool = True
+    shares: bool = False
 
 
 ANYBODY: Final = Caller()
@@ -415,8 +416,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor. A limit per
-    caller of 0 is none."""
+    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor.
+    ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
+    in its place."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -436,6 +438,8 @@ class Limits:
     max_lease_ttl_s: float = 3600.0
     idle_ttl_s: float = 600.0
     max_leases: int = 1024
+    max_sessions: int = 4096
+    caller_share: float = 0.5
     max_sequences_per_caller: int = 0
     max_blocks_per_caller: int = 0
 

@@ -20,6 +20,7 @@ from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.server import ExecutorServer
 
 LIMITS = Limits(
@@ -99,13 +100,18 @@ class Gate:
 
 @asynccontextmanager
 async def serve_model(
-    config: BuildConfig, *, stage: Stage = no_stage, failpoints: Failpoints = NO_FAILPOINTS, **limits: int
+    config: BuildConfig,
+    *,
+    stage: Stage = no_stage,
+    failpoints: Failpoints = NO_FAILPOINTS,
+    security: Security | None = None,
+    **limits: int,
 ) -> AsyncIterator[Served]:
     """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     stage = failing_stage(failpoints) if failpoints.rules else stage
     build = partial(build_runner, config, stage=stage)
-    server = ExecutorServer(build, replace(LIMITS, **limits), failpoints=failpoints)
+    server = ExecutorServer(build, replace(LIMITS, **limits), failpoints=failpoints, security=security or Security())
     await server.start()
     try:
         runner = await server.ready()
@@ -131,6 +137,7 @@ async def serve_identity(
     block_size: int = 4,
     stage: Stage = no_stage,
     failpoints: Failpoints = NO_FAILPOINTS,
+    security: Security | None = None,
     max_context: int | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -144,5 +151,5 @@ async def serve_identity(
         max_context=max_context,
         identity=IdentityConfig(**options),
     )
-    async with serve_model(config, stage=stage, failpoints=failpoints, **limits) as served:
+    async with serve_model(config, stage=stage, failpoints=failpoints, security=security, **limits) as served:
         yield served

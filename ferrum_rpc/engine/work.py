@@ -68,12 +68,14 @@ class State(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Submission:
     """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
-    one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`."""
+    one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
+    whose it is: callers share the steps."""
 
     spans: tuple[Span, ...]
     done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
     all_or_nothing: bool = False
     deadline: float | None = None
+    caller: int = 0
     tokens: int = field(init=False)
     enqueued: float = field(init=False)
     state: State = State.QUEUED

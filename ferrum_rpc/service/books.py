@@ -17,9 +17,9 @@ from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pres
 from ferrum_rpc.engine.work import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.service.accounts import Accounts
 from ferrum_rpc.service.handles import Ending, HandleTable, Record
 from ferrum_rpc.service.leases import Lease, LeaseBook
+from ferrum_rpc.service.quotas import Quotas, Resource
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 
 RETRY_AFTER_S: Final = 0.05
@@ -63,8 +63,8 @@ class Books:
         self.limits = limits
         self.failpoints = failpoints
         self.handles = HandleTable()
-        self.leases = LeaseBook(limits, self.handles.instance_id)
-        self.accounts = Accounts(limits)
+        self.quotas = Quotas(limits)
+        self.leases = LeaseBook(limits, self.quotas, self.handles.instance_id)
         self.replay = ReplayLog(limits.replay_bytes)
         self.sessions = 0
         self.empty = asyncio.Event()
@@ -87,7 +87,7 @@ class Books:
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         """The model is loaded."""
         self._model, self._device = model, device
-        self.accounts.block_size = self.engine.cache.block_size
+        self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
         if self.state is Lifecycle.STARTING:
             self.state = Lifecycle.SERVING
 
@@ -148,12 +148,13 @@ class Books:
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.accounts.open(caller.name, count)
+        account = self.quotas.account(caller)
+        account.take(Resource.SEQUENCES, count)
         self._creating += count
         self.empty.clear()
         records = [self.handles.mint(caller.name) for _ in range(count)]
         for record in records:
-            record.busy = True
+            record.busy, record.account = True, account
             if lease is not None:
                 record.lease = lease
                 lease.members[record] = None
@@ -235,7 +236,7 @@ class Books:
         return list(lease.members)
 
     def _part(self, record: Record) -> None:
-        self.accounts.close(record)
+        self.quotas.close(record)
         if record.lease is not None:
             record.lease.members.pop(record, None)
         if not self._creating and not len(self.handles):

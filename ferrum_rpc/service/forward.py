@@ -37,6 +37,7 @@ from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.quotas import Account, Resource
 from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint, scope_of
 
 
@@ -53,14 +54,15 @@ class Admitted(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Call:
     """A forward call in flight; its step writes into ``outcomes``, and then ``finished`` is called: with the step's
-    timing, or with `Cancelled` where the call was taken back. ``submission``: what waits or runs for it; None where
-    every item was refused. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the item
-    whose refusal refused the others, where the engine refused an atomic group."""
+    timing, or with `Cancelled` where the call was taken back. ``submission``: what waits or runs for it, and counts in
+    ``account``; None where every item was refused. ``abandoned``: its caller was cancelled after the point of no
+    return. ``culprit``: the item whose refusal refused the others, where the engine refused an atomic group."""
 
     admitted: list[Admitted]
     outcomes: dict[int, ItemOutcome]
     finished: Callable[[StepTiming | Cancelled | None], object]
     submission: Submission | None = None
+    account: Account | None = None
     abandoned: bool = False
     culprit: int | None = None
 
@@ -139,7 +141,7 @@ class ForwardPath:
     ) -> ForwardAnswer:
         """`forward` of any number of items, whatever they repeat."""
         books = self._books
-        model = books.model
+        model, account = books.model, books.quotas.account(caller)
         admission.check_batch(items, model, books.limits, max_bytes or books.limits.max_response_bytes)
         if all_or_nothing:
             await self._first_calls(items, caller)
@@ -166,8 +168,8 @@ class ForwardPath:
             try:
                 if all_or_nothing:
                     _raise_first(outcomes)
-                if not self._has_room(len(admitted), sum([len(each.span.tokens) for each in admitted])):
-                    raise self._queue_full()
+                if not self._has_room(account, len(admitted), sum([len(each.span.tokens) for each in admitted])):
+                    raise self._queue_full(account)
             except ExecutorError as error:
                 self._withdraw(admitted, error)
                 raise
@@ -176,7 +178,7 @@ class ForwardPath:
             if admitted:
                 done: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
                 call = Call(admitted, outcomes, partial(_resolve, done))
-                self._submit(call, all_or_nothing, deadline)
+                self._submit(call, account, all_or_nothing, deadline)
                 timing, culprit = await self._result(call, done, take_back), call.culprit
             for index, ticket in replayed.items():
                 answer = await books.replay.answer(ticket)
@@ -217,11 +219,12 @@ class ForwardPath:
         if not isinstance(found, Admitted):
             return None
         call = Call([found], {}, finished)
-        if not self._has_room(1, len(item.tokens)):
-            error = self._queue_full()
+        account = books.quotas.account(caller)
+        if not self._has_room(account, 1, len(item.tokens)):
+            error = self._queue_full(account)
             self._withdraw(call.admitted, error)
             raise error
-        self._submit(call, False, deadline)
+        self._submit(call, account, False, deadline)
         return call
 
     async def _first_calls(self, items: Sequence[WorkItem | ExecutorError], caller: Caller) -> None:
@@ -280,7 +283,7 @@ class ForwardPath:
         record = books.mint(1, caller, lease)[0]
         record.held_to = room if create.reserve_tokens else 0
         try:
-            books.accounts.charge(record, room)
+            books.quotas.charge(record, room)
         except ExecutorError:
             books.stillborn(record)
             raise
@@ -294,7 +297,7 @@ class ForwardPath:
                 admission.check_rollback(item.truncate_to, start)
                 start = item.truncate_to
             admission.check_context(start, len(item.tokens), model)
-            self._books.accounts.charge(record, start + len(item.tokens))
+            self._books.quotas.charge(record, start + len(item.tokens))
         except ExecutorError:
             record.busy = False
             raise
@@ -305,36 +308,43 @@ class ForwardPath:
         cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered, or that are too
         large for an empty queue, are let through to hear so."""
         limits, knows = self._books.limits, self._books.replay.knows
-        if self.has_room(items):
+        if self.has_room(items, caller):
             return
+        account = self._books.quotas.account(caller)
         tokens = sum(len(item.token_ids) for item in items)
-        if tokens > limits.max_batch_tokens or self._has_room(len(items), tokens):
+        if tokens > limits.max_batch_tokens or self._has_room(account, len(items), tokens):
             return
         if not any(
             each.request_id and knows(scope_of(caller.name, each.handle.id, each.request_id), each.request_id)
             for each in items
         ):
-            raise self._queue_full()
+            raise self._queue_full(account)
 
-    def has_room(self, items: Sequence[forward_pb2.ForwardItem]) -> bool:
+    def has_room(self, items: Sequence[forward_pb2.ForwardItem], caller: Caller) -> bool:
         """Whether `check_room` lets a call through without counting its tokens, which costs more than asking whether
         any number of them would do; nearly always."""
-        limits = self._books.limits
-        return len(items) > limits.max_batch_items or self._has_room(len(items), limits.max_batch_tokens)
+        limits, account = self._books.limits, self._books.quotas.account(caller)
+        return len(items) > limits.max_batch_items or self._has_room(account, len(items), limits.max_batch_tokens)
 
-    def _has_room(self, items: int, tokens: int) -> bool:
+    def _has_room(self, account: Account, items: int, tokens: int) -> bool:
         engine, limits = self._books.engine, self._books.limits
         return (
             engine.queued_items + items <= limits.max_queued_items
             and engine.queued_tokens + tokens <= limits.max_queued_tokens
+            and account.room(Resource.QUEUED_ITEMS, items)
+            and account.room(Resource.QUEUED_TOKENS, tokens)
         )
 
-    def _queue_full(self) -> QueueFull:
+    def _queue_full(self, account: Account) -> QueueFull:
         books, limits = self._books, self._books.limits
         books.counters.queue_full += 1
+        most_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
+        most_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
         return QueueFull(
-            f"{books.engine.queued_items} items with {books.engine.queued_tokens} tokens wait; nothing was started",
-            metadata={"max_queued_items": limits.max_queued_items, "max_queued_tokens": limits.max_queued_tokens},
+            f"{books.engine.queued_items} items with {books.engine.queued_tokens} tokens wait, "
+            f"{account.held[Resource.QUEUED_ITEMS]} with {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
+            "nothing was started",
+            metadata={"max_queued_items": most_items, "max_queued_tokens": most_tokens},
             retry_after_s=RETRY_AFTER_S,
         )
 
@@ -346,11 +356,20 @@ class ForwardPath:
 
     # --- submit and commit ------------------------------------------------------------------------------------------
 
-    def _submit(self, call: Call, all_or_nothing: bool, deadline: float | None) -> None:
-        call.submission = Submission(
-            tuple([each.span for each in call.admitted]), partial(self._commit, call), all_or_nothing, deadline
-        )
-        self._books.engine.submit(call.submission)
+    def _submit(self, call: Call, account: Account, all_or_nothing: bool, deadline: float | None) -> None:
+        spans = tuple([each.span for each in call.admitted])
+        submission = Submission(spans, partial(self._commit, call), all_or_nothing, deadline, account.number)
+        account.take(Resource.QUEUED_ITEMS, len(spans))
+        account.take(Resource.QUEUED_TOKENS, submission.tokens)
+        call.submission, call.account = submission, account
+        self._books.engine.submit(submission)
+
+    @staticmethod
+    def _left(call: Call) -> None:
+        """Its submission waits and runs no more."""
+        if call.submission is not None and call.account is not None:
+            call.account.give(Resource.QUEUED_ITEMS, len(call.admitted))
+            call.account.give(Resource.QUEUED_TOKENS, call.submission.tokens)
 
     async def _result(
         self, call: Call, done: asyncio.Future[StepTiming | None], take_back: TakeBack | None
@@ -378,6 +397,7 @@ class ForwardPath:
         awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
         if awaited or call.submission is None or not self._books.engine.cancel(call.submission):
             return False
+        self._left(call)
         error = Cancelled("the call was cancelled before its step; nothing happened")
         self._withdraw(call.admitted, error)
         call.finished(error)
@@ -385,6 +405,7 @@ class ForwardPath:
 
     def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """The step is over: make it so, whether or not the caller still listens."""
+        self._left(call)
         books, answers, heard, now = self._books, call.outcomes, not call.abandoned, time.monotonic()
         for each, outcome in zip(call.admitted, outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
@@ -416,7 +437,7 @@ class ForwardPath:
         if span.create and isinstance(outcome, ExecutorError):
             books.stillborn(record)
         else:
-            books.accounts.settle(record)
+            books.quotas.settle(record)
             if heard:
                 record.touch(now)
             if record.doom is not None:

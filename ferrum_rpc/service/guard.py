@@ -64,7 +64,8 @@ class Authenticator:
             raise Unauthenticated(
                 "the client's certificate has no subject alternative name and no common name in UTF-8"
             )
-        return Caller(name, operator=name in self._operators)
+        operator = name in self._operators
+        return Caller(name, operator=operator, shares=not operator)
 
 
 class Guard:

@@ -31,6 +31,7 @@ from ferrum_rpc.errors import (
 
 if TYPE_CHECKING:
     from ferrum_rpc.service.leases import Lease
+    from ferrum_rpc.service.quotas import Account
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
@@ -65,8 +66,8 @@ class Record:
 
     ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
     ``doom`` asks whoever finishes that call to end it; ``mourners`` are called when its blocks are free. ``used`` is
-    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner pays for, and ``held_to``
-    the length up to which blocks were reserved. ``origin`` is the session that created it.
+    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays
+    for, and ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
     """
 
     sequence: int
@@ -78,6 +79,7 @@ class Record:
     doom: Ending | None = None
     lease: Lease | None = None
     used: float = 0.0
+    account: Account = field(init=False, repr=False)
     charged: int = 0
     held_to: int = 0
     origin: object | None = None

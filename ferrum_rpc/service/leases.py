@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ferrum_rpc.core import Limits
+from ferrum_rpc.core import Caller, Limits
 from ferrum_rpc.errors import (
     ExecutorError,
     InstanceMismatch,
@@ -22,6 +22,7 @@ from ferrum_rpc.errors import (
     LeaseUnknown,
     SequencesExhausted,
 )
+from ferrum_rpc.service.quotas import Account, Quotas, Resource
 
 if TYPE_CHECKING:
     from ferrum_rpc.service.handles import Record
@@ -34,11 +35,11 @@ MAX_CLIENT_NAME: Final = 128
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A sign of life that is due before ``expires`` (monotonic seconds). ``members``: the sequences that live with it,
-    those being created included."""
+    """A sign of life that is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
+    ``members``: the sequences that live with it, those being created included."""
 
     id: str
-    owner: str
+    account: Account
     client_name: str
     ttl_s: float
     expires: float
@@ -48,6 +49,11 @@ class Lease:
     def renew_every_s(self) -> float:
         """How often its holder should renew it."""
         return self.ttl_s / RENEWALS_PER_TTL
+
+    @property
+    def owner(self) -> str:
+        """Whose it is."""
+        return self.account.caller.name
 
     def renew(self, now: float) -> None:
         """Its holder gave a sign of life."""
@@ -62,8 +68,9 @@ class Lease:
 class LeaseBook:
     """The leases that live, and which of the others expired."""
 
-    def __init__(self, limits: Limits, instance_id: str) -> None:
+    def __init__(self, limits: Limits, quotas: Quotas, instance_id: str) -> None:
         self._limits = limits
+        self._quotas = quotas
         self._instance = instance_id
         self._live: dict[str, Lease] = {}
         self._expired: OrderedDict[str, str] = OrderedDict()
@@ -71,8 +78,9 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._live)
 
-    def acquire(self, owner: str, ttl_s: float | None = None, client_name: str = "") -> Lease:
-        """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `SequencesExhausted`."""
+    def acquire(self, caller: Caller, ttl_s: float | None = None, client_name: str = "") -> Lease:
+        """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `SequencesExhausted`, and
+        `QuotaExceeded` where the others are not the caller's business."""
         limits = self._limits
         if ttl_s is not None and ttl_s <= 0:
             raise InvalidRequest("a lease lives for a positive time", field="ttl")
@@ -84,9 +92,11 @@ class LeaseBook:
                 metadata={"max_leases": limits.max_leases},
                 retry_after_s=1.0,
             )
+        account = self._quotas.account(caller)
+        account.take(Resource.LEASES)
         ttl = limits.lease_ttl_s if ttl_s is None else min(max(ttl_s, limits.min_lease_ttl_s), limits.max_lease_ttl_s)
         lease = Lease(
-            f"{self._instance}-{secrets.token_hex(SECRET_BYTES)}", owner, client_name, ttl, time.monotonic() + ttl
+            f"{self._instance}-{secrets.token_hex(SECRET_BYTES)}", account, client_name, ttl, time.monotonic() + ttl
         )
         self._live[lease.id] = lease
         return lease
@@ -119,6 +129,7 @@ class LeaseBook:
         """It is gone; its sequences are the caller's business. False: it was gone already."""
         if self._live.pop(lease.id, None) is None:
             return False
+        lease.account.give(Resource.LEASES)
         if expired:
             self._expired[lease.id] = lease.owner
             if len(self._expired) > TOMBSTONES:

@@ -101,7 +101,7 @@ class CacheOperations:
             try:
                 for child in children:
                     child.origin = origin
-                    self._books.accounts.charge(child, length)
+                    self._books.quotas.charge(child, length)
             except ExecutorError:
                 record.busy = False
                 refuse()
@@ -111,7 +111,7 @@ class CacheOperations:
                 for child in children:
                     child.length, child.version = length, 1
                     self._books.born(child)
-                    self._books.accounts.settle(child)
+                    self._books.quotas.settle(child)
                 self._books.release([child for child in children if child.doom is not None], Ending.REVOKED)
                 return tuple(child.handle for child in children)
 
@@ -152,7 +152,7 @@ class CacheOperations:
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 admission.check_context(record.length, tokens, model)
-                self._books.accounts.charge(record, record.length + tokens)
+                self._books.quotas.charge(record, record.length + tokens)
 
             def commit() -> Handles:
                 record.held_to = record.length + tokens if tokens else 0
@@ -232,7 +232,7 @@ class CacheOperations:
             else:
                 outcome = prepared.commit()
             if prepared.run is not None and self._books.handles.lives(record):
-                self._books.accounts.settle(record)
+                self._books.quotas.settle(record)
                 record.touch()
             if record.doom is not None and not record.busy:
                 self._books.release([record], record.doom)

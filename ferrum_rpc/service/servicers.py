@@ -200,7 +200,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """A lease; its time is what was asked for, within the limits."""
         _ = self._books.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
-        lease = self._books.leases.acquire(caller().name, ttl, request.client_name)
+        lease = self._books.leases.acquire(caller(), ttl, request.client_name)
         response = model_executor_pb2.AcquireLeaseResponse(lease_id=lease.id)
         set_seconds(response.ttl, lease.ttl_s)
         set_seconds(response.renew_every, lease.renew_every_s)
@@ -248,7 +248,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             kv_cache=info_pb2.KvCacheInfo(
                 block_size=cache.block_size, total_blocks=cache.total_blocks, bytes_per_token=model.kv_bytes_per_token
             ),
-            limits=limits_to_proto(self._books.limits),
+            limits=limits_to_proto(self._books.quotas.limits(caller())),
             capabilities=CAPABILITIES,
             device=device_to_proto(self._books.device),
         )

@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.calls import CallLog, Context
@@ -30,6 +30,7 @@ from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.leases import Lease
 from ferrum_rpc.service.lone import Lone, LoneSteps
+from ferrum_rpc.service.quotas import Resource
 from ferrum_rpc.service.row_parts import row_parts
 from ferrum_rpc.service.session_cache import SessionCache
 from ferrum_rpc.wire.facts import seconds, set_seconds
@@ -114,6 +115,15 @@ class Session:
     async def run(self) -> None:
         """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
         self._task = asyncio.current_task()
+        books, most = self._books, self._books.limits.max_sessions
+        if len(self._sessions) >= most:
+            raise SequencesExhausted(
+                f"{len(self._sessions)} sessions are open and {most} may; end some",
+                metadata={"max_sessions": most},
+                retry_after_s=RETRY_AFTER_S,
+            )
+        account = books.quotas.account(self._caller)
+        account.take(Resource.SESSIONS)
         self._sessions.add(self)  # before `hello`: a stream that never says it must not hold up the server's end
         try:
             if (frame := await self._next()) is not None:
@@ -122,6 +132,7 @@ class Session:
                 raise self._ending
         finally:
             self._sessions.discard(self)
+            account.give(Resource.SESSIONS)
 
     async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
@@ -177,7 +188,7 @@ class Session:
         if hello.lease_id:
             self._lease = leases.renew(hello.lease_id, self._caller.name)
         else:
-            self._lease = leases.acquire(self._caller.name, client_name=hello.client_name)
+            self._lease = leases.acquire(self._caller, client_name=hello.client_name)
             self._own_lease = True
         welcome = session_pb2.SessionWelcome(
             schema_revision=SCHEMA_REVISION,
@@ -238,7 +249,7 @@ class Session:
     def _begin_lone(self, frame: session_pb2.SessionRequest) -> bool:
         """Begin a step of one item. False: it takes a task."""
         step, request = frame.step_id, frame.forward
-        if len(request.items) != 1 or request.all_or_nothing or not self._forward.has_room(request.items):
+        if len(request.items) != 1 or request.all_or_nothing or not self._forward.has_room(request.items, self._caller):
             return False
         try:
             item = with_lease(item_from_proto(request.items[0], Shape.ANY), self._lease.id)

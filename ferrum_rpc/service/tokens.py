@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +81,8 @@ class TokenFile:
 
 
 def parse(text: str, where: str) -> dict[bytes, Caller]:
-    """Callers by the SHA-256 of their token. Raises `SecurityError` with the line's number, never with its content."""
+    """Callers by the SHA-256 of their token; where more than one is no operator, those share. Raises `SecurityError`
+    with the line's number, never with its content."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.split()
@@ -96,6 +98,8 @@ def parse(text: str, where: str) -> dict[bytes, Caller]:
         callers[_digest(token)] = Caller(name, operator=len(parts) == 3)
     if not callers:
         raise SecurityError(f"tokens: {where} holds no token; nobody could call")
+    if len({each.name for each in callers.values() if not each.operator}) > 1:
+        return {digest: replace(each, shares=not each.operator) for digest, each in callers.items()}
     return callers
 
 

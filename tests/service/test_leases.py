@@ -17,6 +17,7 @@ from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 from ferrum_rpc.service.leases import LeaseBook
 from ferrum_rpc.service.lifecycle import Sweeper
+from ferrum_rpc.service.quotas import Quotas
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
@@ -256,9 +257,9 @@ async def test_the_sweep_runs_by_itself() -> None:
 
 
 def test_a_lease_of_somebody_else_reads_as_unknown() -> None:
-    book = LeaseBook(LIMITS, "00ff")
-    lease = book.acquire("alice", None, "a")
-    expired = book.acquire("alice", None, "a")
+    book = LeaseBook(LIMITS, Quotas(LIMITS), "00ff")
+    lease = book.acquire(Caller("alice"), None, "a")
+    expired = book.acquire(Caller("alice"), None, "a")
     book.remove(expired, expired=True)
     for each in (lease, expired):
         with pytest.raises(Exception, match="no such lease"):

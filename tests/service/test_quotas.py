@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
-from ferrum_rpc.errors import ExecutorError, QuotaExceeded
+from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
+from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
+from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.operations import CacheOperations
-from tests.serving import Served, serve_identity
+from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas, Resource
+from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.tokens import parse
+from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from tests.serving import LIMITS, Gate, Served, serve_identity
+from tests.wiring import pb, refused, until
 
-ALICE, BOB = Caller("alice", operator=False), Caller("bob", operator=False)
+ALICE, BOB = Caller("alice", operator=False, shares=True), Caller("bob", operator=False, shares=True)
 
 
 class Side:
@@ -42,8 +55,8 @@ class Side:
 
     @property
     def held(self) -> tuple[int, int]:
-        account = self.books.accounts[self.caller.name]
-        return account.sequences, account.blocks
+        account = self.books.quotas.account(self.caller)
+        return account.held[Resource.SEQUENCES], account.held[Resource.BLOCKS]
 
 
 async def test_a_caller_at_its_quota_of_sequences_is_refused_and_others_are_not() -> None:
@@ -51,9 +64,9 @@ async def test_a_caller_at_its_quota_of_sequences_is_refused_and_others_are_not(
         alice, bob = Side(served, ALICE), Side(served, BOB)
         first = await alice.feed(3)
         await alice.feed(3)
-        with pytest.raises(QuotaExceeded) as refused:
+        with pytest.raises(QuotaExceeded) as refusal:
             await alice.feed(3)
-        assert refused.value.number("max_sequences_per_caller") == 2
+        assert refusal.value.number("max_sequences_per_caller") == 2
         with pytest.raises(QuotaExceeded):
             await alice.operations.fork(first, caller=ALICE)
         await bob.feed(3)
@@ -105,3 +118,111 @@ async def test_a_refused_item_leaves_the_account_as_it_was() -> None:
             await alice.feed(4, reserve=40)
         assert alice.held == (1, 4)
         await served.check()
+
+
+async def test_one_of_several_callers_has_a_share_of_sequences_and_blocks_and_one_alone_has_all() -> None:
+    async with serve_identity(max_sequences=4, kv_blocks=9, block_size=4) as served:
+        alice, bob, lone = Side(served, ALICE), Side(served, BOB), Side(served, ANYBODY)
+        handles = [await alice.feed(4), await alice.feed(4)]
+        with pytest.raises(QuotaExceeded) as refusal:
+            await alice.feed(4)
+        assert refusal.value.number("max_sequences_per_caller") == 2
+        await alice.feed(12, handles[0])
+        with pytest.raises(QuotaExceeded) as refusal:
+            await alice.feed(4, handles[1])
+        assert refusal.value.number("max_blocks_per_caller") == 4 + served.runner.kv.state().total_blocks % 2
+        await bob.feed(4)
+        await served.server.books.ended(served.server.books.handles.records(), Ending.RESET)
+        assert alice.held == bob.held == (0, 0)
+        assert [(await lone.feed(8)).seq_len for _ in range(4)] == [8] * 4
+
+
+@pytest.mark.parametrize(("names", "share"), [("a", 4), ("ab", 2)])
+async def test_leases_and_sessions_have_a_share_per_caller_where_there_are_several(
+    names: str, share: int, tmp_path: Path
+) -> None:
+    """Over the wire. One alone, beside an operator, has all of them."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("operator secret-o operator\n" + "".join(f"{name} secret-{name}\n" for name in names))
+    tokens.chmod(0o600)
+    async with serve_identity(max_leases=4, max_sessions=4, security=Security(tokens=tokens)) as served:
+
+        def token(name: str) -> tuple[tuple[str, str], ...]:
+            return (("authorization", f"Bearer secret-{name}"),)
+
+        async def lease(name: str) -> str:
+            answer = await served.executor.AcquireLease(pb.AcquireLeaseRequest(), metadata=token(name))
+            return str(answer.lease_id)
+
+        async def session(name: str) -> Any:
+            stream = served.executor.Session(metadata=token(name))
+            hello = session_pb2.SessionHello(client_revision=SCHEMA_REVISION, lease_id=leases[0])
+            await stream.write(session_pb2.SessionRequest(step_id=1, hello=hello))
+            assert await stream.read() is not grpc.aio.EOF
+            return stream
+
+        leases = [await lease("a") for _ in range(share)]
+        streams = [await session("a") for _ in range(share)]
+        expected = Reason.QUOTA_EXCEEDED if len(names) > 1 else Reason.SEQUENCES_EXHAUSTED
+        for ask in (lease, session):
+            await refused(ask("a"), expected, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        if len(names) > 1:
+            assert await lease("b")
+        await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=leases.pop()), metadata=token("a"))
+        assert await lease("a")
+        told = (await served.executor.GetInfo(pb.GetInfoRequest(), metadata=token("a"))).limits
+        assert told.max_sequences_per_caller == (LIMITS.max_sequences // 2 if len(names) > 1 else 0)
+        streams.pop().cancel()
+        books = served.server.books
+        await until(lambda: books.sessions == len(streams))
+        streams.append(await session("a"))
+        for stream in streams:
+            stream.cancel()
+        await until(lambda: not books.sessions)
+        assert books.quotas.account(Caller("a")).held[Resource.SESSIONS] == 0
+
+
+async def test_the_queue_has_a_share_per_caller_that_an_answer_and_a_cancel_give_back() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate, max_queued_items=4, max_batch_items=2) as served:
+        alice, bob = Side(served, ALICE), Side(served, BOB)
+        account = served.server.books.quotas.account(ALICE)
+        running = await gate.hold(alice.feed(3))
+        waiting = asyncio.create_task(alice.feed(3))
+        await until(lambda: account.held[Resource.QUEUED_ITEMS] == 2)
+        with pytest.raises(QueueFull) as refusal:
+            await alice.feed(3)
+        assert refusal.value.number("max_queued_items") == 2 and refusal.value.retry_after_s
+        other = asyncio.create_task(bob.feed(3))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        again = asyncio.create_task(alice.feed(3))
+        gate.open()
+        await asyncio.gather(running, other, again)
+        assert account.held[Resource.QUEUED_ITEMS] == account.held[Resource.QUEUED_TOKENS] == 0
+        await served.check()
+
+
+def test_what_a_refused_call_took_is_given_back_and_empty_accounts_are_dropped() -> None:
+    quotas = Quotas(replace(LIMITS, max_leases=2))
+    holder = quotas.account(ALICE)
+    holder.take(Resource.LEASES)
+    with pytest.raises(QuotaExceeded):
+        holder.take(Resource.LEASES)
+    assert holder.held[Resource.LEASES] == 1
+    for number in range(EMPTY_ACCOUNTS + 1):
+        quotas.account(Caller(f"visitor {number}"))
+    assert quotas.account(ALICE) is holder and len(quotas) < EMPTY_ACCOUNTS
+
+
+def test_a_caller_is_alone_until_the_file_names_another_that_is_no_operator() -> None:
+    def shares(text: str) -> dict[str, bool]:
+        return {caller.name: caller.shares for caller in parse(text, "file").values()}
+
+    assert shares("a one\na two\nb three operator") == {"a": False, "b": False}
+    assert shares("a one\nb two\nc three operator") == {"a": True, "b": True, "c": False}
+    quotas = Quotas(LIMITS)
+    account = quotas.account(Caller("a", operator=False))
+    assert account.room(Resource.LEASES, LIMITS.max_leases)
+    assert quotas.account(Caller("a", operator=False, shares=True)) is account
+    assert not account.room(Resource.LEASES, LIMITS.max_leases), "the file was read anew"

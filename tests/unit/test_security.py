@@ -350,7 +350,7 @@ class Connection:
 def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -> None:
     authenticator = Authenticator(None, frozenset({"root"}))
     spiffe = b"spiffe://cluster/alice"
-    assert authenticator.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False)
+    assert authenticator.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False, shares=True)
     assert authenticator.caller(Connection(b"root")) == Caller("root", operator=True)
     for names in ((), (b"",), (b"", b"root"), (b"\xff",), (b"root\xff",)):
         with pytest.raises(Unauthenticated, match="certificate"):

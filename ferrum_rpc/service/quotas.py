@@ -1,0 +1,161 @@
+"""What each caller holds, and how much it may: a share of everything that callers could take from each other.
+
+A caller whose credentials say that there are others has `Limits.caller_share` of every table. One that is alone, or an
+operator, has all of it: nobody else is there to be hurt, and an operator could reset the executor anyway. Exact numbers
+of sequences and blocks, where they are set, hold for everybody in place of the share.
+
+An `Account` counts by `Resource`: whoever hands something out takes it from the caller's account first, and gives it
+back when it is free again. Counting costs 0.1 µs and is always on, so what is taken and what is given always agree.
+
+For blocks a caller pays for what its sequences refer to, up to their length or what was reserved for them, and in full
+for those that sequences share: what it would hold if they diverged. They are counted where they are bounded.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from ferrum_rpc.core import Caller, Limits
+from ferrum_rpc.errors import QuotaExceeded
+from ferrum_rpc.service.handles import Record
+
+UNBOUNDED: Final = sys.maxsize
+EMPTY_ACCOUNTS: Final = 1024
+"""Beyond so many accounts, those of callers that hold nothing are dropped."""
+
+
+class Resource(enum.IntEnum):
+    """What callers share. The name, in lower case, is what a refusal calls it."""
+
+    SEQUENCES = 0
+    BLOCKS = 1
+    LEASES = 2
+    SESSIONS = 3
+    QUEUED_ITEMS = 4
+    QUEUED_TOKENS = 5
+
+
+class Account:
+    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine."""
+
+    __slots__ = ("caller", "held", "most", "number")
+
+    def __init__(self, caller: Caller, number: int, most: Sequence[int]) -> None:
+        self.caller = caller
+        self.number = number
+        self.held = [0] * len(Resource)
+        self.most = most
+
+    def room(self, resource: Resource, amount: int) -> bool:
+        """Whether ``amount`` more are within the caller's share."""
+        return self.held[resource] + amount <= self.most[resource]
+
+    def take(self, resource: Resource, amount: int = 1) -> None:
+        """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
+        held, most = self.held[resource], self.most[resource]
+        if held + amount > most:
+            name = resource.name.lower()
+            raise QuotaExceeded(
+                f"you hold {held} {name} of at most {most} and {amount} more are needed; release some of your own",
+                metadata={f"max_{name}_per_caller": most, name: held, f"needed_{name}": amount},
+            )
+        self.held[resource] = held + amount
+
+    def give(self, resource: Resource, amount: int = 1) -> None:
+        """``amount`` are free again."""
+        self.held[resource] -= amount
+
+
+class Quotas:
+    """Accounts by caller's name."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._exact = {
+            Resource.SEQUENCES: limits.max_sequences_per_caller,
+            Resource.BLOCKS: limits.max_blocks_per_caller,
+        }
+        self._tables = {
+            Resource.SEQUENCES: limits.max_sequences,
+            Resource.LEASES: limits.max_leases,
+            Resource.SESSIONS: limits.max_sessions,
+            Resource.QUEUED_ITEMS: limits.max_queued_items,
+            Resource.QUEUED_TOKENS: limits.max_queued_tokens,
+        }
+        # A call at the limit of its size must find room in an empty queue.
+        self._least = {
+            Resource.QUEUED_ITEMS: limits.max_batch_items,
+            Resource.QUEUED_TOKENS: limits.max_batch_tokens,
+        }
+        self._accounts: dict[str, Account] = {}
+        self._opened = 0
+        self._block_size = 1
+        self._most = self._shares()
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def account(self, caller: Caller) -> Account:
+        """The caller's account."""
+        account = self._accounts.get(caller.name)
+        if account is None:
+            if len(self._accounts) >= EMPTY_ACCOUNTS:
+                self._accounts = {name: each for name, each in self._accounts.items() if any(each.held)}
+            self._opened += 1
+            account = self._accounts[caller.name] = Account(caller, self._opened, self._most[caller.shares])
+        elif account.caller is not caller:  # the file of tokens was read anew
+            account.caller, account.most = caller, self._most[caller.shares]
+        return account
+
+    def limits(self, caller: Caller) -> Limits:
+        """The limits as they are for this caller: what it may hold of sequences and blocks stands in them."""
+        most = self.account(caller).most
+        sequences, blocks = (0 if most[each] == UNBOUNDED else most[each] for each in self._exact)
+        return replace(self._limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
+
+    def cache(self, total_blocks: int, block_size: int) -> None:
+        """The cache is there: ``total_blocks`` of ``block_size`` tokens."""
+        self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
+        self._most = self._shares()
+        for account in self._accounts.values():
+            account.most = self._most[account.caller.shares]
+
+    def charge(self, record: Record, length: int) -> None:
+        """The sequence is to grow to ``length`` tokens. Raises `QuotaExceeded`; `settle` must follow otherwise."""
+        account = record.account
+        if account.most[Resource.BLOCKS] == UNBOUNDED:
+            return
+        more = max(0, self._blocks(max(length, record.held_to)) - record.charged)
+        account.take(Resource.BLOCKS, more)
+        record.charged += more
+
+    def settle(self, record: Record) -> None:
+        """The call is over: the sequence is charged for what it has."""
+        if record.charged:
+            due = self._blocks(max(record.length, record.held_to))
+            record.account.give(Resource.BLOCKS, record.charged - due)
+            record.charged = due
+
+    def close(self, record: Record) -> None:
+        """The sequence is gone, or never was."""
+        record.account.give(Resource.SEQUENCES)
+        record.account.give(Resource.BLOCKS, record.charged)
+        record.charged = 0
+
+    def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What one caller may hold: of those that are alone, and of those that share."""
+        alone, shared = [UNBOUNDED] * len(Resource), [UNBOUNDED] * len(Resource)
+        for resource, size in self._tables.items():
+            shared[resource] = max(math.ceil(size * self._limits.caller_share), self._least.get(resource, 1))
+        for resource, exact in self._exact.items():
+            if exact:
+                alone[resource] = shared[resource] = exact
+        return alone, shared
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
