@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ferrum_rpc.client import ExecutorClient, Health, read_token, tls
+from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import InvalidRequest
 
+BYTE_MODELS = ("demo", "demo-draft", "identity")
+"""The built-in models: ids below `BYTE_TOKENS` are bytes, and no tokenizer is needed."""
 BYTE_TOKENS = 256
-"""Ids below this are bytes, where no tokenizer is named: so it is with the demo and the identity model."""
+TOKENIZER = "tokenizer.json"
 
 
 async def info(arguments: argparse.Namespace) -> int:
@@ -74,7 +77,7 @@ async def generate(arguments: argparse.Namespace) -> int:
     """Complete a prompt greedily; the text appears as it comes."""
     async with _client(arguments) as client:
         facts = await client.info()
-        tokenizer = _Text(arguments.tokenizer, facts.model.vocab_size)
+        tokenizer = _Text(arguments.tokenizer, facts.model)
         prompt = tokenizer.encode(arguments.prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -109,28 +112,44 @@ def _client(arguments: argparse.Namespace) -> ExecutorClient:
 
 
 class _Text:
-    """Text to ids and back: a tokenizer's, or bytes."""
+    """Text to ids and back: a tokenizer's, or bytes. ``path``: a tokenizer.json or its folder; None: the model's."""
 
-    def __init__(self, path: Path | None, vocab_size: int) -> None:
+    def __init__(self, path: Path | None, model: ModelInfo) -> None:
         self._tokenizer: Any = None
-        if path is not None:
-            from tokenizers import Tokenizer
+        if path is None and not model.folder and model.name in BYTE_MODELS:
+            return
+        how = f"name the folder of {model.name}, or its {TOKENIZER}, with --tokenizer"
+        if path is None and not model.folder:
+            raise InvalidRequest(f"this executor does not tell where its model lies: {how}", field="tokenizer")
+        path = Path(model.folder) if path is None else path.absolute()
+        file = path / TOKENIZER if path.is_dir() else path
+        if not file.is_file():
+            raise InvalidRequest(f"no tokenizer at {file}: {how}", field="tokenizer")
+        from tokenizers import Tokenizer
 
-            if not path.is_file():
-                raise InvalidRequest(f"no tokenizer at {path}", field="tokenizer")
-            self._tokenizer = Tokenizer.from_file(str(path))
-        elif vocab_size < BYTE_TOKENS:
-            raise InvalidRequest(f"a vocabulary of {vocab_size} is not bytes; name --tokenizer", field="tokenizer")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises plain Exception
+            raise InvalidRequest(f"{file} is no tokenizer: {error}", field="tokenizer") from None
+        self._file = file
+        size = self._tokenizer.get_vocab_size()
+        if size > model.vocab_size:
+            raise self._foreign(f"it has {size} tokens, {model.name} {model.vocab_size}")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         return list(text.encode()) if self._tokenizer is None else list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
-        if self._tokenizer is not None:
-            return str(self._tokenizer.decode(ids))
-        return bytes(token for token in ids if token < BYTE_TOKENS).decode(errors="replace")
+        """The text of ids, of which the last is new."""
+        if self._tokenizer is None:
+            return bytes(token for token in ids if token < BYTE_TOKENS).decode(errors="replace")
+        if self._tokenizer.id_to_token(ids[-1]) is None:
+            raise self._foreign(f"it has no token {ids[-1]}, which the model chose")
+        return str(self._tokenizer.decode(ids))
+
+    def _foreign(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._file} is of another vocabulary than the model's: {why}", field="tokenizer")
 
 
 def _plain(value: Any) -> Any:

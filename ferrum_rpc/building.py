@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from importlib import resources
+from pathlib import Path
 from typing import Final
 
 import structlog
 
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.engine.work import Runner
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.openmp import wait_briefly
+from ferrum_rpc.usage import hint
 
-DEMO: Final = "demo"
-BUILT_IN: Final = (DEMO, "identity")
+IDENTITY: Final = "identity"
+ASSETS: Final = ("demo", "demo-draft")
+BUILT_IN: Final = (*ASSETS, IDENTITY)
+CONFIG: Final = "config.json"
 
 log = structlog.get_logger("ferrum_rpc.serve")
+
+
+def model_folder(model: str) -> str:
+    """Where a model lies; ``identity`` lies nowhere and is answered as it is. Raises `InvalidRequest` with the whole
+    path where no model can be there: before torch is loaded, which takes seconds."""
+    if model == IDENTITY:
+        return model
+    folder = resources.files("ferrum_rpc") / "assets" / model if model in ASSETS else Path(model).absolute()
+    path = str(folder)
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        meant = hint(model, BUILT_IN)
+        raise InvalidRequest(f"model folder {path}: {error.strerror or error}{meant}", field="model") from None
+    if CONFIG not in names:
+        raise InvalidRequest(f"model folder {path} has no {CONFIG}", field="model")
+    return path
 
 
 def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
@@ -34,7 +57,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)  # this process is ours
     config = BuildConfig(
-        model=str(resources.files("ferrum_rpc") / "assets" / "demo") if model == DEMO else model,
+        model=model_folder(model),
         name=model if model in BUILT_IN else "",
         device=settings.device,
         dtype=settings.dtype,

@@ -43,14 +43,18 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="ferrum-rpc", description="A model's forward pass over gRPC.")
     parser.add_argument("--version", action="version", version=f"ferrum-rpc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    serve = commands.add_parser("serve", help="serve a model", allow_abbrev=False)
-    serve.add_argument("model", help="a Hugging Face folder, or `demo`, or `identity`")
+    usage = "ferrum-rpc serve [-h] [--config CONFIG] [--SETTING VALUE ...] model"
+    serve = commands.add_parser("serve", help="serve a model", allow_abbrev=False, usage=usage)
+    serve.add_argument("model", help="a Hugging Face folder, or one that is built in: `demo`, `demo-draft`, `identity`")
     serve.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
     if settings:
-        from ferrum_rpc.config import ServeSettings
+        from ferrum_rpc.config import GROUPS, ServeSettings
 
+        group: argparse._ActionsContainer = serve
         for name, field in ServeSettings.model_fields.items():
-            _add_setting(serve, name, field)
+            if name in GROUPS:
+                group = serve.add_argument_group(GROUPS[name])
+            _add_setting(group, name, field)
     named = {"serve": serve}
     for name, text in (
         ("info", "what a running server is"),
@@ -83,14 +87,16 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     add_flags(named["bench"])
     named["generate"].add_argument("prompt", help="the text to complete")
     named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
-    named["generate"].add_argument("--tokenizer", type=Path, help="tokenizer.json (default: bytes)")
+    named["generate"].add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json, or its folder (default: the model's)"
+    )
     return parser, named
 
 
-def _add_setting(parser: argparse.ArgumentParser, name: str, field: Any) -> None:
+def _add_setting(parser: argparse._ActionsContainer, name: str, field: Any) -> None:
     flag = "--" + name.replace("_", "-")
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": field.description}
-    if field.default is not None:
+    if field.default not in (None, ""):
         options["help"] += f" (default: {field.default})"
     if field.annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
@@ -156,7 +162,8 @@ def _run(parsed: argparse.Namespace) -> int:
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to everybody
     command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
     try:
-        return asyncio.run(command(parsed))
+        status: int = asyncio.run(command(parsed))
+        return status
     except ExecutorError as error:
         print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
         if isinstance(error, Unauthenticated):

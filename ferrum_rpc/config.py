@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ferrum_rpc.core import Limits
@@ -51,6 +51,22 @@ def _checked_failpoints(text: str) -> str:
 
 
 FailpointRules = Annotated[str, AfterValidator(_checked_failpoints)]
+File = Annotated[Path, AfterValidator(Path.absolute)]
+"""Whole, so that a message about it says where it was looked for."""
+
+GROUPS: Final = {
+    "host": "where it listens, and who may call",
+    "device": "the model, and how it computes",
+    "kv_memory": "the KV cache",
+    "max_sequences": "limits of a call, and of all callers together",
+    "lease_ttl_s": "leases, idle sequences, quotas",
+    "keepalive_time_s": "connections",
+    "event_loop": "the process: its start, its end, and steps that hang",
+    "metrics_port": "metrics, tracing, log",
+    "failpoints": "failures to rehearse",
+    "identity_vocab_size": "the identity model",
+}
+"""Headings of `serve --help`: the first setting of each group, in the order of the settings."""
 
 
 class ServeSettings(BaseSettings):
@@ -60,10 +76,10 @@ class ServeSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on, or unix:PATH")
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    tokens: Path | None = Field(None, description="file of bearer tokens, `name token [operator]` a line")
-    tls_cert: Path | None = Field(None, description="PEM file of the server's certificate chain")
-    tls_key: Path | None = Field(None, description="PEM file of its key")
-    tls_client_ca: Path | None = Field(None, description="PEM file: ask clients for certificates of these authorities")
+    tokens: File | None = Field(None, description="file of bearer tokens, `name token [operator]` a line")
+    tls_cert: File | None = Field(None, description="PEM file of the server's certificate chain")
+    tls_key: File | None = Field(None, description="PEM file of its key")
+    tls_client_ca: File | None = Field(None, description="PEM file: ask clients for certificates of these authorities")
     operators: str = Field("", description="names of client certificates that may use ExecutorControl, with commas")
     insecure: bool = Field(False, description="listen beyond this machine without TLS and without tokens")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
@@ -113,13 +129,13 @@ class ServeSettings(BaseSettings):
     max_streams: int = Field(
         4096, ge=1, description="calls that a connection may have open; 16 blunts floods where clients use sessions"
     )
+    event_loop: Literal["auto", "asyncio", "uvloop"] = Field("auto", description="auto: uvloop where it is installed")
+    warmup: bool = Field(True, description="run typical steps before the first caller does")
     grace_s: float = Field(30.0, ge=0, description="seconds that owned sequences are served after SIGTERM")
     stall_timeout_s: float = Field(
         1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"
     )
     max_step_s: float = Field(600.0, gt=0, description="seconds that an honest step may take")
-    failpoints: FailpointRules = Field("", description="failures to be had, e.g. before_commit=error@3; for tests only")
-    failpoint_seed: int = Field(0, description="seed of failpoints with a probability")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free one (default: no metrics)"
     )
@@ -127,10 +143,10 @@ class ServeSettings(BaseSettings):
     otel_endpoint: str | None = Field(
         None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
     )
-    event_loop: Literal["auto", "asyncio", "uvloop"] = Field("auto", description="auto: uvloop where it is installed")
-    warmup: bool = Field(True, description="run typical steps before the first caller does")
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    failpoints: FailpointRules = Field("", description="failures to be had, e.g. before_commit=error@3; for tests only")
+    failpoint_seed: int = Field(0, description="seed of failpoints with a probability")
     identity_vocab_size: int = Field(256, ge=1, description="identity model: vocabulary")
     identity_layers: int = Field(2, ge=1, description="identity model: layers")
     identity_heads: int = Field(4, ge=1, description="identity model: query heads")
@@ -138,6 +154,13 @@ class ServeSettings(BaseSettings):
     identity_head_dim: int = Field(8, ge=1, description="identity model: width of a head")
     identity_max_context: int = Field(32768, ge=1, description="identity model: longest sequence")
     identity_positional: bool = Field(False, description="identity model: add a positional term")
+
+    @field_validator("kv_blocks")
+    @classmethod
+    def _one_size(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and others.data.get("kv_memory") is not None:
+            raise ValueError("kv_memory says how large the cache is; set one of the two")
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -158,6 +181,7 @@ class ServeSettings(BaseSettings):
 
 def read_file(path: Path) -> dict[str, Any]:
     """A config file's settings; raises `ConfigError` that names the file."""
+    path = path.absolute()
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
@@ -184,7 +208,8 @@ def load_settings(flags: Mapping[str, Any], config_file: Path | None = None) -> 
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{name}: {first['msg']} (got {first['input']!r})") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}: {message} (got {first['input']!r})") from error
 
 
 def _check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:

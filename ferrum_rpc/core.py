@@ -383,7 +383,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers."""
+    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers. ``folder``:
+    where it lies on the executor's machine; empty: it is built in."""
 
     name: str
     architecture: str
@@ -400,6 +401,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import structlog
 
 from ferrum_rpc import __version__
 from ferrum_rpc.allocator import keep_freed_memory
-from ferrum_rpc.building import build
+from ferrum_rpc.building import build, model_folder
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.process import Program
@@ -44,6 +44,7 @@ def serve(model: str, settings: ServeSettings) -> int:
     log.info("chosen", choice="allocator", reason=keep_freed_memory())
     log.info("chosen", choice="sockets", reason=f"read {polled()}")
     try:
+        model_folder(model)
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(model, settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:

@@ -78,8 +78,13 @@ def _assemble(
     info = model.info(config.name or Path(config.model).name)
     if config.quantize == QUANTIZE_INT8:
         info = replace(info, weight_dtype=QUANTIZE_INT8)
+    if config.model != IDENTITY and not config.name:
+        info = replace(info, folder=str(Path(config.model).absolute()))
     if config.max_context is not None:
-        info = replace(info, max_context=min(info.max_context, config.max_context))
+        most = info.max_context
+        info = replace(info, max_context=min(most, config.max_context))
+        reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
+        choices.append((f"max_context={info.max_context}", reason))
     blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
     spec = model.attention_specs[0]
     try:
@@ -191,6 +196,10 @@ def _size_cache(
         reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
     useful = config.max_sequences * -(-max_context // config.block_size)
     blocks = min(budget // bytes_per_block, useful)
+    if blocks == useful:
+        reason += f"; {config.max_sequences} sequences of {max_context} tokens need no more"
+        if config.kv_memory is not None:
+            reason = f"{config.kv_memory / 2**20:.0f} MiB {reason}"
     if blocks < 1:
         raise InvalidRequest(
             f"kv memory of {budget} bytes holds no block of {bytes_per_block} bytes; raise --kv-memory",

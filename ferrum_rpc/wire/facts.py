@@ -46,6 +46,7 @@ def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
         kv_dtype=model.kv_dtype,
         eos_token_ids=model.eos_token_ids,
         bos_token_id=model.bos_token_id,
+        folder=model.folder,
     )
 
 

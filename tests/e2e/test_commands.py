@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from ferrum_rpc import ask, cli
 from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import DeviceLost, InstanceMismatch, InvalidRequest, PermissionDenied, Unauthenticated
 from tests.serving import Served, serve_identity
 
@@ -111,3 +116,56 @@ def test_who_shows_no_token_is_told_how(
     assert caught.value.code == cli.EXIT_FAILED
     told = capsys.readouterr().err
     assert ("--token-file" in told) is bool(says) and str(error.reason) in told
+
+
+def model(name: str = "mine", vocab_size: int = 1000, folder: str = "") -> ModelInfo:
+    return ModelInfo(name, "Some", vocab_size, 64, 1, 8, 1, 1, 8, 1, "float32", "float32", 64, folder=folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a tokenizer of three words."""
+    tokenizer = Tokenizer(WordLevel({"alpha": 0, "beta": 1, "gamma": 2}, unk_token="alpha"))  # noqa: S106
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_generate_reads_the_tokenizer_of_the_model_or_the_one_that_is_named(folder: Path) -> None:
+    for text in (
+        ask._Text(None, model(folder=str(folder))),
+        ask._Text(folder, model()),
+        ask._Text(folder / "tokenizer.json", model()),
+    ):
+        assert text.encode("beta gamma") == [1, 2]
+        assert text.decode([2, 1]) == "gamma beta"
+
+
+@pytest.mark.parametrize("name", ask.BYTE_MODELS)
+def test_the_built_in_models_speak_bytes(name: str) -> None:
+    text = ask._Text(None, model(name, 264))
+    assert text.encode("é") == [0xC3, 0xA9]
+    assert text.decode([0xC3, 0xA9, 263]) == "é"
+
+
+def test_generate_refuses_a_model_whose_tokenizer_is_not_here(tmp_path: Path) -> None:
+    for elsewhere in (model("mine"), model("demo", folder="/not/on/this/machine/demo")):
+        with pytest.raises(InvalidRequest, match="--tokenizer"):
+            ask._Text(None, elsewhere)
+    with pytest.raises(InvalidRequest, match=f"no tokenizer at {tmp_path}/tokenizer.json"):
+        ask._Text(tmp_path, model())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="is no tokenizer"):
+        ask._Text(tmp_path, model())
+
+
+def test_generate_refuses_a_tokenizer_of_another_vocabulary(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"another vocabulary.*3 tokens, mine 2"):
+        ask._Text(folder, model(vocab_size=2))
+    with pytest.raises(InvalidRequest, match=r"another vocabulary.*no token 7"):
+        ask._Text(folder, model()).decode([1, 7])
+
+
+async def test_generate_completes_with_the_models_own_bytes(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run(served.target, "generate", "abc", "--max-new-tokens", "5") == 0
+    assert capsys.readouterr().out.endswith("\n")

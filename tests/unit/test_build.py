@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from ferrum_rpc.building import model_folder
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.checkpoints import make_checkpoint
 
@@ -89,3 +92,54 @@ def test_an_answer_depends_on_neither_neighbours_nor_threads(tmp_path, quantize)
             assert (run([each], 1)[each] == together[each]).all()
     finally:
         torch.set_num_threads(threads)
+
+
+def choices(**config):
+    """What was chosen and why, of an identity model: 512 bytes a token."""
+    runner = build_runner(BuildConfig("identity", device="cpu", block_size=4, **config))
+    return runner, dict(runner.device.choices)
+
+
+def test_a_size_that_is_lowered_says_what_it_became():
+    identity = IdentityConfig(layers=2, kv_heads=4, head_dim=8, max_context=64)
+    runner, told = choices(identity=identity, max_context=1000, kv_memory=64 << 20, max_sequences=2)
+    assert runner.info.max_context == 64
+    assert told["max_context=64"] == "1000 requested, the model has no more"
+    assert told["kv_blocks=32 (0 MiB)"] == "64 MiB requested; 2 sequences of 64 tokens need no more"
+
+
+def test_a_size_that_is_honoured_says_so():
+    identity = IdentityConfig(layers=2, kv_heads=4, head_dim=8, max_context=64)
+    _, told = choices(identity=identity, max_context=32, kv_memory=1 << 20, max_sequences=1000)
+    assert told["max_context=32"] == "requested" and told["kv_blocks=512 (1 MiB)"] == "requested"
+
+
+def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3")
+    assert build_runner(BuildConfig(str(folder), kv_blocks=8)).info.folder == str(tmp_path)
+    assert build_runner(BuildConfig(str(folder), name="demo", kv_blocks=8)).info.folder == ""
+    assert build_runner(BuildConfig("identity", kv_blocks=8)).info.folder == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("no/such", "model folder {here}/no/such: No such file or directory"),
+        ("demmo", "model folder {here}/demmo: No such file or directory (did you mean 'demo'?)"),
+        ("empty", "model folder {here}/empty has no config.json"),
+        ("file", "model folder {here}/file: Not a directory"),
+    ],
+)
+def test_a_path_without_a_model_is_told_whole(tmp_path, monkeypatch, model, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidRequest) as caught:
+        model_folder(model)
+    assert caught.value.message == says.format(here=tmp_path)
+
+
+def test_built_in_models_have_folders_and_the_identity_model_needs_none():
+    assert model_folder("identity") == "identity"
+    for model in ("demo", "demo-draft"):
+        assert Path(model_folder(model)).name == model

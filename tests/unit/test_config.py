@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ferrum_rpc.cli import main
-from ferrum_rpc.config import ServeSettings, load_settings, parse_bytes
+from ferrum_rpc.config import GROUPS, ServeSettings, load_settings, parse_bytes
 from ferrum_rpc.usage import ConfigError
 
 
@@ -78,6 +78,34 @@ def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
 )
 def test_bytes_are_written_with_units(text: str, number: int) -> None:
     assert parse_bytes(text) == number
+
+
+def test_a_cache_sized_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_blocks: kv_memory says how large the cache is; set one of the two"):
+        load_settings({"kv_memory": "1MiB", "kv_blocks": "5"})
+    monkeypatch.setenv("FERRUM_KV_MEMORY", "1MiB")
+    with pytest.raises(ConfigError, match="set one of the two"):
+        load_settings({"kv_blocks": "5"})
+
+
+def test_paths_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings({"tokens": "mine"}).tokens == tmp_path / "mine"
+    with pytest.raises(ConfigError, match=str(tmp_path / "gone.toml")):
+        load_settings({}, Path("gone.toml"))
+
+
+def test_the_settings_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    blocks = {block.partition(":\n")[0]: block for block in text.split("\n\n")}
+    assert set(GROUPS.values()) <= set(blocks)
+    assert set(GROUPS) <= set(ServeSettings.model_fields)
+    assert "--tokens" in blocks[GROUPS["host"]] and "--max-context" in blocks[GROUPS["kv_memory"]]
+    assert "--identity-heads" in blocks[GROUPS["identity_vocab_size"]]
+    assert len(blocks["options"].splitlines()) < 5  # what is in no group
+    assert len(text.partition("\n\n")[0].splitlines()) < 3  # the usage names no setting by itself
 
 
 def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.openmp": Floor(),
     "ferrum_rpc.polling": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
-    "ferrum_rpc.building": Floor("failpoints models engine engine.work config openmp", "structlog torch"),
+    "ferrum_rpc.building": Floor("errors failpoints models engine engine.work config usage openmp", "structlog torch"),
     "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "

@@ -77,7 +77,7 @@ EXECUTOR_STATE_DRAINING: ExecutorState
 EXECUTOR_STATE_FAILED: ExecutorState
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id", "folder")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class ModelInfo(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -106,7 +107,8 @@ class ModelInfo(_message.Message):
     kv_dtype: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ...) -> None: ...
+    folder: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
     __slots__ = ("block_size", "total_blocks", "bytes_per_token")
