@@ -69,6 +69,8 @@ def limits_to_proto(limits: Limits) -> info_pb2.Limits:
         max_sequences_per_caller=limits.max_sequences_per_caller,
         max_blocks_per_caller=limits.max_blocks_per_caller,
         max_leases=limits.max_leases,
+        max_sessions=limits.max_sessions,
+        caller_share=limits.caller_share,
     )
     set_seconds(message.lease_ttl, limits.lease_ttl_s)
     set_seconds(message.min_lease_ttl, limits.min_lease_ttl_s)
