@@ -1,8 +1,9 @@
 """What an engine does in a turn: take what has arrived, claim a step of it, run that, answer.
 
 While a step runs, submissions pile up; that pile is the next step (natural batching: no timer, no delay when idle). A
-submission is a batch of a caller: it is never split and never reordered, and its point of no return is the claim:
-cancelled before it, nothing happened; after it, the step completes.
+submission is a batch of a caller: it is never split, never goes before an older one of the same caller, and its point of
+no return is the claim: cancelled before it, nothing happened; after it, the step completes. Whose turn it is where
+several callers wait is `engine.backlog`'s.
 
 A runner may have two steps under way (``depth``). Then the next is claimed and begun shortly before the device has done
 with the one before it (`engine.pace`), if work is there by then; its answers leave while the device computes on. Nobody
@@ -27,6 +28,7 @@ from queue import Empty
 from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
+from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.heartbeat import IDLE_BEAT_S, Heartbeat
 from ferrum_rpc.engine.pace import LOOK_S, Pace
 from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, State, Submission, lost
@@ -82,7 +84,7 @@ class EngineLoop(ABC):
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._heartbeat = heartbeat
-        self._backlog: deque[Submission] = deque()
+        self._backlog = Backlog(max_step_items, max_step_tokens)
         self._under_way: deque[Begun] = deque()
         self._pace = Pace()
         self._failure: BaseException | None = None
@@ -161,7 +163,7 @@ class EngineLoop(ABC):
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
-                    self._backlog.append(work)
+                    self._backlog.add(work)
                 elif self._claim_operation(work):
                     finished.append(self._operate(runner, work))
         except BaseException:
@@ -198,30 +200,30 @@ class EngineLoop(ABC):
             raise
 
     def _claim(self, finished: Finished) -> list[Submission]:
-        """The next step's submissions, first come first served, up to the step's budget."""
+        """The next step's submissions, in the backlog's order, up to the step's budget."""
         claimed: list[Submission] = []
         items = tokens = 0
         now = time.monotonic()
         with self._lock:
             while self._backlog:
-                work = self._backlog[0]
+                work = self._backlog.first()
                 if work.state is State.CANCELLED:
-                    self._dropped(self._backlog.popleft())
+                    self._dropped(self._backlog.drop())
                     continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
                 ):
                     break
-                self._backlog.popleft()
                 work.state = State.CLAIMED
                 self._forget(work)
                 if work.deadline is not None and now >= work.deadline:
+                    self._backlog.drop()
                     late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
                     finished.append(_refusal(work, late))
                     continue
                 items += len(work.spans)
                 tokens += work.tokens
-                claimed.append(work)
+                claimed.append(self._backlog.take())
         return claimed
 
     def _begin(self, runner: Runner, claimed: list[Submission]) -> Finished:
@@ -312,7 +314,7 @@ class EngineLoop(ABC):
         refused: Finished = []
         try:
             while True:
-                work = self._backlog.popleft() if self._backlog else self._inbox.get_nowait()
+                work = self._backlog.drop() if self._backlog else self._inbox.get_nowait()
                 if isinstance(work, Operation):
                     if self._claim_operation(work):
                         refused.append(partial(work.done, error))

@@ -40,7 +40,7 @@ from ferrum_rpc.core import (
     TokenRows,
     TopTokenRows,
 )
-from ferrum_rpc.engine.work import EngineCounters
+from ferrum_rpc.engine.work import EngineCounters, Submission
 
 HEADER: Final = Struct("<IB")
 """Bytes of the body, and what it is."""
@@ -51,7 +51,7 @@ INLINE_BYTES: Final = 16 << 10
 ACTUAL: Final = 0xFFFF
 """The number of a specification that is written out where it is used."""
 
-_WORK: Final = Struct("<IBddI")  # slot, all or nothing, deadline (NaN: none), enqueued, spans
+_WORK: Final = Struct("<IBddII")  # slot, all or nothing, deadline (NaN: none), enqueued, caller, spans
 _SPAN: Final = Struct("<QIIHBI")  # sequence, start, tokens, output's number, create, reserved
 _TURN: Final = Struct("<QQQQd" + "IIIQ" + "III")  # counters, cache, numbers of blocks, answers, results
 _ARRAY: Final = Struct("<BIIq")  # type, rows, columns (0: it has none), offset in the arena (-1: inline)
@@ -143,6 +143,7 @@ class Arrived(NamedTuple):
     all_or_nothing: bool
     deadline: float | None
     enqueued: float
+    caller: int
 
 
 class WorkWriter:
@@ -151,15 +152,12 @@ class WorkWriter:
     def __init__(self) -> None:
         self._numbers: dict[OutputSpec, int] = {}
 
-    def write(
-        self, slot: int, spans: Sequence[Span], all_or_nothing: bool, deadline: float | None, enqueued: float
-    ) -> bytes:
+    def write(self, slot: int, work: Submission) -> bytes:
         """Frames of one submission."""
-        known, parts = (
-            b"",
-            [_WORK.pack(slot, all_or_nothing, math.nan if deadline is None else deadline, enqueued, len(spans))],
-        )
-        for sequence, tokens, start, output, create, reserved in spans:
+        deadline = math.nan if work.deadline is None else work.deadline
+        head = _WORK.pack(slot, work.all_or_nothing, deadline, work.enqueued, work.caller, len(work.spans))
+        known, parts = b"", [head]
+        for sequence, tokens, start, output, create, reserved in work.spans:
             number = self._numbers.get(output)
             written = b""
             if number is None:
@@ -186,7 +184,7 @@ class WorkReader:
 
     def read(self, body: memoryview) -> Arrived:
         """A WORK frame."""
-        slot, all_or_nothing, deadline, enqueued, count = _WORK.unpack_from(body)
+        slot, all_or_nothing, deadline, enqueued, caller, count = _WORK.unpack_from(body)
         at, spans = _WORK.size, []
         for _ in range(count):
             sequence, start, tokens, number, create, reserved = _SPAN.unpack_from(body, at)
@@ -206,6 +204,7 @@ class WorkReader:
             bool(all_or_nothing),
             None if math.isnan(deadline) else deadline,
             enqueued,
+            caller,
         )
 
 

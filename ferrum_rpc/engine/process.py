@@ -141,11 +141,7 @@ class EngineProcess:
         slot = self._take_slot(submission)
         self._submitted[0] += len(submission.spans)
         self._submitted[1] += submission.tokens
-        self._send(
-            self._writer.write(
-                slot, submission.spans, submission.all_or_nothing, submission.deadline, submission.enqueued
-            )
-        )
+        self._send(self._writer.write(slot, submission))
 
     def operate(self, operation: Operation) -> None:
         """See `Engine`."""

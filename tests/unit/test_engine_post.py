@@ -39,7 +39,7 @@ from ferrum_rpc.engine.post import (
     read_turn,
     write_turn,
 )
-from ferrum_rpc.engine.work import EngineCounters
+from ferrum_rpc.engine.work import EngineCounters, Submission
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 
 u32 = st.integers(0, 2**32 - 1)
@@ -58,7 +58,13 @@ spans = st.builds(
     st.booleans(),
     u32,
 )
-submissions = st.tuples(st.lists(spans, max_size=5), st.booleans(), st.none() | st.floats(0, 1e9), st.floats(0, 1e9))
+submissions = st.builds(
+    lambda spans, *rest: Submission(tuple(spans), lambda *_: None, *rest),
+    st.lists(spans, max_size=5),
+    st.booleans(),
+    st.none() | st.floats(0, 1e9),
+    u32,
+)
 cuts = st.lists(st.integers(1, 200), max_size=40)
 
 
@@ -72,9 +78,9 @@ def fed(data: bytes, sizes: list[int]) -> list[tuple[int, bytes]]:
 
 
 @given(st.lists(submissions, max_size=6), cuts)
-def test_work_arrives_as_it_was_sent(sent: list[Any], sizes: list[int]) -> None:
+def test_work_arrives_as_it_was_sent(sent: list[Submission], sizes: list[int]) -> None:
     writer, reader = WorkWriter(), WorkReader()
-    data = b"".join(writer.write(slot, *each) for slot, each in enumerate(sent))
+    data = b"".join(writer.write(slot, each) for slot, each in enumerate(sent))
     arrived = []
     for kind, body in fed(data, sizes):
         if kind == Kind.OUTPUT:
@@ -83,9 +89,10 @@ def test_work_arrives_as_it_was_sent(sent: list[Any], sizes: list[int]) -> None:
             assert kind == Kind.WORK
             arrived.append(reader.read(memoryview(body)))
     assert [each.slot for each in arrived] == list(range(len(sent)))
-    for each, (wanted, *rest) in zip(arrived, sent, strict=True):
-        assert [each.all_or_nothing, each.deadline, each.enqueued] == rest
-        for found, span in zip(each.spans, wanted, strict=True):
+    for each, wanted in zip(arrived, sent, strict=True):
+        for name in ("all_or_nothing", "deadline", "enqueued", "caller"):
+            assert getattr(each, name) == getattr(wanted, name)
+        for found, span in zip(each.spans, wanted.spans, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
             assert found._replace(tokens=None) == span._replace(tokens=None)
 
