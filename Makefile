@@ -1,7 +1,6 @@
 # Everything runs from .venv, which the first target that needs it makes. Requirements: python3 (3.11-3.13) and make.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help setup demo serve test lint format stubs bench bench-peers profile soak compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
@@ -10,14 +9,13 @@ help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 .venv/.server: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing the executor (torch and friends) into .venv ..."
-	@$(PIP) -e '.[server,uvloop]'
+	@$(PYTHON) tools/environment.py server,uvloop
 	@touch $@
 
 .venv/.dev: .venv/.server
 	@echo "installing the development tools into .venv ..."
-	@$(PIP) -e '.[server,dev]'
+	@$(PYTHON) tools/environment.py server,dev
 	@touch $@
 
 setup: .venv/.dev  ## Make .venv with everything in it
