@@ -6,15 +6,19 @@ neither's insides. The executor is stopped with SIGTERM and must end with status
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve", "demo", "--port", "0", "--log-format", "json")
+INTERRUPTED = 130
 
 
 def wait_until_serving(executor: subprocess.Popen[str]) -> str:
@@ -40,21 +44,45 @@ def wait_until_serving(executor: subprocess.Popen[str]) -> str:
     sys.exit("the executor ended before it served")
 
 
+@contextlib.contextmanager
+def child(command: Sequence[str], stop: signal.Signals, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A program that is stopped by ``stop`` in the end. It is in a process group of its own: Ctrl-C reaches this script
+    alone, which ends its programs in order."""
+    with subprocess.Popen(command, cwd=ROOT, text=True, process_group=0, **options) as running:
+        try:
+            yield running
+        finally:
+            try:
+                running.send_signal(stop)
+                running.wait(60)
+            finally:
+                running.kill()  # where Ctrl-C comes once more, or it does not stop
+
+
 def main() -> None:
     """Start, run, stop."""
-    with subprocess.Popen(SERVE, cwd=ROOT, stderr=subprocess.PIPE, text=True) as executor:
-        try:
-            target = wait_until_serving(executor)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.default_int_handler)
+    scheduler = None
+    try:
+        with child(SERVE, signal.SIGTERM, stderr=subprocess.PIPE) as executor:
+            try:
+                target = wait_until_serving(executor)
+            except KeyboardInterrupt:
+                executor.kill()  # nobody is served yet, and a drain would wait for the model
+                raise
             rest = executor.stderr
             assert rest is not None
             threading.Thread(target=rest.read, daemon=True).start()  # a full pipe would stop the executor
-            scheduler = (sys.executable, "-m", "clients.scheduler", "--target", target, "--demo", *sys.argv[1:])
-            status = subprocess.run(scheduler, cwd=ROOT, check=False).returncode
-        finally:
-            executor.send_signal(signal.SIGTERM)
-            stopped = executor.wait(60)
-    print(f"executor: stopped with status {stopped}")
-    sys.exit(status or stopped)
+            arguments = (sys.executable, "-m", "clients.scheduler", "--target", target, "--demo", *sys.argv[1:])
+            with child(arguments, signal.SIGINT) as scheduler:
+                status = scheduler.wait()
+    except KeyboardInterrupt:
+        if scheduler is None:  # it says so itself
+            print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    print(f"executor: stopped with status {executor.returncode}")
+    sys.exit(status or executor.returncode)
 
 
 if __name__ == "__main__":

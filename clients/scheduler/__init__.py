@@ -9,6 +9,7 @@ and cache; everything else is decided here, on the far side of a wire:
     sampling.py  from candidates to a token, reproducible per request
     text.py      tokens to text, safely while it streams
     display.py   what a person sees          report.py  what the run was like
+    program.py   from the command line to the exit status
 
     python -m clients.scheduler --target localhost:50051 --demo
 """

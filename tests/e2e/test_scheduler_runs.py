@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from clients.scheduler.__main__ import main, serve
 from clients.scheduler.driver import Driver, ExecutorGone
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
+from clients.scheduler.program import main, serve
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy, Sampler, Sampling
@@ -543,7 +543,7 @@ async def test_a_prompt_that_fails_makes_the_program_fail(capsys: pytest.Capture
 
 
 def test_the_scheduler_stands_on_the_client_alone() -> None:
-    program = "import sys, clients.scheduler.__main__; print(chr(10).join(sys.modules))"
+    program = "import sys, clients.scheduler.program; print(chr(10).join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=DEMO.parents[2]
     )
