@@ -1,8 +1,8 @@
 """What an engine does in a turn: take what has arrived, claim a step of it, run that, answer.
 
 While a step runs, submissions pile up; that pile is the next step (natural batching: no timer, no delay when idle). A
-submission is a batch of a caller: it is never split, never goes before an older one of the same caller, and its point of
-no return is the claim: cancelled before it, nothing happened; after it, the step completes. Whose turn it is where
+submission is a batch of a caller: it is never split, never goes before an older one of the same caller, and its point
+of no return is the claim: cancelled before it, nothing happened; after it, the step completes. Whose turn it is where
 several callers wait is `engine.backlog`'s.
 
 A runner may have two steps under way (``depth``). Then the next is claimed and begun shortly before the device has done
