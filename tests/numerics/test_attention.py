@@ -326,6 +326,58 @@ def test_large_scores_neither_overflow_nor_lose_the_small_ones():
     torch.testing.assert_close(answer, oracle.attend(0, query, oracle.plan(geometry)), rtol=0, atol=1e-4)
 
 
+def poison(cache, tensor, position, head, value):
+    """Put ``value`` into the slot of ``position`` of the cache's only sequence, of one KV head; what undoes it."""
+    block, offset = cache.tables[0][position // cache.block_size], position % cache.block_size
+    element = tensor[block, offset, head, 5]
+    before = element.clone()
+    element.fill_(value)
+    return lambda: element.copy_(before)
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.bfloat16, 3), (torch.bfloat16, SHORT + 8)],
+    ids=str,
+)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
+def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(isa, dtype, window, softcap, count):
+    length, head = 70, 1
+    cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2, window, softcap), dtype=dtype)
+    with suppress(OSError):
+        cache.backend = NativePagedAttention([cache.spec], cache.store.keys, cache.store.values, isa)
+    clean = cache.attend([0], [count])[0]
+    rows = torch.arange(length - count, length)
+    for position in range(length):
+        restore = poison(cache, cache.store.keys[0], position, head, torch.nan)
+        answer = cache.attend([0], [count])[0]
+        restore()
+        sees = (rows >= position) & (rows - position < (window or length))
+        assert answer[sees][:, 2:].isnan().all()
+        assert torch.equal(answer[~sees], clean[~sees])
+        assert torch.equal(answer[:, :2], clean[:, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("length", [1, 17, 1030])
+def test_what_is_not_finite_counts_as_in_the_definition(dtype, value, which, length):
+    cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2), dtype=dtype)
+    slots = torch.from_numpy(cache.tables[0].astype(np.int64))
+    query = cache.queries[:1, 0]
+    geometry = BatchGeometry.build(16, [length - 1], [1], cache.tables)
+    for position in sorted({0, length // 2, length - 1, *range(0, length, 97)}):
+        restore = poison(cache, getattr(cache.store, which)[0], position, 0, value)
+        answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
+        key, value_ = (each[0][slots].flatten(0, 1)[:length] for each in (cache.store.keys, cache.store.values))
+        expected = dense(cache.spec, query, key, value_, length - 1)
+        restore()
+        tolerance = 2e-6 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(answer.double(), expected, rtol=0, atol=tolerance, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spans", [[(0, 3)], [(5, 1), (0, 40), (17, 2)]], ids=str)
 def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):

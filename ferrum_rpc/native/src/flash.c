@@ -193,7 +193,10 @@ DOT_INLINE float soften(const struct job *job, const float *scores, int first, i
         largest = (FV)_mm512_max_ps((__m512)largest, (__m512)x[i]);
     }
     const float before = *most, now = _mm512_reduce_max_ps((__m512)largest);
-    if (!(now > -__builtin_inff())) { /* it sees none of them */
+    if (now == -__builtin_inff()) { /* it sees none of them, or such as weigh nothing or are no number */
+        const float all = ISA(total)(x[0] + x[1] + x[2] + x[3]);
+        if (all != all)
+            *total = all;
         memset(weights, 0, KEYS * 2);
         return 1.0f;
     }

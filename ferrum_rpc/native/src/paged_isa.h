@@ -119,8 +119,12 @@ INLINE void ISA(advance)(const struct layer *layer, const float *query, int rows
         const float most = ISA(largest)(s), before = state[r].most;
         scale[r] = 1.0f;
         weight[r] = (FV){0};
-        if (most == none) /* the row sees none of these slots */
+        if (most == none) { /* the row sees none of these slots, or such as weigh nothing or are no number */
+            const float all = ISA(total)(s);
+            if (all != all)
+                state[r].sum = all;
             continue;
+        }
         any = 1;
         if (most > before) {
             scale[r] = before == none ? 0.0f : ISA(exp)(ISA(splat)(before - most))[0];

@@ -51,12 +51,13 @@ INLINE void ISA(store)(char *row, int element, int wide, FV x)
     *(HV *)(row + 2 * (size_t)element) = __builtin_convertvector(half, HV);
 }
 
-/* e^x for x <= 0, to 2 ulp, and 0 below e^-87: 2^n by the exponent's bits, the rest by a polynomial (Cephes' expf). */
+/* e^x for x <= 0, to 2 ulp, and 0 below e^-87; a NaN stays one. 2^n times a polynomial of the rest (Cephes' expf): adding
+ * `magic` rounds to an integer n and leaves n + 127, the exponent of 2^n, in the lowest bits. */
 INLINE FV ISA(exp)(FV x)
 {
-    const IV large = x > -87.0f;
-    x = ISA(where)(large, x, (FV){0});
-    const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    const IV small = x <= -87.0f;
+    x = ISA(where)(small, (FV){0}, x);
+    const FV magic = ISA(splat)(12582912.0f + 127.0f); /* 1.5 * 2^23, and the exponent of 1 */
     const FV shifted = x * 1.44269504088896341f + magic;
     const FV n = shifted - magic;
     const FV r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -66,7 +67,7 @@ INLINE FV ISA(exp)(FV x)
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    return (FV)(large & ((IV)y + (((IV)shifted - (IV)magic) << 23)));
+    return (FV)(~small & (IV)(y * (FV)((UV)shifted << 23)));
 }
 
 INLINE FV ISA(tanh)(FV x)
