@@ -90,6 +90,19 @@ def test_what_is_no_number_stays_in_its_row_and_shows(factory, poison):
     assert torch.equal(poisoned[others], clean[others])
 
 
+def test_a_row_of_bytes_that_is_not_finite_is_no_number_and_one_near_zero_is_zero():
+    """The scale of a group is decided whatever lies beside what is not finite, in the same lane of a vector too."""
+    product = native_or_skip(ByteFactory)(draw(32, 128), None)
+    x = draw(5, 128)
+    for row, poison in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[row, 3], x[row, 3 + 16], x[row, 3 + 32] = 3e38, poison, 1.0
+    x[3] = 1e-39
+    answer = product(x)
+    assert answer[:3].isnan().all()
+    assert (answer[3] == 0).all()
+    assert answer[4].isfinite().all() and (answer[4] != 0).any()
+
+
 @pytest.mark.parametrize("factory", [PairFactory, ByteFactory])
 @pytest.mark.parametrize("shape", [*SHAPES, (5000, 64)], ids=str)
 @pytest.mark.parametrize("kind", ["any", "ties", "zeros", "no numbers", "infinite"])

@@ -30,6 +30,7 @@
 #define SLAB 240         /* rows of a job: their sums are 60 kB */
 #define CHUNK_BYTES 65536 /* of a panel at a time: four panels and the next four are 512 kB */
 #define GROUP 64         /* elements that share a scale */
+#define TINY 1e-36f      /* 127 / TINY is a float */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
 /* The largest element so far of a row, and its column. */
@@ -69,27 +70,30 @@ void ferrum_linears_free(struct ferrum_linears *self)
 DOT_ENTRY(pairs_entry, dot_pairs)
 DOT_ENTRY(bytes_entry, dot_bytes)
 
-/* One row to 8 bits: for every group its scale and -128 x its sum. */
+/* One row to 8 bits: for every group its scale and -128 x its sum. A group with an element that is not finite gets a NaN
+ * for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
 static DOT_TARGET void quantise(const char *row, int k, char *to, float *scales, int32_t *starts)
 {
     for (int g = 0; g < k / GROUP; g++) {
         __m512 x[GROUP / 16], most = _mm512_setzero_ps();
-        __mmask16 none = 0; /* numbers that are none: the maximum does not see them, and the scale must */
         for (int i = 0; i < GROUP / 16; i++) {
             const __m256i half = _mm256_loadu_si256((const __m256i *)(row + ((size_t)g * GROUP + i * 16) * 2));
             x[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-            most = _mm512_max_ps(most, _mm512_abs_ps(x[i]));
-            none |= _mm512_cmp_ps_mask(x[i], x[i], _CMP_UNORD_Q);
+            most = _mm512_max_ps(_mm512_abs_ps(x[i]), most); /* of a NaN and a number it takes the second */
         }
         const float largest = _mm512_reduce_max_ps(most), scale = largest / 127.0f;
-        const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+        const __m512 inverse = _mm512_set1_ps(largest > TINY ? 127.0f / largest : 0.0f);
         __m512i sum = _mm512_setzero_si512();
+        __mmask16 finite = 0xffff; /* infinity times 0 is NaN too */
         for (int i = 0; i < GROUP / 16; i++) {
-            const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(x[i], inverse));
+            const __m512 scaled = _mm512_mul_ps(x[i], inverse);
+            const __mmask16 number = _mm512_cmp_ps_mask(scaled, scaled, _CMP_ORD_Q);
+            const __m512i rounded = _mm512_maskz_cvtps_epi32(number, scaled);
+            finite &= number;
             sum = _mm512_add_epi32(sum, rounded);
             _mm_storeu_si128((__m128i *)(to + g * GROUP + i * 16), _mm512_cvtsepi32_epi8(rounded));
         }
-        scales[g] = none ? __builtin_nanf("") : scale;
+        scales[g] = finite == 0xffff ? scale : __builtin_nanf("");
         starts[g] = -128 * _mm512_reduce_add_epi32(sum);
     }
 }
