@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, ResendPolicy, fate_unknown
-from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.errors import Draining, ExecutorError, InstanceMismatch, Starting, TransportError
 from ferrum_rpc.wire.status import error_from_rpc
 
 Request = TypeVar("Request")
@@ -33,10 +33,12 @@ class Method(Protocol[Request_contra, Response_co]):
 
 
 class Calls:
-    """Makes calls with one caller's credentials and policy."""
+    """Makes calls with one caller's credentials and policy. ``draining``: the executor has said that it is on its way
+    out, so that when nobody answers any more it is known why."""
 
     def __init__(self, *, metadata: Metadata, resend: ResendPolicy) -> None:
         self.metadata = tuple(metadata)
+        self.draining = False
         self._resend = resend
 
     async def ask(
@@ -51,7 +53,9 @@ class Calls:
         try:
             return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+            raise self.heard(error_from_rpc(error)) from None
+        except ExecutorError as error:  # of a session
+            raise self.heard(error) from None
         except grpc.aio.UsageError:
             raise closed() from None
         except asyncio.CancelledError:
@@ -60,6 +64,17 @@ class Calls:
                 raise
             # Nobody cancelled this task: its channel was closed under it, and grpc.aio says so by cancelling.
             raise closed() from None
+
+    def heard(self, error: ExecutorError) -> ExecutorError:
+        """Note what a refusal tells of the executor's life. Where the connection to one that was draining is lost, the
+        caller is told that; the fate of the call is as unknown as with any lost connection."""
+        if isinstance(error, Draining):
+            self.draining = True
+        elif isinstance(error, Starting | InstanceMismatch):
+            self.draining = False
+        elif self.draining and isinstance(error, TransportError) and error.metadata.get("grpc_code") != "CANCELLED":
+            return Draining(f"the executor was draining and is gone: {error.message}", metadata=error.metadata)
+        return error
 
     async def mutate(self, method: Method[Request, Response], request: Request, deadline: Deadline) -> Response:
         """Call, and while its fate is unknown send the same request again, as the policy and the deadline allow.
@@ -83,7 +98,7 @@ class Calls:
             if resend < policy.times:
                 await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
         assert unknown is not None  # noqa: S101 - the loop ran, and whatever did not raise was noted
-        raise unknown
+        raise self.heard(unknown)  # it may have said only to the last attempt that it is draining
 
 
 def closed() -> TransportError:

@@ -75,7 +75,8 @@ class ExecutorClient:
     ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
-    executor's reason stands for, or `TransportError` when nobody answered.
+    executor's reason stands for, or `TransportError` when nobody answered: `Draining` where the executor had
+    said before that it was on its way out.
     """
 
     def __init__(
@@ -161,8 +162,9 @@ class ExecutorClient:
     # --- the executor -----------------------------------------------------------------------------------------------
 
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
-        """What the executor is: model, cache, limits, capabilities. Asked once per life of the executor. Raises
-        `NotSupported` where it needs newer clients."""
+        """What the executor is: model, cache, limits, capabilities. Asked once per life of the executor. While
+        the model loads it waits; `Starting` at the end of the timeout. Raises `NotSupported` where it needs newer
+        clients."""
         return await self._link.info(self._link.deadline(timeout_s))
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
@@ -171,7 +173,9 @@ class ExecutorClient:
         method, message = link.executor.GetStatus, model_executor_pb2.GetStatusRequest()
         response = await link.calls.mutate(method, message, link.deadline(timeout_s))
         link.saw(response.pressure)
-        return status_from_proto(response)
+        status = status_from_proto(response)
+        link.calls.draining = status.state is ExecutorState.DRAINING
+        return status
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
@@ -205,6 +209,7 @@ class ExecutorClient:
             grace.FromNanoseconds(round(grace_s * 1e9))
         message = executor_control_pb2.DrainRequest(grace=grace)
         response = await self._link.calls.ask(self._control.Drain, message, self._link.deadline(timeout_s))
+        self._link.calls.draining = True
         return executor_state(response.state)
 
     async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:

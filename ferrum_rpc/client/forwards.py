@@ -144,6 +144,7 @@ class Forwards:
         item.state.committed(item, handle)
         if item.handle is None:
             self._link.releases.live.add(item.state)
+            self._link.calls.draining = False  # it takes new sequences: another process stands there now
         where = output.rows
         rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
         return Answer(handle, rows, pressure, timing, output.cached_tokens, output.replayed)

@@ -18,20 +18,21 @@ from ferrum_rpc.client.facts import Capability, ExecutorInfo, info_from_proto, p
 from ferrum_rpc.client.forwards import Forwards
 from ferrum_rpc.client.lease import LeasePolicy, LeaseTrouble
 from ferrum_rpc.client.lending import Lending
-from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.policy import LONGEST_PAUSE_S, Deadline
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport, UnaryTransport
 from ferrum_rpc.core import OutputSpec, Pressure
-from ferrum_rpc.errors import InstanceMismatch, NotSupported, SequenceBusy
+from ferrum_rpc.errors import InstanceMismatch, NotSupported, SequenceBusy, Starting
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 
 Result = TypeVar("Result")
 
 _BUSY_PATIENCE_S = 5.0
+_FIRST_LOOK_S = 0.05
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -95,7 +96,8 @@ class Link:
 
     async def _ask(self, deadline: Deadline) -> ExecutorInfo:
         request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
-        info = info_from_proto(await self.calls.mutate(self.executor.GetInfo, request, deadline))
+        answer = await self.loaded(lambda: self.calls.mutate(self.executor.GetInfo, request, deadline), deadline)
+        info = info_from_proto(answer)
         if info.minimum_client_revision > SCHEMA_REVISION:
             raise NotSupported(
                 f"the executor ({info.server_version}) needs clients of schema revision "
@@ -103,6 +105,19 @@ class Link:
             )
         self._info = info
         return info
+
+    async def loaded(self, ask: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
+        """Ask, and while the model loads ask again. Raises `Starting` when the time is over."""
+        pause = _FIRST_LOOK_S
+        while True:
+            try:
+                return await ask()
+            except Starting:
+                left = deadline.remaining()
+                if left is not None and left <= pause:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def transport(self, deadline: Deadline) -> Transport:
         """How requests travel: through the session where one is wanted and offered."""

@@ -74,7 +74,7 @@ def fate_unknown(error: BaseException) -> bool:
     """Whether the step behind a failed call may have run: no answer of the executor says that it did not."""
     if isinstance(error, asyncio.CancelledError | InternalError):
         return True
-    if isinstance(error, TransportError | DeadlineExceeded | Cancelled):
+    if isinstance(error, TransportError | DeadlineExceeded | Cancelled | Draining):
         return error.metadata.get("grpc_code") in _ANSWERED_BY_GRPC
     return not isinstance(error, ExecutorError)
 

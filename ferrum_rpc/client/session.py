@@ -23,7 +23,7 @@ from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.stream import Answered, SessionStream
 from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, UnaryTransport, timing_of
 from ferrum_rpc.core import HandleRef
-from ferrum_rpc.errors import Draining, ExecutorError, QueueFull, Starting, TransportError
+from ferrum_rpc.errors import Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -180,7 +180,10 @@ class SessionTransport:
     def _standing(self) -> SessionStream | None:
         """The stream that stands. One whose lease is no longer the client's is ended."""
         stream = self._stream
-        if stream is None or not stream.alive:
+        if stream is None:
+            return None
+        if stream.over is not None:
+            self._calls.heard(stream.over)
             return None
         if self.lease_id != self._link.lending.keeper.lease_id:
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
@@ -189,13 +192,16 @@ class SessionTransport:
 
     async def _open(self, deadline: Deadline) -> SessionStream:
         """A stream that is open. Nothing was sent where this raises: no fate is unknown."""
-        return await self._opening.get(self._standing, lambda: self._opened(deadline), deadline)
+        loaded = self._link.loaded
+        return await self._opening.get(
+            self._standing, lambda: loaded(lambda: self._opened(deadline), deadline), deadline
+        )
 
     async def _opened(self, deadline: Deadline) -> SessionStream:
         for attempt in range(OPENINGS):
             try:
                 return await self._hello(deadline)
-            except (TransportError, Starting, Draining) as error:
+            except (TransportError, Draining) as error:
                 if isinstance(error, TransportError) and error.metadata.get("grpc_code") != "UNAVAILABLE":
                     raise
                 if attempt == OPENINGS - 1 or deadline.passed:

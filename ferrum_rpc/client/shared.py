@@ -10,14 +10,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, Starting
 
 Value = TypeVar("Value")
 
 
 class Shared:
     """What is made one at a time. A failure is shared by those who were waiting for it; a maker who was cancelled, or
-    whose own deadline passed, says nothing of the others, and the next one makes it."""
+    whose own time was over (also for an executor that is starting), says nothing of the others, and the next one makes
+    it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -39,7 +40,7 @@ class Shared:
                     raise self._failure
                 try:
                     return await make()
-                except DeadlineExceeded:
+                except (DeadlineExceeded, Starting):
                     raise
                 except ExecutorError as error:
                     self._failures, self._failure = self._failures + 1, error

@@ -17,7 +17,7 @@ import grpc
 
 from ferrum_rpc.client.calls import Metadata, closed
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, TransportError
+from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 
@@ -53,21 +53,21 @@ class SessionStream:
         self._slots = asyncio.Semaphore(1)
         self._outbox: deque[bytes] = deque()
         self._wake = asyncio.Event()
-        self._over: ExecutorError | None = None
+        self.over: ExecutorError | None = None
         self._writer = self._loop.create_task(self._write(), name="ferrum_rpc session writer")
         self._reader = self._loop.create_task(self._read(), name="ferrum_rpc session reader")
 
     @property
     def alive(self) -> bool:
         """Whether steps can be sent."""
-        return self._over is None
+        return self.over is None
 
     async def open(self, hello: session_pb2.SessionRequest, deadline: Deadline) -> session_pb2.SessionWelcome:
         """Say hello. Raises what the executor's refusal stands for, or why the stream ended; then it is of no use."""
         try:
             welcome = (await self.ask(hello, deadline.remaining(), counted=False))[0].welcome
-        except TransportError:
-            raise self._over or TransportError("the session could not be opened") from None
+        except (TransportError, Draining):
+            raise self.over or TransportError("the session could not be opened") from None
         self._slots = asyncio.Semaphore(max(1, welcome.steps_in_flight))
         return welcome
 
@@ -84,7 +84,7 @@ class SessionStream:
                 raise DeadlineExceeded("no step of the session ended in time; nothing was sent") from None
         else:
             await self._slots.acquire()  # does not wait
-        if self._over is not None:
+        if self.over is not None:
             self._slots.release()
             return False
         return True
@@ -92,7 +92,7 @@ class SessionStream:
     async def ask(self, frame: session_pb2.SessionRequest, within_s: float | None, *, counted: bool = True) -> Answered:
         """Send a frame and wait for its answer, at most ``within_s`` seconds. ``counted``: it uses the slot that was
         waited for. A frame whose caller gives up is followed by a cancel frame."""
-        if self._over is not None:
+        if self.over is not None:
             raise self._ended()
         self._step_id = step_id = frame.step_id = self._step_id + 1
         step = self._steps[step_id] = _Step(self._loop.create_future(), counted=counted)
@@ -122,9 +122,9 @@ class SessionStream:
 
     def end(self, error: ExecutorError) -> None:
         """It is over: every step in flight fails with its fate unknown. Doing it twice is doing it once."""
-        if self._over is not None:
+        if self.over is not None:
             return
-        self._over = error
+        self.over = error
         steps, self._steps = self._steps, {}
         for step in steps.values():
             if not step.future.done():
@@ -203,9 +203,11 @@ class SessionStream:
         except Exception as error:
             self.end(TransportError(f"the session's answers cannot be read: {error!r}", metadata=_UNAVAILABLE))
 
-    def _ended(self) -> TransportError:
+    def _ended(self) -> ExecutorError:
         """What the end of the stream means to a step in flight: nobody knows whether it ran."""
-        error = self._over or closed()
+        error = self.over or closed()
+        if isinstance(error, Draining):
+            return Draining(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
             return TransportError(error.message, metadata=error.metadata)
         return TransportError(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
-from ferrum_rpc.errors import ExecutorError, InternalError
+from ferrum_rpc.errors import ExecutorError, InternalError, Reason
 from ferrum_rpc.service.meters import SECONDS, Histogram
 from ferrum_rpc.service.refusals import RefusalLog
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
@@ -228,7 +228,9 @@ def answers_stream(
 async def refuse(context: Context, error: ExecutorError) -> None:
     """End the call with the error's status and details."""
     metadata: list[tuple[str, str | bytes]] = [(STATUS_METADATA_KEY, status_from_error(error).SerializeToString())]
-    if error.retry_after_s is not None:
+    if error.reason is Reason.DRAINING:
+        metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # elsewhere: a retry here would only delay the news
+    elif error.retry_after_s is not None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(error.retry_after_s * 1000))))
     await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
 

@@ -47,7 +47,7 @@ async def test_a_drain_refuses_what_is_new_and_serves_what_is_owned(served: Serv
     await refused(served.executor.GetInfo(pb.GetInfoRequest()), Reason.DRAINING, UNAVAILABLE)
 
 
-async def test_a_refusal_says_when_to_come_back_to_programs_and_to_grpc(served: Served) -> None:
+async def test_a_drain_says_when_to_come_back_and_tells_grpc_not_to_try_again_here(served: Served) -> None:
     await prefill(served, [1])
     await drain(served)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -56,7 +56,8 @@ async def test_a_refusal_says_when_to_come_back_to_programs_and_to_grpc(served: 
     retry = error_details_pb2.RetryInfo()
     details = status_pb2.Status.FromString(trailing["grpc-status-details-bin"]).details
     assert any(detail.Unpack(retry) for detail in details)
-    assert int(trailing["grpc-retry-pushback-ms"]) == retry.retry_delay.ToMilliseconds() > 0
+    assert retry.retry_delay.ToMilliseconds() > 0
+    assert trailing["grpc-retry-pushback-ms"] == "-1"
 
 
 async def test_the_lame_duck_time_ends_and_what_is_in_flight_still_finishes() -> None:

@@ -17,6 +17,7 @@ from ferrum_rpc.errors import (
     ERROR_BY_REASON,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     ExecutorError,
     InternalError,
     KvBlocksExhausted,
@@ -150,6 +151,31 @@ async def test_a_call_that_the_executor_cancels_as_it_goes_is_of_unknown_fate_an
     with pytest.raises(Cancelled) as cancelled:
         await mutate(Script(bare(grpc.StatusCode.CANCELLED)), NEVER_RESEND)
     assert fate_unknown(cancelled.value)
+
+
+async def test_a_lost_connection_to_an_executor_that_was_draining_says_so_and_its_fate_is_as_unknown() -> None:
+    calling = calls(NEVER_RESEND)
+
+    async def outcome(error: Any) -> ExecutorError:
+        method: Any = Script(error)
+        with pytest.raises(ExecutorError) as raised:
+            await calling.mutate(method, "the request", FOREVER)
+        return raised.value
+
+    lost = bare(grpc.StatusCode.UNAVAILABLE)
+    assert isinstance(await outcome(lost), TransportError)
+    assert not fate_unknown(await outcome(refusal(Reason.DRAINING)))
+    gone = await outcome(lost)
+    assert isinstance(gone, Draining)
+    assert fate_unknown(gone)
+    script = Script(lost, refusal(Reason.DRAINING))
+    with pytest.raises(Draining) as raised:
+        await mutate(script)
+    assert fate_unknown(raised.value), "the first attempt was lost before the second one was told of the drain"
+    for reason in (Reason.STARTING, Reason.INSTANCE_MISMATCH):  # another process stands there
+        await outcome(refusal(Reason.DRAINING))
+        await outcome(refusal(reason))
+        assert isinstance(await outcome(lost), TransportError)
 
 
 async def test_the_callers_own_cancellation_stays_one() -> None:

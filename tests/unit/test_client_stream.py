@@ -247,18 +247,19 @@ async def test_a_stream_whose_every_step_was_given_up_is_given_up_itself() -> No
 
 @pytest.mark.parametrize("end", [None, Draining("no"), LeaseExpired("no")], ids=str)
 async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: ExecutorError | None) -> None:
+    lost = Draining if isinstance(end, Draining) else TransportError
     async with opened() as (fake, stream):
         calls = [asyncio.create_task(step(stream)) for _ in range(SLOTS)]
         waiting = asyncio.create_task(stream.slot(FOREVER))
         await fake.received("forward", SLOTS)
         fake.reply(end)
         for failure in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(failure, TransportError)
+            assert isinstance(failure, lost)
             assert fate_unknown(failure)
         assert await waiting is False, "who had sent nothing opens another"
         assert not stream.alive
         assert not stream._steps
-        with pytest.raises(TransportError):
+        with pytest.raises(lost):
             await stream.ask(Frame(keep_alive=session_pb2.SessionKeepAlive()), None)
 
 

@@ -1,0 +1,191 @@
+"""The beginning and the end of an executor, as its clients see them: the model loads, and the executor drains."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
+from ferrum_rpc.client.policy import fate_unknown
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.errors import Draining, Starting, TransportError
+from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.service import books
+from ferrum_rpc.service.server import ExecutorServer
+from tests.serving import LIMITS, Served, serve_identity
+
+BOTH_WAYS = pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+IDENTITY = BuildConfig("identity", device="cpu", kv_blocks=64, block_size=4, identity=IdentityConfig())
+
+
+async def counts(client: ExecutorClient) -> dict[str, int]:
+    """Calls of each method that the executor has answered."""
+    return {each.method.rpartition("/")[2]: each.calls for each in (await client.status()).methods}
+
+
+class Loading:
+    """A server whose model is there when ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.server = ExecutorServer(self._build, LIMITS)
+
+    def _build(self) -> Any:
+        assert self.go.wait(30)
+        return build_runner(IDENTITY)
+
+    async def asked(self, method: str, times: int) -> None:
+        """Wait until the method was called so often."""
+        async with asyncio.timeout(20), ExecutorClient(self.server.target) as client:
+            while (await counts(client)).get(method, 0) < times:
+                pass
+
+
+@pytest_asyncio.fixture
+async def loading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
+    monkeypatch.setattr(books, "RETRY_ELSEWHERE_S", 0.001)  # what gRPC's own retries wait
+    loading = Loading()
+    await loading.server.start()
+    try:
+        yield loading
+    finally:
+        loading.go.set()
+        await loading.server.ready()
+        await loading.server.stop(grace_s=5)
+
+
+# --- the beginning --------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+async def test_a_client_waits_while_the_model_loads(loading: Loading, session: bool) -> None:
+    async with ExecutorClient(loading.server.target, session=session) as client:
+        calls = [asyncio.ensure_future(client.info()), asyncio.ensure_future(client.sequence().prefill([1, 2]))]
+        await loading.asked("GetInfo", 10)  # more than gRPC by itself asks
+        assert not any(call.done() for call in calls)
+        loading.go.set()
+        info, answer = await asyncio.gather(*calls)
+        assert isinstance(info, ExecutorInfo)
+        assert answer.length == 2
+
+
+async def test_a_client_that_has_no_time_left_says_that_the_model_loads(loading: Loading) -> None:
+    async with ExecutorClient(loading.server.target) as client:
+        with pytest.raises(Starting):
+            await client.info(timeout_s=0.3)
+        patient = asyncio.ensure_future(client.info())
+        with pytest.raises(Starting):
+            await client.info(timeout_s=0.3)
+        assert not patient.done()
+        loading.go.set()
+        assert (await patient).model.name == "identity"
+
+
+async def test_who_gives_up_while_the_model_loads_gives_up_for_itself_alone(loading: Loading) -> None:
+    async with ExecutorClient(loading.server.target) as client:
+        hasty = asyncio.ensure_future(client.info(timeout_s=0.3))
+        await asyncio.sleep(0)
+        patient = asyncio.ensure_future(client.info())
+        cancelled = asyncio.ensure_future(client.info())
+        await loading.asked("GetInfo", 1)
+        cancelled.cancel()
+        with pytest.raises(Starting):
+            await hasty
+        loading.go.set()
+        assert (await patient).model.name == "identity"
+        assert cancelled.cancelled() or cancelled.cancelling()
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+async def drained(served: Served) -> None:
+    """Every sequence's time is over, and the port is still open."""
+    served.server.drain(0)
+    async with asyncio.timeout(10):
+        await served.server.draining.done.wait()
+
+
+@BOTH_WAYS
+async def test_a_drain_is_told_at_once_and_is_what_a_closed_port_means_after_it(session: bool) -> None:
+    async with (
+        serve_identity() as served,
+        ExecutorClient(served.target, session=session, release_timeout_s=0.2) as client,
+    ):
+        sequence = client.sequence()
+        await sequence.prefill([1, 2, 3])
+        await drained(served)
+        for call in (partial(sequence.decode, 4), partial(client.sequence().prefill, [1])):
+            with pytest.raises(Draining) as told:
+                await call()
+            if not session:  # a step may have gone out just before the session's end was read
+                assert not fate_unknown(told.value)
+                assert told.value.retry_after_s is not None
+        assert (await counts(client)).get("Decode", 0) <= 1, (
+            "gRPC did not try again on its own where trying cannot help"
+        )
+        await served.server.stop()
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            partial(sequence.decode, 4),
+            partial(client.sequence().prefill, [1]),
+            partial(client.forward, [sequence.item([4])]),
+            client.status,
+        ]
+        for call in calls:
+            with pytest.raises(Draining, match="was draining and is gone") as gone:
+                await call()
+            assert fate_unknown(gone.value), "a lost connection leaves the fate unknown, whatever the reason"
+        assert sequence.in_doubt
+        assert sequence.length == 3
+
+
+@pytest.mark.parametrize("how", ["its session ended", "it asked for the drain", "it saw the status"])
+async def test_a_client_learns_of_a_drain_in_more_than_one_way(how: str) -> None:
+    async with (
+        serve_identity() as served,
+        ExecutorClient(served.target, session=how == "its session ended", release_timeout_s=0.2) as client,
+    ):
+        sequence = client.sequence()
+        await sequence.prefill([1])
+        if how == "it asked for the drain":
+            assert await client.drain(0) is ExecutorState.DRAINING
+        else:
+            await drained(served)
+        if how == "it saw the status":
+            assert (await client.status()).state is ExecutorState.DRAINING
+        await served.server.stop()
+        with pytest.raises(Draining, match="is gone"):
+            await sequence.decode(2)
+
+
+async def test_who_was_told_of_no_drain_says_that_nobody_answers() -> None:
+    async with serve_identity() as served, ExecutorClient(served.target, release_timeout_s=0.2) as client:
+        await client.sequence().prefill([1])
+        await served.server.stop()
+        with pytest.raises(TransportError):
+            await client.status()
+
+
+async def test_a_successor_at_the_same_address_is_not_draining() -> None:
+    async with serve_identity() as first, ExecutorClient(first.target, release_timeout_s=0.2) as client:
+        sequence = client.sequence(keep_tokens=True)
+        await sequence.prefill([1, 2])
+        await drained(first)
+        with pytest.raises(Draining):
+            await sequence.decode(3)
+        await first.server.stop()
+        successor = ExecutorServer(partial(build_runner, IDENTITY), LIMITS, port=first.server.port)
+        await successor.start()
+        try:
+            await sequence.rebuild()
+            assert sequence.length == 2
+        finally:
+            await successor.stop()
+        with pytest.raises(TransportError):
+            await sequence.decode(3)
