@@ -16,6 +16,7 @@ from ferrum_rpc.engine.work import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.openmp import wait_briefly
+from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
 
 IDENTITY: Final = "identity"
@@ -88,7 +89,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self._began = self._told = time.monotonic()
-        self._terminal = sys.stderr.isatty()
+        self._terminal = moves(sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()

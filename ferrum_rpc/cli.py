@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ferrum_rpc import __version__
 from ferrum_rpc.bench.options import add_flags
 from ferrum_rpc.polling import poll_directly
+from ferrum_rpc.terminal import keep_grpc_quiet
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 
 EXIT_USAGE = 2
@@ -132,6 +133,7 @@ def _command(arguments: list[str]) -> NoReturn:
     if unknown:
         command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
     poll_directly()
+    keep_grpc_quiet()
     try:
         status = _run(parsed)
         sys.stdout.flush()

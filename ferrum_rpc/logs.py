@@ -9,6 +9,8 @@ from typing import TextIO, cast
 
 import structlog
 
+from ferrum_rpc.terminal import colours
+
 
 class Unbreakable:
     """A text stream whose reader may be gone. A log line is never a reason to stop: a drain that could not tell of its
@@ -33,7 +35,7 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     """``log_format``: auto, console or json. Logs go to standard error; answers of commands to standard output."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=colours(sys.stderr)) if console else structlog.processors.JSONRenderer()
     )
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

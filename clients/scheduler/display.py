@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from clients.scheduler.report import Summary
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.text import TextStream, Tokenizer, printable
+from ferrum_rpc.terminal import moves
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -225,7 +226,7 @@ def _ending(request: Request) -> str:
 
 def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:
     """Panels on a terminal, lines elsewhere, when asked, or where rich is not installed."""
-    if plain or not sys.stdout.isatty():
+    if plain or not moves(sys.stdout):
         return PlainDisplay(requests, tokenizer)
     try:
         return LiveDisplay(requests, tokenizer)

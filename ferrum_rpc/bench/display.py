@@ -15,6 +15,7 @@ from typing import Any, Final, TextIO
 
 from ferrum_rpc.bench.options import Workload
 from ferrum_rpc.bench.tally import Tally
+from ferrum_rpc.terminal import moves
 
 REFRESH_S: Final = 0.2
 BAR: Final = 24
@@ -35,7 +36,7 @@ COLUMNS: Final = {"p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "m
 @contextlib.asynccontextmanager
 async def progress(workload: Workload, tally: Tally, out: TextIO) -> AsyncIterator[None]:
     """A line on ``out`` while the body runs, where that is a terminal."""
-    if not out.isatty():
+    if not moves(out):
         yield
         return
 
@@ -79,7 +80,7 @@ def show(report: dict[str, Any], out: TextIO) -> None:
     """Write a report's tables and notes."""
     heading, notes = _heading(report), list(map(str, report["notes"]))
     tables = [figures(report), times(report)]
-    if not (out.isatty() and _show_rich(heading, tables, notes, out)):
+    if not (moves(out) and _show_rich(heading, tables, notes, out)):
         out.write("\n\n".join([heading, *(aligned(table) for table in tables if table), "\n".join(notes)]) + "\n")
 
 

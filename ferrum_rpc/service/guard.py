@@ -125,5 +125,5 @@ def guard_of(security: Security, calls: CallLog) -> Guard | None:
     """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
     if not security.asks:
         return None
-    tokens = None if security.tokens is None else TokenFile(security.tokens)
+    tokens = None if security.tokens is None else TokenFile(security.tokens).watch()
     return Guard(Authenticator(tokens, security.operators), calls)

@@ -7,10 +7,10 @@ takes the same time whatever was sent.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-import time
-from collections.abc import Callable
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ from ferrum_rpc.core import Caller
 from ferrum_rpc.service.security import SecurityError, warn_if_world_readable
 
 CHECK_EVERY_S: Final = 1.0
-"""A removed token works at most this long; a look at the file costs some microseconds of the event loop."""
+"""A removed token works about this long; a look at the file costs some microseconds of the event loop."""
 
 OPERATOR: Final = "operator"
 
@@ -35,23 +35,25 @@ class TokenFile:
     """The tokens of a file. Raises `SecurityError` when the file cannot be used at the start; a change that cannot be
     used is logged, and what was known stays."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._clock = clock
         self._stamp, self._callers = self._read()
-        self._checked = clock()
 
     def __len__(self) -> int:
         return len(self._callers)
 
     def caller(self, token: str) -> Caller | None:
         """Who a token stands for, or None."""
-        if self._clock() - self._checked >= CHECK_EVERY_S:
-            self._checked = self._clock()
-            self._refresh()
         return self._callers.get(_digest(token))
 
-    def _refresh(self) -> None:
+    def watch(self) -> TokenFile:
+        """Look at the file every `CHECK_EVERY_S` seconds as long as somebody holds this object, so that whoever writes
+        it is told at once what is wrong with it, and not when the next call comes."""
+        _look(asyncio.get_running_loop(), weakref.ref(self))
+        return self
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
         stamp = NO_FILE
         try:
             stamp = _stamp(os.stat(self._path))
@@ -101,6 +103,12 @@ def parse(text: str, where: str) -> dict[bytes, Caller]:
     if len({each.name for each in callers.values() if not each.operator}) > 1:
         return {digest: replace(each, shares=not each.operator) for digest, each in callers.items()}
     return callers
+
+
+def _look(loop: asyncio.AbstractEventLoop, watched: weakref.ref[TokenFile]) -> None:
+    if (tokens := watched()) is not None:
+        loop.call_later(CHECK_EVERY_S, _look, loop, watched)  # first: whatever goes wrong now, it looks again
+        tokens.refresh()
 
 
 def _digest(token: str) -> bytes:

@@ -68,7 +68,8 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
     # programs
-    "ferrum_rpc.logs": Floor("", "structlog"),
+    "ferrum_rpc.terminal": Floor(),
+    "ferrum_rpc.logs": Floor("terminal", "structlog"),
     "ferrum_rpc.usage": Floor(),
     "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic pydantic_settings"),
     "ferrum_rpc.event_loop": Floor("usage", "uvloop"),
@@ -76,7 +77,9 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.openmp": Floor(),
     "ferrum_rpc.polling": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
-    "ferrum_rpc.building": Floor("errors failpoints models engine engine.work config usage openmp", "structlog torch"),
+    "ferrum_rpc.building": Floor(
+        "errors failpoints models engine engine.work config usage openmp terminal", "structlog torch"
+    ),
     "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "
@@ -84,9 +87,9 @@ FLOORS: dict[str, Floor] = {
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
-    "ferrum_rpc.bench": Floor("ferrum_rpc core errors client", "numpy rich"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling"),
-    "clients": Floor("core errors client", "numpy rich tokenizers"),
+    "ferrum_rpc.bench": Floor("ferrum_rpc core errors client terminal", "numpy rich"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling terminal"),
+    "clients": Floor("core errors client terminal", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
 

@@ -115,6 +115,9 @@ def test_without_a_terminal_the_display_is_plain() -> None:
 
 def test_on_a_terminal_it_is_live_unless_rich_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(display_for(requests(1), BYTES, plain=False), LiveDisplay)
     assert isinstance(display_for(requests(1), BYTES, plain=True), PlainDisplay)
     monkeypatch.setitem(sys.modules, "rich.live", None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -97,12 +100,11 @@ def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    file, now = tmp_path / "tokens", [0.0]
+    file = tmp_path / "tokens"
     file.write_text("alice old-token\n")
-    tokens = TokenFile(file, clock=lambda: now[0])
+    tokens = TokenFile(file)
     replace(file, "alice old-token\nalice new-token\n")
-    assert tokens.caller("new-token") is None  # looked less than a second ago
-    now[0] += 1
+    tokens.refresh()
     assert tokens.caller("new-token") == tokens.caller("old-token") == Caller("alice", operator=False)
     for broken in ("alice", "", None):
         if broken is None:
@@ -111,12 +113,31 @@ def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(t
             replace(file, broken)
         with capture_logs() as logs:
             for _ in range(3):
-                now[0] += 1
+                tokens.refresh()
                 assert tokens.caller("old-token") is not None
         assert [each["event"] for each in logs] == ["tokens_rejected"] and logs[0]["action"]
     replace(file, "alice new-token\n")
-    now[0] += 1
+    tokens.refresh()
     assert tokens.caller("old-token") is None and tokens.caller("new-token") is not None
+
+
+async def test_a_bad_token_file_is_told_when_it_is_written_and_not_when_somebody_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ferrum_rpc.service.tokens.CHECK_EVERY_S", 0.001)
+    file = tmp_path / "tokens"
+    file.write_text("alice old-token\n")
+    tokens = TokenFile(file).watch()
+    told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+    rejected = SimpleNamespace(error=lambda event, error, **_: told.set_result((event, error)))
+    monkeypatch.setattr("ferrum_rpc.service.tokens.log", rejected)
+    replace(file, "alice old-token\nbob\n")
+    event, error = await asyncio.wait_for(told, 10)
+    assert event == "tokens_rejected" and "line 2:" in error
+    assert tokens.caller("old-token") is not None
+    gone = weakref.ref(tokens)
+    del tokens
+    assert gone() is None  # a server that has ended watches no file
 
 
 def replace(file: Path, text: str) -> None:
@@ -410,7 +431,7 @@ def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkey
     monkeypatch.setenv("FERRUM_TOKENS", "/run/tokens")
     with capture_logs() as logs:
         assert _security(load_settings({"tls_cert": "c", "tls_key": "k"})) == Security(
-            tokens=Path("/run/tokens"), tls_cert=Path("c"), tls_key=Path("k")
+            tokens=Path("/run/tokens"), tls_cert=Path("c").absolute(), tls_key=Path("k").absolute()
         )
     assert logs == []
     monkeypatch.delenv("FERRUM_TOKENS")
