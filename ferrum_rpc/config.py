@@ -107,7 +107,7 @@ class ServeSettings(BaseSettings):
     max_queued_tokens: int = Field(1 << 18, ge=1, description="tokens that may wait for a step")
     max_top_tokens: int = Field(1024, ge=1, description="k of top_tokens")
     max_selected_tokens: int = Field(4096, ge=1, description="ids of selected_tokens")
-    max_request_bytes: Bytes = Field(16 << 20, description="bytes of a request message")
+    max_request_bytes: Bytes = Field(1 << 20, description="bytes of a request message")
     max_response_bytes: Bytes = Field(256 << 20, description="bytes of an answer's rows")
     replay_bytes: Bytes = Field(64 << 20, description="bytes of recorded answers")
     max_steps_in_flight: int = Field(8, ge=1, le=256, description="steps in flight of one session")

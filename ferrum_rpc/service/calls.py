@@ -106,6 +106,7 @@ class CallLog:
         """Count and tell the refusals among the outcomes of a call of several items. ``method``: full name."""
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ExecutorError):
+                _let_go(outcome)
                 self.method(method).item_errors += 1
                 self.refusals.note(method, outcome, context, item=index)
 
@@ -227,12 +228,19 @@ def answers_stream(
 
 async def refuse(context: Context, error: ExecutorError) -> None:
     """End the call with the error's status and details."""
+    _let_go(error)
     metadata: list[tuple[str, str | bytes]] = [(STATUS_METADATA_KEY, status_from_error(error).SerializeToString())]
     if error.reason is Reason.DRAINING:
         metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # elsewhere: a retry here would only delay the news
     elif error.retry_after_s is not None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(error.retry_after_s * 1000))))
     await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget where a refusal came from. Its frames hold the request, the answer and the refusal itself: a circle, which
+    would live until the collector runs."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def deadline_of(context: Context) -> float | None:

@@ -6,17 +6,13 @@ it is not there at all.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import grpc
 from grpc_health.v1 import health
 
 from ferrum_rpc.core import Caller
-from ferrum_rpc.errors import ExecutorError, PermissionDenied, Unauthenticated
-from ferrum_rpc.service.calls import CallLog, Context
+from ferrum_rpc.errors import PermissionDenied, Unauthenticated
+from ferrum_rpc.service.calls import Context
 from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.tokens import TokenFile
@@ -69,61 +65,24 @@ class Authenticator:
 
 
 class Guard:
-    """Makes handlers that know their caller or refuse."""
+    """Lets a call in, or refuses it, by its headers alone."""
 
-    def __init__(self, authenticator: Authenticator, calls: CallLog) -> None:
+    def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
-        self._calls = calls
 
-    def wrap(self, handler: Any, service: str, method: str) -> Any:
-        """The handler behind the guard, but for a service that is open to all. ``method``: what a refusal is counted
-        under. Raises TypeError for a handler that is not async: its thread's context would not know the caller."""
+    def admit(self, service: str, context: Context) -> None:
+        """Make the call's caller known to its handler. Raises `Unauthenticated` or `PermissionDenied`."""
         if service in OPEN_SERVICES:
-            return handler
-        operators_only = service in OPERATOR_SERVICES
-        kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
-        serve = _serving(getattr(handler, kind))
-        # A lone request comes as bytes and is parsed behind the guard; a stream is parsed as the handler reads it.
-        parse = None if handler.request_streaming else handler.request_deserializer
-
-        async def guarded(request: Any, context: Context) -> Any:
-            try:
-                caller = self._authenticator.caller(context)
-                CALLER.set(caller)  # grpc.aio runs every call in a task, and so in a context, of its own
-                if operators_only and not caller.operator:
-                    raise PermissionDenied("only operators may use this service")
-            except ExecutorError as error:
-                await self._calls.refuse(method, context, error)
-                raise AssertionError("abort raises") from error
-            return await serve(request if parse is None else parse(request), context)
-
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        deserializer = handler.request_deserializer if handler.request_streaming else None
-        return make(guarded, deserializer, handler.response_serializer)
+            return
+        caller = self._authenticator.caller(context)
+        CALLER.set(caller)  # grpc.aio runs every call in a task, and so in a context, of its own
+        if service in OPERATOR_SERVICES and not caller.operator:
+            raise PermissionDenied("only operators may use this service")
 
 
-def _kind(streaming: bool) -> str:
-    return "stream" if streaming else "unary"
-
-
-def _serving(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
-    """A handler as a coroutine; an async generator's answers are written one by one."""
-    if inspect.iscoroutinefunction(behaviour):
-        return behaviour
-    if not inspect.isasyncgenfunction(behaviour):
-        raise TypeError(f"{behaviour!r} is no async handler; a thread's context would not know the caller")
-
-    async def serve(request: Any, context: Context) -> None:
-        async with contextlib.aclosing(behaviour(request, context)) as answers:
-            async for each in answers:
-                await context.write(each)
-
-    return serve
-
-
-def guard_of(security: Security, calls: CallLog) -> Guard | None:
+def guard_of(security: Security) -> Guard | None:
     """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
     if not security.asks:
         return None
     tokens = None if security.tokens is None else TokenFile(security.tokens).watch()
-    return Guard(Authenticator(tokens, security.operators), calls)
+    return Guard(Authenticator(tokens, security.operators))

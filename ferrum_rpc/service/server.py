@@ -29,6 +29,7 @@ from ferrum_rpc.executor.v1 import (
     model_executor_pb2_grpc,
 )
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.service.accept import Acceptors
 from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
 from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
@@ -38,7 +39,7 @@ from ferrum_rpc.service.heartbeat import HeartbeatMonitor
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.listen import address, open_port
 from ferrum_rpc.service.meters import StepMeter
-from ferrum_rpc.service.methods import MethodTable
+from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.servicers import ModelExecutorServicer
 from ferrum_rpc.service.session import Sessions
@@ -131,14 +132,19 @@ class ExecutorServer:
                 # A connection that says nothing holds a descriptor: gRPC would wait two minutes for its handshake.
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.max_concurrent_streams", self._max_streams),
+                # What nobody reads may take 64 KiB a call; gRPC would raise that to megabytes on a fast connection.
+                ("grpc.http2.bdp_probe", 0),
             )
         )
-        server.add_generic_rpc_handlers((self.methods(),))
+        registry = self.methods()
+        server.add_generic_rpc_handlers((registry,))
+        acceptors = Acceptors(server, registry.handlers)
         self.port = open_port(server, self._host, self.port, self._security)
         self._server = server
         engine = self._engine()
         self.books.attach(engine)
         await server.start()
+        acceptors.start()
         engine.start()
         self._monitor = HeartbeatMonitor(engine, self.health)
         self._monitor.start()
@@ -162,9 +168,9 @@ class ExecutorServer:
         slots = 2 * (limits.max_queued_items + 2 * limits.max_batch_items + limits.max_sequences)
         return EngineProcess(build, slots=max(slots, 1 << 16), **about)
 
-    def methods(self) -> MethodTable:
+    def methods(self) -> Registry:
         """The handlers of every service."""
-        table: Any = MethodTable(self.calls, guard_of(self._security, self.calls))
+        table: Any = Registry(self.calls, guard_of(self._security), self._limits)
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.books, self.calls, self.sessions), table
         )
@@ -175,7 +181,7 @@ class ExecutorServer:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, table)
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, table)
-        return cast(MethodTable, table)
+        return cast(Registry, table)
 
     async def ready(self) -> Described:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""

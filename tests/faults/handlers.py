@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -81,11 +80,11 @@ class Registered:
 
         async def parsed() -> AsyncIterator[Any]:
             for each in requests:
-                yield handler.request_deserializer(each)
+                yield each if handler.request_deserializer is None else handler.request_deserializer(each)
 
         context = Context(parsed(), enough)
         try:
-            await asyncio.create_task(self._serve(context, requests))
+            await asyncio.create_task(self._serve(context))
         except grpc.aio.AbortError:
             return context.answer
         except asyncio.CancelledError:
@@ -95,19 +94,9 @@ class Registered:
             return (grpc.StatusCode.UNKNOWN, repr(error), ())
         return context.answer
 
-    async def _serve(self, context: Context, requests: Sequence[bytes]) -> None:
+    async def _serve(self, context: Context) -> None:
         handler = self._handler
-        serve = next(
-            each
-            for each in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-            if each is not None
-        )
-        request = context._messages if handler.request_streaming else handler.request_deserializer(requests[0])
-        if inspect.isasyncgenfunction(serve):
-            async for each in serve(request, context):
-                handler.response_serializer(each)
-            return
-        response = await serve(request, context)
+        response = await (handler.stream_unary or handler.stream_stream)(context._messages, context)
         if not handler.response_streaming:
             handler.response_serializer(response)
 

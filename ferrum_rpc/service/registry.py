@@ -1,0 +1,161 @@
+"""The table of every method, and the way of a request to its handler: who calls, then the body, then the message.
+
+Every handler comes through here, so that a method that somebody adds later is guarded, bounded and parsed without
+knowing it. A method of one request is registered as one of a stream: gRPC would otherwise take the body into memory
+before anybody has looked at the headers, and parse it before the handler runs, answering UNKNOWN where that fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ferrum_rpc.core import Limits
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.service.bodies import Bodies
+from ferrum_rpc.service.calls import UNKNOWN_METHOD, CallLog, Context
+from ferrum_rpc.service.guard import OPEN_SERVICES, Guard
+from ferrum_rpc.wire.framing import serializing
+from ferrum_rpc.wire.unfolding import Budget, check
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+OPEN_BYTES: Final = 1 << 10
+"""The longest request of a service that asks for no credentials. A health check's is a name."""
+
+BODY_BYTES: Final = 256 << 20
+BODY_SHARE: Final = 4
+"""Bodies of requests that may be under way at once, in all; one connection may have a quarter of them."""
+
+OPEN_BODY_BYTES: Final = 64 << 20
+OPEN_SHARE: Final = 32
+"""The same where no credentials are asked for. A prober needs one; 31 others that dribble are in nobody's way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reception:
+    """How requests are received: ``most`` bytes, through ``bodies``."""
+
+    most: int
+    bodies: Bodies
+
+    @classmethod
+    def of(cls, most: int, in_all: int, share: int) -> Reception:
+        """For requests of up to ``most`` bytes: ``in_all`` of them at once, a ``share``-th of that for a connection."""
+        return cls(most, Bodies(max(share, in_all), max(share, in_all) // share))
+
+
+class Registry(grpc.GenericRpcHandler):
+    """A grpc server as far as registering is concerned, and the generic handler that a real one asks. Without a
+    ``guard`` anybody may call; a method that nobody registered is refused like any other call."""
+
+    def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
+        async def refuse(_: Any, context: Context) -> None:
+            await calls.refuse(UNKNOWN_METHOD, context, NotSupported("the executor has no such method"))
+
+        self._calls = calls
+        self._guard = guard
+        self._budget = Budget.of(limits)
+        longest = limits.max_request_bytes  # what gRPC takes, whatever the method
+        self._reception = Reception.of(longest, BODY_BYTES // longest, BODY_SHARE)
+        self._open = Reception.of(min(longest, OPEN_BYTES), OPEN_BODY_BYTES // longest, OPEN_SHARE)
+        self._handlers: dict[str, Handler] = {}
+        unknown: Handler = grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it is
+        self._unknown = self._received(unknown, "", UNKNOWN_METHOD)
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handlers by path, ``/package.Service/Method``."""
+        return self._handlers
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """As `grpc.aio.Server.add_generic_rpc_handlers`: the generated code's hold what comes registered besides."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
+        """As `grpc.aio.Server.add_registered_method_handlers`. Raises TypeError for a handler that is not async: its
+        thread's context would not know the caller."""
+        for name, each in method_handlers.items():
+            method = f"{service_name}/{name}"
+            self._handlers[f"/{method}"] = self._received(each, service_name, method)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+        """The handler of a method; one that refuses where there is none."""
+        return self._handlers.get(handler_call_details.method, self._unknown)
+
+    def _received(self, handler: Any, service: str, method: str) -> Handler:
+        """The handler behind everything that a request passes. ``method``: what a refusal is counted under."""
+        refuse, guard = self._calls.refuse, self._guard
+        reception = self._open if service in OPEN_SERVICES else self._reception
+        parse = self._parser(handler.request_deserializer, reception.most)
+        lone, bodies = not handler.request_streaming, reception.bodies
+        serve = _serving(_behaviour(handler))
+
+        async def admitted(requests: Any, context: Context) -> Any:
+            try:
+                if guard is not None:
+                    guard.admit(service, context)
+                return await serve(parse(await bodies.read(context)) if lone else requests, context)
+            except ExecutorError as error:  # none of our handlers raises one: their answers are statuses
+                await refuse(method, context, error)
+
+        async def receive(requests: Any, context: Context) -> Any:
+            try:
+                return await admitted(requests, context)
+            except grpc.aio.AbortError as error:
+                # gRPC keeps it with the call: what its frames hold would live until the collector runs.
+                error.__traceback__ = error.__context__ = None
+                raise
+            finally:
+                del requests, context
+
+        serialize = serializing(handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(receive, None if lone else parse, serialize)
+        return grpc.stream_unary_rpc_method_handler(receive, None if lone else parse, serialize)
+
+    def _parser(self, parse: Callable[[bytes], Any] | None, most: int) -> Callable[[bytes], Any]:
+        """Bytes to a message. Raises `InvalidRequest` for what is none, or too large in bytes or in what it holds."""
+        message, budget = getattr(parse, "__self__", None), self._budget
+
+        def parsed(data: bytes) -> Any:
+            if len(data) > most:
+                raise InvalidRequest(
+                    f"the request has {len(data)} bytes of at most {most}", metadata={"max_request_bytes": most}
+                )
+            if parse is None:
+                return data
+            if message is not None:
+                check(data, message, budget)
+            try:
+                return parse(data)
+            except DecodeError:
+                raise InvalidRequest("the request is no message of this method") from None
+
+        return parsed
+
+
+def _behaviour(handler: Any) -> Any:
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    return next(each for each in kinds if each is not None)
+
+
+def _serving(behaviour: Any) -> Behaviour:
+    """A handler as a coroutine; an async generator's answers are written one by one."""
+    if inspect.iscoroutinefunction(behaviour):
+        return cast(Behaviour, behaviour)
+    if not inspect.isasyncgenfunction(behaviour):
+        raise TypeError(f"{behaviour!r} is no async handler; a thread's context would not know the caller")
+
+    async def serve(request: Any, context: Context) -> None:
+        async with aclosing(behaviour(request, context)) as answers:
+            async for each in answers:
+                await context.write(each)
+
+    return serve
