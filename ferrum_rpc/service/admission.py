@@ -6,9 +6,11 @@ Pure functions. Each raises the typed refusal, so that a batch can refuse one it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ferrum_rpc.core import (
     Greedy,
+    ItemOutcome,
     Limits,
     ModelInfo,
     OutputSpec,
@@ -16,6 +18,7 @@ from ferrum_rpc.core import (
     TokenArray,
     TopTokens,
     WorkItem,
+    named,
 )
 from ferrum_rpc.errors import (
     ContextLengthExceeded,
@@ -29,8 +32,23 @@ ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
 
-def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, limits: Limits, max_bytes: int) -> None:
-    """Refuse a whole call: empty, above the limits, the same sequence twice, or an answer above ``max_bytes``."""
+class Sound(NamedTuple):
+    """An item that nothing is wrong with but perhaps its sequence. ``bytes``: what its answer takes at most."""
+
+    place: int
+    item: WorkItem
+    bytes: int
+
+
+def check_call(
+    items: Sequence[WorkItem | ExecutorError],
+    model: ModelInfo,
+    limits: Limits,
+    max_bytes: int,
+    outcomes: dict[int, ItemOutcome],
+) -> list[Sound]:
+    """The items that are sound; the refusals of the others go into ``outcomes``. Raises what refuses the call as a
+    whole: no items, or too many."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
     if len(items) > limits.max_batch_items:
@@ -39,29 +57,34 @@ def check_batch(items: Sequence[WorkItem | ExecutorError], model: ModelInfo, lim
             field="items",
             metadata={"max_batch_items": limits.max_batch_items},
         )
-    tokens = size = each_size = 0
+    sound: list[Sound] = []
+    size = 0
     alike: tuple[OutputSpec | None, int] = (None, 0)  # a batch mostly wants the same of each
-    ids = []
-    for item in items:
-        if isinstance(item, WorkItem):
+    for index, item in enumerate(items):
+        try:
+            if isinstance(item, ExecutorError):
+                raise item
             count, output = len(item.tokens), item.output
+            _check_tokens(item.tokens, model)
             if output is not alike[0] or count != alike[1]:
-                alike, each_size = (output, count), answer_bytes(item, model.vocab_size)
-            tokens += count
-            size += each_size
-            if item.handle is not None:
-                ids.append(item.handle.id)
-    if len(set(ids)) < len(ids):
-        raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
-    _check_size(tokens, size, limits, max_bytes)
+                _check_output(output, model, limits)
+                most = answer_bytes(item, model.vocab_size)
+                check_size(count, most, limits, max_bytes)
+                alike, size = (output, count), most
+        except ExecutorError as refusal:
+            outcomes[index] = refusal
+            continue
+        sound.append(named(Sound, (index, item, size)))
+    return sound
 
 
-def check_lone(item: WorkItem, model: ModelInfo, limits: Limits, max_bytes: int) -> None:
-    """`check_batch` of one item."""
-    _check_size(len(item.tokens), answer_bytes(item, model.vocab_size), limits, max_bytes)
+def answer_bytes(item: WorkItem, vocab_size: int) -> int:
+    """Bytes of an item's answer, at most."""
+    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * item.output.row_bytes(vocab_size)
 
 
-def _check_size(tokens: int, size: int, limits: Limits, max_bytes: int) -> None:
+def check_size(tokens: int, size: int, limits: Limits, max_bytes: int) -> None:
+    """Refuse what is too much for a call, be it one item or all of them."""
     if tokens > limits.max_batch_tokens:
         raise InvalidRequest(
             f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
@@ -75,15 +98,14 @@ def _check_size(tokens: int, size: int, limits: Limits, max_bytes: int) -> None:
         )
 
 
-def answer_bytes(item: WorkItem, vocab_size: int) -> int:
-    """Bytes of an item's answer, at most."""
-    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * item.output.row_bytes(vocab_size)
-
-
-def check_item(tokens: TokenArray, output: OutputSpec, model: ModelInfo, limits: Limits) -> None:
-    """Refuse tokens beyond the vocabulary and outputs beyond the limits."""
+def _check_tokens(tokens: TokenArray, model: ModelInfo) -> None:
+    """Refuse tokens beyond the vocabulary."""
     if (tokens.item() if len(tokens) == 1 else int(tokens.max())) >= model.vocab_size:  # numpy's maximum takes 2 µs
         raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
+
+
+def _check_output(output: OutputSpec, model: ModelInfo, limits: Limits) -> None:
+    """Refuse outputs beyond the limits."""
     match output.kind:
         case Greedy():
             pass

@@ -10,10 +10,10 @@ A refusal before the submit leaves no trace. Prefill, decode and verify are the 
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -32,13 +32,14 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.engine.work import Submission
-from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, QueueFull
+from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.handles import Ending, Record
 from ferrum_rpc.service.quotas import Account, Resource
-from ferrum_rpc.service.replay import Entry, Ticket, item_fingerprint, scope_of
+from ferrum_rpc.service.replay import Entry, Recorded, Ticket, item_fingerprint, scope_of
+from ferrum_rpc.service.transaction import Transaction
 
 
 class Admitted(NamedTuple):
@@ -51,37 +52,6 @@ class Admitted(NamedTuple):
     entry: Entry | None
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A forward call in flight; its step writes into ``outcomes``, and then ``finished`` is called: with the step's
-    timing, or with `Cancelled` where the call was taken back. ``submission``: what waits or runs for it, and counts in
-    ``account``; None where every item was refused. ``abandoned``: its caller was cancelled after the point of no
-    return. ``culprit``: the item whose refusal refused the others, where the engine refused an atomic group."""
-
-    admitted: list[Admitted]
-    outcomes: dict[int, ItemOutcome]
-    finished: Callable[[StepTiming | Cancelled | None], object]
-    submission: Submission | None = None
-    account: Account | None = None
-    abandoned: bool = False
-    culprit: int | None = None
-
-
-class TakeBack:
-    """A way to take a call back without giving up its answer: a call that has not begun is answered with `Cancelled`,
-    one that has as usual. For callers that share a stream, where nobody's own cancellation ends the call."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.withdraw: Callable[[], object] | None = None
-
-    def __call__(self) -> None:
-        """Take it back, if it has not begun."""
-        self.asked = True
-        if self.withdraw is not None:
-            self.withdraw()
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardAnswer:
     """``outcomes[i]`` answers ``items[i]``; ``timing`` is None where no step ran for the call."""
@@ -90,13 +60,80 @@ class ForwardAnswer:
     timing: StepTiming | None
 
 
+class Call(Transaction[ForwardAnswer]):
+    """A forward call; its step and the calls that it repeats write into ``outcomes``.
+
+    ``bytes``: what its answer takes at most. ``submission``: what waits or runs for it, and counts in the caller's
+    ``account``. ``joined``: its places at calls
+    that are repeated, by item. ``echoes``: items that repeat another one of the same call. ``waits``: what has to end
+    before it has. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the item whose
+    refusal refused the others, where the engine refused an atomic group.
+    """
+
+    __slots__ = (
+        "_path",
+        "abandoned",
+        "account",
+        "admitted",
+        "all_or_nothing",
+        "bytes",
+        "culprit",
+        "deadline",
+        "echoes",
+        "items",
+        "joined",
+        "outcomes",
+        "submission",
+        "timing",
+        "waits",
+    )
+
+    def __init__(
+        self, path: ForwardPath, account: Account, items: int, all_or_nothing: bool, deadline: float | None
+    ) -> None:
+        super().__init__()
+        self._path = path
+        self.account = account
+        self.items = items
+        self.all_or_nothing = all_or_nothing
+        self.deadline = deadline
+        self.bytes = 0
+        self.outcomes: dict[int, ItemOutcome] = {}
+        self.admitted: list[Admitted] = []
+        self.joined: dict[int, Ticket] = {}
+        self.echoes: dict[int, int] = {}
+        self.submission: Submission | None = None
+        self.timing: StepTiming | None = None
+        self.waits = 0
+        self.abandoned = False
+        self.culprit: int | None = None
+
+    def answer(self) -> ForwardAnswer:
+        """The outcomes. Raises what refused the call as a whole."""
+        if self.submission is not None and not isinstance(self.refusal, Cancelled):
+            self._path.failpoints.reach("before_reply")
+        if self.refusal is not None:
+            raise self.refusal
+        return ForwardAnswer([self.outcomes[index] for index in range(self.items)], self.timing)
+
+    def take_back(self) -> bool:
+        """See `Transaction`."""
+        return self._path.take_back(self)
+
+    def abandon(self) -> None:
+        """See `Transaction`."""
+        self._path.abandon(self)
+        self._hear = None
+
+
 class ForwardPath:
     """Runs forward calls over the books."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        self.failpoints = books.failpoints
 
-    async def forward(
+    def forward(
         self,
         items: Sequence[WorkItem | ExecutorError],
         *,
@@ -105,149 +142,151 @@ class ForwardPath:
         deadline: float | None = None,
         max_bytes: int | None = None,
         origin: object | None = None,
-        take_back: TakeBack | None = None,
-    ) -> ForwardAnswer:
-        """Run a call's items in one forward pass.
+    ) -> Call:
+        """Begin a call that runs its items in one forward pass. It has claimed its sequences when this returns, and
+        waits for nothing before.
 
-        An item that is an error already (malformed on the wire) is refused alone. Raises what refuses the whole call:
-        its size, the queue, and with ``all_or_nothing`` the first item's refusal. ``deadline`` is on `time.monotonic`.
-        ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that
-        creates sequences.
+        An item that is an error already (malformed on the wire) is refused alone. The call as a whole is refused for
+        its size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on
+        `time.monotonic`. ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``:
+        the session that creates sequences.
         """
-        if len(items) == 1 and not all_or_nothing and not isinstance(items[0], ExecutorError):
-            future: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
-            call = self.start(
-                items[0],
-                caller=caller,
-                deadline=deadline,
-                max_bytes=max_bytes,
-                origin=origin,
-                finished=partial(_resolve, future),
-            )
-            if call is not None:
-                timing = await self._result(call, future, take_back)
-                return ForwardAnswer([call.outcomes[0]], timing)
-        return await self._batch(items, caller, all_or_nothing, deadline, max_bytes, origin, take_back)
-
-    async def _batch(  # noqa: PLR0917 - called once, by `forward`
-        self,
-        items: Sequence[WorkItem | ExecutorError],
-        caller: Caller,
-        all_or_nothing: bool,
-        deadline: float | None,
-        max_bytes: int | None,
-        origin: object | None,
-        take_back: TakeBack | None,
-    ) -> ForwardAnswer:
-        """`forward` of any number of items, whatever they repeat."""
-        books = self._books
-        model, account = books.model, books.quotas.account(caller)
-        admission.check_batch(items, model, books.limits, max_bytes or books.limits.max_response_bytes)
-        if all_or_nothing:
-            await self._first_calls(items, caller)
-        outcomes: dict[int, ItemOutcome] = {}
-        admitted: list[Admitted] = []
-        replayed: dict[int, Ticket] = {}
-        echoes: dict[int, int] = {}
-        now = time.monotonic()
+        call = Call(self, self._books.quotas.account(caller), len(items), all_or_nothing, deadline)
         try:
-            for index, item in enumerate(items):
-                try:
-                    if isinstance(item, ExecutorError):
-                        raise item
-                    found = self._admit(index, item, model, caller, origin, now)
-                except ExecutorError as error:
-                    outcomes[index] = error
-                    continue
-                if isinstance(found, Admitted):
-                    admitted.append(found)
-                elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                    echoes[index] = twin.place  # a repetition within the call waits for nobody else
-                else:
-                    replayed[index] = books.replay.join(found)
-            try:
-                if all_or_nothing:
-                    _raise_first(outcomes)
-                if not self._has_room(account, len(admitted), sum([len(each.span.tokens) for each in admitted])):
-                    raise self._queue_full(account)
-            except ExecutorError as error:
-                self._withdraw(admitted, error)
-                raise
-            timing: StepTiming | None = None
-            culprit: int | None = None
-            if admitted:
-                done: asyncio.Future[StepTiming | None] = asyncio.get_running_loop().create_future()
-                call = Call(admitted, outcomes, partial(_resolve, done))
-                self._submit(call, account, all_or_nothing, deadline)
-                timing, culprit = await self._result(call, done, take_back), call.culprit
-            for index, ticket in replayed.items():
-                answer = await books.replay.answer(ticket)
-                assert isinstance(answer, ItemAnswer | ExecutorError)  # noqa: S101 - the fingerprint told forwards from operations
-                outcomes[index] = answer
-            for index, source in echoes.items():
-                outcome = outcomes[source]
-                outcomes[index] = outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
-        finally:
-            for ticket in replayed.values():
-                books.replay.leave(ticket)
-        if all_or_nothing:
-            _raise_first(outcomes, culprit)
-        return ForwardAnswer([outcomes[index] for index in range(len(items))], timing)
-
-    def start(
-        self,
-        item: WorkItem,
-        *,
-        caller: Caller,
-        deadline: float | None,
-        max_bytes: int | None,
-        origin: object | None,
-        finished: Callable[[StepTiming | Cancelled | None], object],
-    ) -> Call | None:
-        """Begin a call of one item without waiting for anything; ``outcomes[0]`` is there when ``finished`` is called,
-        which is at once where the item is refused. None: it repeats a call and has to wait for that one's answer, which
-        `forward` does. Raises what refuses a call as a whole. The arguments are those of `forward`."""
-        books = self._books
-        model = books.model
-        admission.check_lone(item, model, books.limits, max_bytes or books.limits.max_response_bytes)
-        try:
-            found = self._admit(0, item, model, caller, origin, time.monotonic())
-        except ExecutorError as refusal:
-            call = Call([], {0: refusal}, finished)
-            finished(None)
-            return call
-        if not isinstance(found, Admitted):
-            return None
-        call = Call([found], {}, finished)
-        account = books.quotas.account(caller)
-        if not self._has_room(account, 1, len(item.tokens)):
-            error = self._queue_full(account)
-            self._withdraw(call.admitted, error)
-            raise error
-        self._submit(call, account, False, deadline)
+            self._begin(call, items, caller, max_bytes, origin)
+        except Exception as error:
+            self._refuse(call, error)
         return call
 
-    async def _first_calls(self, items: Sequence[WorkItem | ExecutorError], caller: Caller) -> None:
-        """Wait for the calls in flight that items of an ``all_or_nothing`` call repeat, and share their refusal: the
-        others must not run before it is known. Nothing is claimed meanwhile: no two calls wait for each other."""
-        replay, waited = self._books.replay, True
-        while waited:  # while this waits for one call, another may begin
-            waited = False
-            for index, item in enumerate(items):
-                if isinstance(item, ExecutorError) or not item.request_id:
-                    continue
-                handle_id = b"" if item.handle is None else item.handle.id
-                entry = replay.in_flight(scope_of(caller.name, handle_id, item.request_id), item.request_id)
-                if entry is None:
-                    continue
-                waited = True
-                ticket = replay.join(entry)
-                try:
-                    outcome = await replay.settled(ticket)
-                finally:
-                    replay.leave(ticket)
-                if isinstance(outcome, ExecutorError):
-                    _raise_first({index: outcome})
+    def _begin(
+        self,
+        call: Call,
+        items: Sequence[WorkItem | ExecutorError],
+        caller: Caller,
+        max_bytes: int | None,
+        origin: object | None,
+    ) -> None:
+        """Admit the items, join what they repeat, submit. Raises what refuses the call."""
+        books = self._books
+        model, limits, replay, outcomes = books.model, books.limits, books.replay, call.outcomes
+        max_bytes = max_bytes or limits.max_response_bytes
+        sound = admission.check_call(items, model, limits, max_bytes, outcomes)
+        if len(sound) > 1:
+            self._check_twins(sound, caller)
+        now = time.monotonic()
+        tokens = 0
+        for index, item, size in sound:
+            try:
+                found = self._admit(index, item, model, caller, origin, now)
+            except ExecutorError as error:
+                outcomes[index] = error
+                continue
+            call.bytes += size
+            if isinstance(found, Admitted):
+                call.admitted.append(found)
+                tokens += len(item.tokens)
+            elif (twin := next((each for each in call.admitted if each.entry is found), None)) is not None:
+                call.echoes[index] = twin.place  # a repetition within the call waits for nobody else
+            else:
+                call.joined[index] = replay.join(found)
+        if call.all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
+            raise refusal
+        admission.check_size(tokens, call.bytes, limits, max_bytes)
+        for index, ticket in call.joined.items():
+            if ticket.pending is None:
+                outcomes[index] = _item_outcome(replay.read(ticket))
+            else:
+                call.waits += 1
+                ticket.pending.add_done_callback(partial(self._heard, call, index, ticket))
+        self._proceed(call)
+
+    def _check_twins(self, sound: Sequence[admission.Sound], caller: Caller) -> None:
+        """Refuse a call that names one sequence twice. What names none is refused alone, and so is its twin."""
+        ids = [each.item.handle.id for each in sound if each.item.handle is not None]
+        if len(set(ids)) == len(ids):
+            return
+        if any(count > 1 and self._books.handles.has(each, caller.name) for each, count in Counter(ids).items()):
+            raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
+
+    def _proceed(self, call: Call) -> None:
+        """Submit what was admitted, or end the call where nothing is left to wait for. An ``all_or_nothing`` call first
+        waits for the calls in flight that it repeats: one of them that is refused refuses it. They began earlier than
+        it did, so no two calls wait for each other."""
+        if not call.admitted or call.submission is not None:
+            if not call.waits:
+                self._finish(call)
+        elif not (call.all_or_nothing and call.waits):
+            spans = tuple([each.span for each in call.admitted])
+            submission = Submission(
+                spans, partial(self._commit, call), call.all_or_nothing, call.deadline, call.account.number
+            )
+            if not self._has_room(call.account, len(spans), submission.tokens):
+                self._refuse(call, self._queue_full(call.account))
+                return
+            call.account.take(Resource.QUEUED_ITEMS, len(spans))
+            call.account.take(Resource.QUEUED_TOKENS, submission.tokens)
+            call.waits += 1
+            call.submission = submission
+            self._books.engine.submit(submission)
+
+    @staticmethod
+    def _left(call: Call) -> None:
+        """Its submission waits and runs no more."""
+        if call.submission is not None:
+            call.account.give(Resource.QUEUED_ITEMS, len(call.admitted))
+            call.account.give(Resource.QUEUED_TOKENS, call.submission.tokens)
+
+    def _heard(self, call: Call, index: int, ticket: Ticket, _: object) -> None:
+        """A call that an item repeats has ended."""
+        if call.ended:
+            return
+        call.outcomes[index] = outcome = _item_outcome(self._books.replay.read(ticket))
+        call.waits -= 1
+        if call.submission is None and call.all_or_nothing and isinstance(outcome, ExecutorError):
+            self._refuse(call, _first_refusal({index: outcome}))
+        else:
+            self._proceed(call)
+
+    def _finish(self, call: Call) -> None:
+        outcomes = call.outcomes
+        for index, source in call.echoes.items():
+            outcome = outcomes[source]
+            outcomes[index] = outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
+        self._leave(call)
+        call.end(_first_refusal(outcomes, call.culprit) if call.all_or_nothing else None)
+
+    def _refuse(self, call: Call, error: Exception | None) -> None:
+        """Refuse the call as a whole: nothing happened, and nothing will."""
+        told = error if isinstance(error, ExecutorError) else InternalError("the call failed before its step")
+        now, heard = time.monotonic(), not isinstance(error, Cancelled)
+        self._left(call)
+        for each in call.admitted:
+            self._settle(each, told, now, heard=heard)
+        self._leave(call)
+        call.end(error)
+
+    def _leave(self, call: Call) -> None:
+        """It waits no longer for what it repeats."""
+        for ticket in call.joined.values():
+            self._books.replay.leave(ticket)
+        call.joined.clear()
+
+    def take_back(self, call: Call) -> bool:
+        """See `Transaction`. A call that only repeats others has nothing to take back."""
+        if call.ended or not call.admitted or any(each.entry and each.entry.waiters for each in call.admitted):
+            return False
+        if call.submission is not None and not self._books.engine.cancel(call.submission):
+            return False
+        self._refuse(call, Cancelled("the call was cancelled before its step; nothing happened"))
+        return True
+
+    def abandon(self, call: Call) -> None:
+        """See `Transaction`."""
+        if self.take_back(call):
+            return
+        call.abandoned = True
+        if call.submission is not None or not call.admitted:  # else a duplicate waits for what this one waits for
+            self._leave(call)
 
     # --- admit ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +298,6 @@ class ForwardPath:
         books = self._books
         replay = books.replay
         _, handle, tokens, truncate_to, output, request_id, create = item
-        admission.check_item(tokens, output, model, books.limits)
         if request_id:
             scope = replay.scope(scope_of(caller.name, b"" if handle is None else handle.id, request_id))
             fingerprint = item_fingerprint(item)
@@ -308,9 +346,10 @@ class ForwardPath:
         cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered, or that are too
         large for an empty queue, are let through to hear so."""
         limits, knows = self._books.limits, self._books.replay.knows
-        if self.has_room(items, caller):
-            return
         account = self._books.quotas.account(caller)
+        # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
+        if len(items) > limits.max_batch_items or self._has_room(account, len(items), limits.max_batch_tokens):
+            return
         tokens = sum(len(item.token_ids) for item in items)
         if tokens > limits.max_batch_tokens or self._has_room(account, len(items), tokens):
             return
@@ -319,12 +358,6 @@ class ForwardPath:
             for each in items
         ):
             raise self._queue_full(account)
-
-    def has_room(self, items: Sequence[forward_pb2.ForwardItem], caller: Caller) -> bool:
-        """Whether `check_room` lets a call through without counting its tokens, which costs more than asking whether
-        any number of them would do; nearly always."""
-        limits, account = self._books.limits, self._books.quotas.account(caller)
-        return len(items) > limits.max_batch_items or self._has_room(account, len(items), limits.max_batch_tokens)
 
     def _has_room(self, account: Account, items: int, tokens: int) -> bool:
         engine, limits = self._books.engine, self._books.limits
@@ -348,60 +381,7 @@ class ForwardPath:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _withdraw(self, admitted: Sequence[Admitted], error: ExecutorError) -> None:
-        """Undo admissions: nothing happened."""
-        now, heard = time.monotonic(), not isinstance(error, Cancelled)
-        for each in admitted:
-            self._settle(each, error, now, heard=heard)
-
-    # --- submit and commit ------------------------------------------------------------------------------------------
-
-    def _submit(self, call: Call, account: Account, all_or_nothing: bool, deadline: float | None) -> None:
-        spans = tuple([each.span for each in call.admitted])
-        submission = Submission(spans, partial(self._commit, call), all_or_nothing, deadline, account.number)
-        account.take(Resource.QUEUED_ITEMS, len(spans))
-        account.take(Resource.QUEUED_TOKENS, submission.tokens)
-        call.submission, call.account = submission, account
-        self._books.engine.submit(submission)
-
-    @staticmethod
-    def _left(call: Call) -> None:
-        """Its submission waits and runs no more."""
-        if call.submission is not None and call.account is not None:
-            call.account.give(Resource.QUEUED_ITEMS, len(call.admitted))
-            call.account.give(Resource.QUEUED_TOKENS, call.submission.tokens)
-
-    async def _result(
-        self, call: Call, done: asyncio.Future[StepTiming | None], take_back: TakeBack | None
-    ) -> StepTiming | None:
-        """Wait for a call's step; raises `Cancelled` where it was taken back."""
-        if take_back is not None:
-            take_back.withdraw = partial(self.take_back, call)
-            if take_back.asked:
-                take_back()
-        try:
-            timing = await done
-        except asyncio.CancelledError:
-            self.abandon(call)
-            raise
-        if call.submission is not None:
-            self._books.failpoints.reach("before_reply")
-        return timing
-
-    def abandon(self, call: Call) -> None:
-        """Its caller is gone: take it back, or let it run with nobody to hear of it."""
-        call.abandoned = not self.take_back(call)
-
-    def take_back(self, call: Call) -> bool:
-        """Take a call back that has not begun and that no duplicate waits for. False: it runs, or is over."""
-        awaited = any(each.entry is not None and each.entry.waiters for each in call.admitted)
-        if awaited or call.submission is None or not self._books.engine.cancel(call.submission):
-            return False
-        self._left(call)
-        error = Cancelled("the call was cancelled before its step; nothing happened")
-        self._withdraw(call.admitted, error)
-        call.finished(error)
-        return True
+    # --- commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """The step is over: make it so, whether or not the caller still listens."""
@@ -427,7 +407,9 @@ class ForwardPath:
                     record.doom = record.doom or Ending.ABANDONED
             answers[place] = answer = named(ItemAnswer, (record.handle, rows, False, 0))
             self._settle(each, answer, now, heard=heard)
-        call.finished(timing)
+        call.timing = timing
+        call.waits -= 1
+        self._proceed(call)
 
     def _settle(self, each: Admitted, outcome: ItemOutcome, now: float, *, heard: bool) -> None:
         """The item is over: the sequence is free again, and the duplicates hear of it. ``heard``: the caller still
@@ -446,21 +428,17 @@ class ForwardPath:
             books.replay.finish(entry, outcome)
 
 
-def _resolve(done: asyncio.Future[StepTiming | None], ending: StepTiming | Cancelled | None) -> None:
-    """Wake whoever waits for a call, if there still is anybody."""
-    if done.done():
-        return
-    if isinstance(ending, Cancelled):
-        done.set_exception(ending)
-    else:
-        done.set_result(ending)
+def _item_outcome(outcome: Recorded | ExecutorError) -> ItemOutcome:
+    assert isinstance(outcome, ItemAnswer | ExecutorError)  # noqa: S101 - the fingerprint told forwards from operations
+    return outcome
 
 
-def _raise_first(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> None:
-    """Raise the refusal that refuses an ``all_or_nothing`` call: the culprit's, or the first. It names its item."""
+def _first_refusal(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> ExecutorError | None:
+    """What refuses an ``all_or_nothing`` call: the culprit's refusal, or the first. It names its item."""
     for index in sorted(outcomes):
         outcome = outcomes[index]
         if isinstance(outcome, ExecutorError):
             error = copy.copy(outcome)  # several callers may share the outcome of a step
             error.metadata = {"item": str(index if culprit is None else culprit), **outcome.metadata}
-            raise error
+            return error
+    return None

@@ -141,6 +141,11 @@ class HandleTable:
         """Whether the sequence is in the table."""
         return record.id in self._live
 
+    def has(self, handle_id: bytes, owner: str) -> bool:
+        """Whether this names a live sequence of its owner's."""
+        record = self._live.get(handle_id)
+        return record is not None and record.owner == owner
+
     def records(self) -> list[Record]:
         """All live sequences, oldest first."""
         return list(self._live.values())

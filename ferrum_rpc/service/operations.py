@@ -1,8 +1,8 @@
 """Integer operations on sequences: truncate, fork, release, reserve, reset. They run between steps, in the same queue.
 
-Each is *prepared* (sequence claimed, request checked, operation queued) in one turn of the event loop, and finished by
-the model thread's answer, whether or not the caller still listens: committed, recorded, the sequence free again.
-Cancelled before its dispatch, it did not happen, unless a duplicate waits for it.
+Each is a `Transaction`: *prepared* (sequence claimed, request checked, operation queued) in the turn of the event loop
+that asks for it, and finished by the model thread's answer. Cancelled before its dispatch, it did not happen, unless a
+duplicate waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, Invali
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.handles import Ending, Record
-from ferrum_rpc.service.replay import Entry, Key, scope_of
+from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
+from ferrum_rpc.service.transaction import Transaction
 
+T = TypeVar("T")
 Handles = tuple[HandleRef, ...]
 
 
@@ -38,16 +41,114 @@ class Prepared:
     refuse: Callable[[], None] = lambda: None
 
 
+class OperationCall(Transaction[T]):
+    """An operation; ``read`` makes its answer of the handles that it left and of whether they are recorded ones."""
+
+    __slots__ = ("_books", "_entry", "_handles", "_operation", "_prepared", "_read", "_replayed", "_ticket")
+
+    def __init__(self, books: Books, read: Callable[[Handles, bool], T]) -> None:
+        super().__init__()
+        self._books = books
+        self._read = read
+        self._handles: Handles = ()
+        self._replayed = False
+        self._prepared: Prepared | None = None
+        self._operation: Operation | None = None
+        self._entry: Entry | None = None
+        self._ticket: Ticket | None = None
+
+    def begin(self, key: Key, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]) -> None:
+        """Join the call that this one repeats, or claim and queue. Raises its refusal."""
+        _ = self._books.model
+        replay = self._books.replay
+        scope = replay.scope(key)
+        if request_id and (known := scope.get(request_id)) is not None:
+            self._ticket = ticket = replay.join(known.repeated(fingerprint))
+            if ticket.pending is None:
+                self._heard()
+            else:
+                ticket.pending.add_done_callback(self._heard)
+            return
+        self._prepared = prepared = prepare()  # a refusal leaves no entry
+        if request_id:
+            self._entry = replay.begin(scope, request_id, fingerprint)
+        if prepared.run is None:
+            prepared.record.mourners.append(partial(self._finish, None))
+        else:
+            self._operation = Operation(prepared.run, self._finish)
+            self._books.engine.operate(self._operation)
+
+    def answer(self) -> T:
+        """What it left. Raises what refused it."""
+        if self.refusal is not None:
+            raise self.refusal
+        if not self._replayed:
+            self._books.failpoints.reach("before_reply")
+        return self._read(self._handles, self._replayed)
+
+    def take_back(self) -> bool:
+        """See `Transaction`."""
+        awaited = self._entry is not None and self._entry.waiters
+        if self._operation is None or awaited or not self._books.engine.cancel(self._operation):
+            return False
+        self._finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
+        return True
+
+    def abandon(self) -> None:
+        """See `Transaction`."""
+        super().abandon()
+        self._leave()
+
+    def _finish(self, result: object) -> None:
+        """It was done, or refused."""
+        books, prepared = self._books, self._prepared
+        assert prepared is not None  # noqa: S101 - it was begun
+        record = prepared.record
+        if prepared.run is not None:
+            record.busy = False
+        refusal = result if isinstance(result, ExecutorError) else None
+        if refusal is None:
+            self._handles = prepared.commit()
+        else:
+            prepared.refuse()
+        if prepared.run is not None and books.handles.lives(record):
+            books.quotas.settle(record)
+            record.touch()
+        if record.doom is not None and not record.busy:
+            books.release([record], record.doom)
+        if self._entry is not None:
+            books.replay.finish(self._entry, refusal or self._handles)
+        self.end(refusal)
+
+    def _heard(self, _: object = None) -> None:
+        """The call that this one repeats has ended."""
+        if self._ticket is None:
+            return
+        outcome = self._books.replay.read(self._ticket)
+        self._leave()
+        if isinstance(outcome, ExecutorError):
+            self.end(outcome)
+            return
+        assert not isinstance(outcome, ItemAnswer)  # noqa: S101 - the fingerprint told operations from forwards
+        self._handles, self._replayed = outcome, True
+        self.end()
+
+    def _leave(self) -> None:
+        if self._ticket is not None:
+            self._books.replay.leave(self._ticket)
+            self._ticket = None
+
+
 class CacheOperations:
-    """Runs operations over the books."""
+    """Runs operations over the books. Each has begun, and has claimed its sequence, when its call is returned."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
         self._warming: set[asyncio.Task[int]] = set()
 
-    async def truncate(
+    def truncate(
         self, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
-    ) -> tuple[HandleRef, bool]:
+    ) -> OperationCall[tuple[HandleRef, bool]]:
         """Roll back to ``length``. Returns the new handle, and whether it is a recorded answer."""
 
         def prepare() -> Prepared:
@@ -63,12 +164,15 @@ class CacheOperations:
 
             return Prepared(record, Command("truncate", (record.sequence, length)), commit)
 
-        handles, replayed = await self._once(
-            scope_of(caller.name, handle.id, request_id), request_id, ("truncate", handle, length), prepare
+        return self._begin(
+            scope_of(caller.name, handle.id, request_id),
+            request_id,
+            ("truncate", handle, length),
+            prepare,
+            lambda handles, replayed: (handles[0], replayed),
         )
-        return handles[0], replayed
 
-    async def fork(
+    def fork(
         self,
         handle: HandleRef,
         count: int = 1,
@@ -78,13 +182,13 @@ class CacheOperations:
         caller: Caller = ANYBODY,
         lease_id: str = "",
         origin: object | None = None,
-    ) -> tuple[Handles, bool]:
+    ) -> OperationCall[tuple[Handles, bool]]:
         """``count`` children of the first ``at`` tokens, under the lease that is named or the parent's. The parent
         does not change."""
-        if not 1 <= count <= self._books.limits.max_batch_items:
-            raise InvalidRequest(f"count must be 1 to {self._books.limits.max_batch_items}", field="count")
 
         def prepare() -> Prepared:
+            if not 1 <= count <= self._books.limits.max_batch_items:
+                raise InvalidRequest(f"count must be 1 to {self._books.limits.max_batch_items}", field="count")
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 length = record.length if at is None else at
@@ -117,13 +221,17 @@ class CacheOperations:
 
             return Prepared(record, Command("fork", (record.sequence, numbers, length)), commit, refuse)
 
-        return await self._once(
-            scope_of(caller.name, handle.id, request_id), request_id, ("fork", handle, count, at, lease_id), prepare
+        return self._begin(
+            scope_of(caller.name, handle.id, request_id),
+            request_id,
+            ("fork", handle, count, at, lease_id),
+            prepare,
+            lambda handles, replayed: (handles, replayed),
         )
 
-    async def release(
+    def release(
         self, handle: HandleRef, *, any_version: bool = False, request_id: str = "", caller: Caller = ANYBODY
-    ) -> bool:
+    ) -> OperationCall[bool]:
         """Free the sequence; returns whether this is a recorded answer. With ``any_version`` a sequence whose call is
         still in flight is released when that call ends."""
 
@@ -139,19 +247,21 @@ class CacheOperations:
 
             return Prepared(record, Command("release", ([record.sequence],)), commit)
 
-        _, replayed = await self._once(
-            scope_of(caller.name, handle.id, request_id), request_id, ("release", handle, any_version), prepare
+        return self._begin(
+            scope_of(caller.name, handle.id, request_id),
+            request_id,
+            ("release", handle, any_version),
+            prepare,
+            lambda _, replayed: replayed,
         )
-        return replayed
 
-    async def reserve(self, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> HandleRef:
+    def reserve(self, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall[HandleRef]:
         """Hold blocks for ``tokens`` tokens beyond the present length."""
-        model = self._books.model
 
         def prepare() -> Prepared:
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
-                admission.check_context(record.length, tokens, model)
+                admission.check_context(record.length, tokens, self._books.model)
                 self._books.quotas.charge(record, record.length + tokens)
 
             def commit() -> Handles:
@@ -160,8 +270,7 @@ class CacheOperations:
 
             return Prepared(record, Command("reserve", (record.sequence, tokens)), commit)
 
-        handles, _ = await self._once(("", ""), "", None, prepare)
-        return handles[0]
+        return self._begin(("", ""), "", None, prepare, lambda handles, _: handles[0])
 
     async def reset(self, instance_id: str = "") -> int:
         """Release every sequence, those with a call in flight when it ends. Returns how many, once all are gone."""
@@ -204,73 +313,21 @@ class CacheOperations:
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
-    async def _once(
-        self, key: Key, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]
-    ) -> tuple[Handles, bool]:
-        """Run an operation once per request id: its result, and whether it is a recorded one."""
-        _ = self._books.model
-        replay = self._books.replay
-        entry: Entry | None = None
-        if request_id:
-            scope = replay.scope(key)
-            if (known := scope.get(request_id)) is not None:
-                return await self._repeated(known.repeated(fingerprint)), True
-            prepared = prepare()  # a refusal leaves no entry
-            entry = replay.begin(scope, request_id, fingerprint)
-        else:
-            prepared = prepare()
-        done: asyncio.Future[Handles | ExecutorError] = asyncio.get_running_loop().create_future()
-
-        def finish(result: object) -> None:
-            outcome: Handles | ExecutorError
-            record = prepared.record
-            if prepared.run is not None:
-                record.busy = False
-            if isinstance(result, ExecutorError):
-                outcome = result
-                prepared.refuse()
-            else:
-                outcome = prepared.commit()
-            if prepared.run is not None and self._books.handles.lives(record):
-                self._books.quotas.settle(record)
-                record.touch()
-            if record.doom is not None and not record.busy:
-                self._books.release([record], record.doom)
-            if entry is not None:
-                replay.finish(entry, outcome)
-            if not done.done():
-                done.set_result(outcome)
-
-        operation: Operation | None = None
-        if prepared.run is None:
-            prepared.record.mourners.append(lambda: finish(None))
-        else:
-            operation = Operation(prepared.run, finish)
-            self._books.engine.operate(operation)
+    def _begin(
+        self,
+        key: Key,
+        request_id: str,
+        fingerprint: Hashable,
+        prepare: Callable[[], Prepared],
+        read: Callable[[Handles, bool], T],
+    ) -> OperationCall[T]:
+        """Run an operation once per request id."""
+        call = OperationCall(self._books, read)
         try:
-            outcome = await done
-        except asyncio.CancelledError:
-            awaited = entry is not None and entry.waiters
-            if operation is not None and not awaited and self._books.engine.cancel(operation):
-                finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
-            raise
-        if isinstance(outcome, ExecutorError):
-            raise outcome
-        self._books.failpoints.reach("before_reply")
-        return outcome, False
-
-    async def _repeated(self, entry: Entry) -> Handles:
-        """What the first call with this request id got."""
-        replay = self._books.replay
-        ticket = replay.join(entry)
-        try:
-            answer = await replay.answer(ticket)
-        finally:
-            replay.leave(ticket)
-        if isinstance(answer, ExecutorError):
-            raise answer
-        assert not isinstance(answer, ItemAnswer)  # noqa: S101 - the fingerprint told operations from forwards
-        return answer
+            call.begin(key, request_id, fingerprint, prepare)
+        except Exception as error:
+            call.end(error)
+        return call
 
     async def _between_steps(self, run: Callable[[Any], object]) -> None:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()

@@ -107,11 +107,6 @@ class ReplayLog:
         """Whether there is an entry with this id, whatever its content."""
         return request_id in self._scopes.get(key, ())
 
-    def in_flight(self, key: Key, request_id: str) -> Entry | None:
-        """The entry of a call with this id that has not ended."""
-        entry = self.scope(key).get(request_id)
-        return entry if entry is not None and entry.answer is None else None
-
     def begin(self, scope: Scope, request_id: str, fingerprint: Hashable) -> Entry:
         """Note a call that is about to start and whose id its scope does not know; `finish` must follow."""
         if scope:
@@ -167,17 +162,12 @@ class ReplayLog:
         if ticket.pending is not None:
             ticket.entry.waiters -= 1
 
-    async def answer(self, ticket: Ticket) -> Recorded | ExecutorError:
-        """What the first call got, once it is there; an item's answer is marked as replayed."""
-        outcome = await self.settled(ticket)
+    def read(self, ticket: Ticket) -> Recorded | ExecutorError:
+        """What the first call got, once it has ended; an item's answer is marked as replayed."""
+        outcome = ticket.entry.answer if ticket.pending is None else ticket.pending.result()
+        assert outcome is not None  # noqa: S101 - no call is pending, so the answer is there
         self.replays += 1
         return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
-
-    async def settled(self, ticket: Ticket) -> Recorded | ExecutorError:
-        """What the first call got, once it is there."""
-        outcome = ticket.entry.answer if ticket.pending is None else await asyncio.shield(ticket.pending)
-        assert outcome is not None  # noqa: S101 - no call is pending, so the answer is there
-        return outcome
 
     def _evict(self) -> None:
         while self._answers > self._max_answers:

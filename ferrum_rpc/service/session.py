@@ -1,10 +1,9 @@
 """One bidirectional stream of one scheduler: frames in, answers out, several steps in flight.
 
-A frame is taken in its turn, runs in a task of its own and is answered when it is done, by the same paths as the unary
-calls. A step of one item needs no task of its own: it is begun where its frame is read, and answered by the one task
-that writes all such answers. What the stream adds: a lease that every frame renews, a bound on the steps in flight (a
-step counts until its answer is written, so a client that does not read holds its own answers and nobody else's), and
-large answers in parts.
+A frame is begun where it is read, by the same paths as the unary calls, so that frames claim their sequences in the
+order in which they arrive; one task writes the answers of those that have ended. What the stream adds: a lease that
+every frame renews, a bound on the steps in flight (a step counts until its answer is written, so a client that does not
+read holds its own answers and nobody else's), and large answers in parts.
 
 The end of the stream is not the client's word: killed, cut off and half-closed look the same. Steps that have not begun
 are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -22,24 +21,24 @@ import grpc
 import structlog
 
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
-from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
+from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.calls import CallLog, Context
-from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath, TakeBack
+from ferrum_rpc.service.forward import Call, ForwardPath
 from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.leases import Lease
-from ferrum_rpc.service.lone import Lone, LoneSteps
 from ferrum_rpc.service.quotas import Resource
 from ferrum_rpc.service.row_parts import row_parts
+from ferrum_rpc.service.session_cache import Begun as CacheBegun
 from ferrum_rpc.service.session_cache import SessionCache
+from ferrum_rpc.service.session_steps import Begun, Reply, Step, Steps
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
     fill_pressure,
     fill_results,
     fill_timing,
-    item_from_proto,
     items_from_proto,
     pressure_to_proto,
     with_lease,
@@ -54,8 +53,6 @@ LEAST_INLINE_BYTES: Final = 256
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 
 Answer = session_pb2.SessionResponse
-Reply = tuple[Answer, int]
-"""A frame's answer, and the bytes of its rows."""
 
 
 class Sessions:
@@ -96,11 +93,7 @@ class Session:
             books, self._caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._steps: dict[int, asyncio.Future[None]] = {}
-        self._lone = LoneSteps(self._forward, self._write_lone)
-        self._lone_frames: dict[Lone, session_pb2.SessionRequest] = {}
-        self._take_backs: dict[int, Callable[[], object]] = {}
-        self._leaving: int | None = None  # the step whose answer is being written: its client may know before we do
+        self._steps = Steps(self._answer)
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = books.limits.max_session_response_bytes
@@ -136,7 +129,7 @@ class Session:
 
     async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
-        writer = asyncio.create_task(self._lone.run())
+        writer = asyncio.create_task(self._steps.run())
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
@@ -144,11 +137,10 @@ class Session:
                     self._ending = None  # it closed by itself
                     return
             # Not told to close. A client that only half-closed, or that the server leaves, still reads.
-            await asyncio.gather(*self._steps.values())
+            await self._steps.idle()
         finally:
-            self._lone.abandon()
-            for task in (*self._steps.values(), writer):
-                task.cancel()
+            self._steps.abandon()
+            writer.cancel()
             self._books.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
@@ -211,21 +203,19 @@ class Session:
         self._lease.renew(time.monotonic())
         match kind:
             case "forward":
-                await self._begin_forward(frame)
+                await self._begin(step, lambda: self._begin_forward(step, frame.forward))
             case "truncate":
-                await self._begin(step, lambda: self._on_cache(step, self._cache.truncate(frame.truncate)))
+                await self._begin(step, lambda: self._begin_cache(step, self._cache.truncate(frame.truncate)))
             case "fork":
-                await self._begin(step, lambda: self._on_cache(step, self._cache.fork(frame.fork)))
+                await self._begin(step, lambda: self._begin_cache(step, self._cache.fork(frame.fork)))
             case "release":
-                await self._begin(step, lambda: self._on_cache(step, self._cache.release(frame.release)))
+                await self._begin(step, lambda: self._begin_cache(step, self._cache.release(frame.release)))
             case "keep_alive":
-                await self._answered(step, lambda: self._on_keep_alive(step))
+                await self._send(*self._made(step, partial(self._on_keep_alive, step)))
             case "cancel":
-                take_back_now = self._take_backs.get(frame.cancel.step_id)
-                if take_back_now is not None:
-                    take_back_now()
+                self._steps.take_back(frame.cancel.step_id)
             case "close":
-                await asyncio.gather(*self._steps.values())
+                await self._steps.idle()
                 await self._write(await self._on_close(step, frame.close))
                 return False
             case _:
@@ -234,118 +224,48 @@ class Session:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
-        if await self._has_room(step):
-            self._steps[step] = asyncio.create_task(self._run_step(step, answer))
+    async def _begin(self, step: int, begin: Callable[[], Begun]) -> None:
+        """Begin a step, which has claimed its sequences when this returns; or refuse it: too many are in flight."""
+        if len(self._steps) < self._most:
+            self._steps.begin(step, begin)
+        else:
+            await self._write(self._refusal(step, self._too_many()))
 
-    async def _begin_forward(self, frame: session_pb2.SessionRequest) -> None:
-        step, request = frame.step_id, frame.forward
-        if not await self._has_room(step) or self._begin_lone(frame):
-            return
-        take_back = self._take_backs[step] = TakeBack()
-        task = self._run_step(step, lambda: self._on_forward(step, request, take_back))
-        self._steps[step] = asyncio.create_task(task)
-
-    def _begin_lone(self, frame: session_pb2.SessionRequest) -> bool:
-        """Begin a step of one item. False: it takes a task."""
-        step, request = frame.step_id, frame.forward
-        if len(request.items) != 1 or request.all_or_nothing or not self._forward.has_room(request.items, self._caller):
-            return False
-        try:
-            item = with_lease(item_from_proto(request.items[0], Shape.ANY), self._lease.id)
-        except ExecutorError:
-            return False
-        lone = self._lone.begin(
-            item,
-            caller=self._caller,
-            deadline=_deadline(request),
-            max_bytes=self._max_bytes,
-            origin=self._origin,
-        )
-        if lone is None:
-            return False
-        self._calls.method(METHOD).items += 1
-        self._steps[step], self._lone_frames[lone] = lone.answered, frame
-        self._take_backs[step] = partial(self._lone.take_back, lone)
-        return True
-
-    async def _write_lone(self, lone: Lone) -> None:
-        frame = self._lone_frames.pop(lone)
-        step = frame.step_id
-        try:
-            reply = self._on_lone(frame, lone)
-        except Exception as error:
-            reply = self._refused(step, error)
-        await self._send(step, *reply)
-        self._forget(step)
-
-    def _on_lone(self, frame: session_pb2.SessionRequest, lone: Lone) -> Reply:
-        answer = lone.answer()
-        if lone.began:
-            self._books.failpoints.reach("before_reply")
-        return self._reply(frame.step_id, frame.forward.items, answer)
-
-    async def _has_room(self, step: int) -> bool:
-        """Whether one more step may be in flight; if not, the frame is refused."""
-        if len(self._steps) - (self._leaving is not None) < self._most:
-            return True
-        await self._write(self._refusal(step, self._too_many()))
-        return False
-
-    async def _run_step(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
-        try:
-            await self._answered(step, answer)
-        finally:
-            self._forget(step)
-
-    def _forget(self, step: int) -> None:
-        """The step is answered."""
-        del self._steps[step]
-        if self._leaving == step:
-            self._leaving = None
-        self._take_backs.pop(step, None)
-
-    async def _answered(self, step: int, answer: Callable[[], Awaitable[Reply]]) -> None:
-        """Run a step and write its answer, whatever it is."""
-        try:
-            reply = await answer()
-        except Exception as error:
-            reply = self._refused(step, error)
-        await self._send(step, *reply)
-
-    async def _on_forward(self, step: int, request: session_pb2.SessionForward, take_back: TakeBack) -> Reply:
-        self._calls.method(METHOD).items += len(request.items)
+    def _begin_forward(self, step: int, request: session_pb2.SessionForward) -> Begun:
         messages = request.items
+        self._calls.method(METHOD).items += len(messages)
         self._forward.check_room(messages, self._caller)
         items = [
             each if isinstance(each, ExecutorError) else with_lease(each, self._lease.id)
             for each in items_from_proto(messages, Shape.ANY)
         ]
-        answer = await self._forward.forward(
+        call = self._forward.forward(
             items,
             caller=self._caller,
             all_or_nothing=request.all_or_nothing,
             deadline=_deadline(request),
             max_bytes=self._max_bytes,
             origin=self._origin,
-            take_back=take_back,
         )
-        return self._reply(step, messages, answer)
+        return (call,), partial(self._on_forward, step, request, call)
 
-    def _reply(self, step: int, messages: Sequence[forward_pb2.ForwardItem], answer: ForwardAnswer) -> Reply:
+    def _on_forward(self, step: int, request: session_pb2.SessionForward, call: Call) -> Reply:
+        answer = call.answer()
         self._calls.refused_items(METHOD, answer.outcomes, self._context)
         response = Answer(step_id=step)
         forward = response.forward
-        row_bytes = fill_results(forward, messages, answer.outcomes)
+        row_bytes = fill_results(forward, request.items, answer.outcomes)
         fill_pressure(forward.pressure, self._books.pressure())
         if answer.timing is not None:
             fill_timing(forward.timing, answer.timing)
         return response, row_bytes
 
-    async def _on_cache(self, step: int, answer: Awaitable[session_pb2.SessionHandlesAnswer]) -> Reply:
-        return Answer(step_id=step, handles=await answer), 0
+    @staticmethod
+    def _begin_cache(step: int, begun: CacheBegun) -> Begun:
+        calls, answer = begun
+        return calls, lambda: (Answer(step_id=step, handles=answer()), 0)
 
-    async def _on_keep_alive(self, step: int) -> Reply:
+    def _on_keep_alive(self, step: int) -> Reply:
         lease = self._books.leases.renew(self._lease.id, self._caller.name)
         answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
         set_seconds(answer.ttl, lease.ttl_s)
@@ -362,19 +282,31 @@ class Session:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    async def _send(self, step: int, response: Answer, row_bytes: int) -> None:
-        """Write a step's answer, its rows ahead of it where they are many."""
+    async def _answer(self, step: Step) -> None:
+        """Answer a step that has ended."""
+        assert step.reply is not None  # noqa: S101 - it has ended
+        await self._send(*self._made(step.number, step.reply), leaving=True)
+
+    def _made(self, step: int, reply: Callable[[], Reply]) -> Reply:
+        """A step's answer, whatever it is."""
+        try:
+            return reply()
+        except Exception as error:
+            return self._refused(step, error)
+
+    async def _send(self, response: Answer, row_bytes: int, leaving: bool = False) -> None:
+        """Write an answer, its rows ahead of it where they are many. ``leaving``: it ends a step."""
         try:
             if row_bytes > self._inline:
                 for part in row_parts(response, self._inline):
                     await self._write(part)
-            await self._write(response, leaving=step if step in self._steps else None)
+            await self._write(response, leaving)
         except Exception as error:  # the stream is over: nobody is there to be told
-            log.debug("session_answer_not_written", step=step, error=repr(error))
+            log.debug("session_answer_not_written", step=response.step_id, error=repr(error))
 
-    async def _write(self, answer: Answer, leaving: int | None = None) -> None:
+    async def _write(self, answer: Answer, leaving: bool = False) -> None:
         async with self._writing:
-            self._leaving = leaving
+            self._steps.leaving = leaving
             await self._context.write(answer)
 
     def _refused(self, step: int, error: Exception) -> Reply:

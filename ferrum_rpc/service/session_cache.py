@@ -6,15 +6,15 @@ file knows neither the stream nor its order of frames.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service.operations import CacheOperations, Handles, OperationCall
 from ferrum_rpc.wire.items import (
     fill_pressure,
     handle_from_proto,
@@ -24,10 +24,14 @@ from ferrum_rpc.wire.items import (
 )
 from ferrum_rpc.wire.status import status_from_error
 
+Answer = session_pb2.SessionHandlesAnswer
+Begun = tuple[Sequence[OperationCall[Any]], Callable[[], Answer]]
+"""A frame's operations, which have begun, and what makes its answer when they have ended."""
+
 
 class SessionCache:
     """The cache as one session sees it. ``refused(outcomes)`` counts and tells the refusals among a frame's outcomes;
-    ``origin`` marks the sequences that the session makes."""
+    ``origin`` marks the sequences that the session makes. A frame that is refused whole raises."""
 
     def __init__(self, books: Books, caller: Caller, origin: object, refused: Callable[[list[Any]], object]) -> None:
         self._books = books
@@ -36,33 +40,30 @@ class SessionCache:
         self._origin = origin
         self._refused = refused
 
-    async def truncate(self, request: session_pb2.SessionTruncate) -> session_pb2.SessionHandlesAnswer:
+    def truncate(self, request: session_pb2.SessionTruncate) -> Begun:
         """Roll back, each handle to a length of its own."""
         if len(request.handles) != len(request.lengths):
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
+        self._check_count(len(request.handles))
         request_id = request_id_from_proto(request.request_id)
-        return await self._each(
-            [
-                self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
-                for handle, length in zip(request.handles, request.lengths, strict=True)
-            ],
-            lambda _, result: result[0],
-        )
+        calls = [
+            self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
+            for handle, length in zip(request.handles, request.lengths, strict=True)
+        ]
+        return calls, partial(self._answer, calls, lambda _, result: result[0])
 
-    async def release(self, request: session_pb2.SessionRelease) -> session_pb2.SessionHandlesAnswer:
+    def release(self, request: session_pb2.SessionRelease) -> Begun:
         """Free."""
+        self._check_count(len(request.handles))
         handles = [handle_from_proto(handle) for handle in request.handles]
-        return await self._each(
-            [
-                self._operations.release(handle, any_version=request.any_version, caller=self._caller)
-                for handle in handles
-            ],
-            lambda index, _: handles[index],
-        )
+        calls = [
+            self._operations.release(handle, any_version=request.any_version, caller=self._caller) for handle in handles
+        ]
+        return calls, partial(self._answer, calls, lambda index, _: handles[index])
 
-    async def fork(self, request: session_pb2.SessionFork) -> session_pb2.SessionHandlesAnswer:
+    def fork(self, request: session_pb2.SessionFork) -> Begun:
         """Share until they diverge."""
-        children, _ = await self._operations.fork(
+        call = self._operations.fork(
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
@@ -70,29 +71,33 @@ class SessionCache:
             caller=self._caller,
             origin=self._origin,
         )
-        answer = session_pb2.SessionHandlesAnswer(pressure=pressure_to_proto(self._books.pressure()))
+        return [call], partial(self._forked, call)
+
+    def _forked(self, call: OperationCall[tuple[Handles, bool]]) -> Answer:
+        children, _ = call.answer()
+        answer = Answer(pressure=pressure_to_proto(self._books.pressure()))
         for child in children:
             answer.results.add(handle=handle_to_proto(child))
         return answer
 
-    async def _each(
-        self, calls: list[Coroutine[Any, Any, Any]], handle: Callable[[int, Any], HandleRef]
-    ) -> session_pb2.SessionHandlesAnswer:
-        """One outcome per handle."""
+    def _check_count(self, count: int) -> None:
         most = self._books.limits.max_batch_items
-        if len(calls) > most:
-            for call in calls:
-                call.close()
-            raise InvalidRequest(f"{len(calls)} handles exceed the limit of {most}", field="handles")
-        answer = session_pb2.SessionHandlesAnswer()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        self._refused(outcomes)
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, ExecutorError):
-                answer.results.add(error=status_from_error(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        if count > most:
+            raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
+
+    def _answer(self, calls: Sequence[OperationCall[Any]], handle: Callable[[int, Any], HandleRef]) -> Answer:
+        """One outcome per handle."""
+        answer = Answer()
+        outcomes: list[ExecutorError | None] = []
+        for index, call in enumerate(calls):
+            try:
+                outcome = call.answer()
+            except ExecutorError as error:
+                outcomes.append(error)
+                answer.results.add(error=status_from_error(error))
             else:
                 answer.results.add(handle=handle_to_proto(handle(index, outcome)))
+                outcomes.append(None)
+        self._refused(outcomes)
         fill_pressure(answer.pressure, self._books.pressure())
         return answer

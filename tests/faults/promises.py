@@ -7,6 +7,7 @@ from typing import Final
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
+from tests.faults.bad_items import r20_a_bad_item_harms_nobody
 from tests.faults.crash_points import r16_a_crash_is_survivable
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
@@ -14,6 +15,7 @@ from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.error_contract import r17_the_error_contract_is_true
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import Figures
+from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
 from tests.faults.leaks import r15_nothing_leaks
@@ -48,6 +50,8 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r17_the_error_contract_is_true,
     r18_one_server_per_port,
     r19_health_tells_the_truth,
+    r20_a_bad_item_harms_nobody,
+    r21_frames_keep_their_order,
 )
 """In the order of their numbers."""
 

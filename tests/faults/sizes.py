@@ -63,6 +63,10 @@ class Size:
     """R18: attempts to bind a port that is taken."""
     hangs: int
     """R19: hangs that end."""
+    bad_item_rounds: int
+    """R20: rounds of every bad item beside a good one."""
+    frame_pairs: int
+    """R21: pairs of frames on one sequence."""
 
 
 CI: Final = Size(
@@ -94,6 +98,8 @@ CI: Final = Size(
     crash_rounds=1,
     second_servers=1,
     hangs=1,
+    bad_item_rounds=1,
+    frame_pairs=288,
 )
 
 FULL: Final = Size(
@@ -125,4 +131,6 @@ FULL: Final = Size(
     crash_rounds=100,
     second_servers=20,
     hangs=20,
+    bad_item_rounds=100,
+    frame_pairs=10_000,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
+from tests.faults.bad_items import r20_a_bad_item_harms_nobody
 from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
 from tests.faults.error_contract import r17_the_error_contract_is_true
+from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.leaks import r15_nothing_leaks
 from tests.faults.retries import r7_retries_are_safe
@@ -33,3 +35,11 @@ async def test_r15_nothing_leaks() -> None:
 
 async def test_r17_the_error_contract_is_true() -> None:
     (await r17_the_error_contract_is_true(CI)).check()
+
+
+async def test_r20_a_bad_item_harms_nobody() -> None:
+    (await r20_a_bad_item_harms_nobody(CI)).check()
+
+
+async def test_r21_frames_keep_their_order() -> None:
+    (await r21_frames_keep_their_order(CI)).check()

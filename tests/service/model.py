@@ -454,30 +454,32 @@ class Oracle:
         if not items or len(items) > limits.max_batch_items:
             return {INVALID}, {INVALID}
         good = [item for item in items if not self._item_faults(item, shape, 0)[0]]
+        sound = [item for item in items if not self._malformed(item, shape) and not self._too_much(item, shape)]
         must, may = set(), set()
-        for count, verdict in ((good, must), (items, may)):
-            if sum(len(item.tokens) for item in count) > limits.max_batch_tokens:
+        for some, verdict in ((good, must), (sound, may)):
+            if sum(len(item.tokens) for item in some) > limits.max_batch_tokens:
                 verdict.add(INVALID)
-        named = Counter(item.handle.id for item in items if item.handle)
-        sound = Counter(
-            item.handle.id
-            for item in items
-            if item.handle and item.handle.id in self.live and not self._malformed(item, shape)
-        )
-        if any(count > 1 for count in sound.values()):
-            must.add(INVALID)
+        named = Counter(item.handle.id for item in sound if item.handle and item.handle.id in self.live)
         if any(count > 1 for count in named.values()):
-            may.add(INVALID)
-
-        def size(some: list[Item]) -> int:
-            verify = shape == "verify"
-            return sum(i.output.row_count(len(i.tokens), verify) * i.output.row_bytes(limits.vocab) for i in some)
-
-        if size(good) > limits.max_response_bytes:
+            must.add(INVALID)
+        if sum(self._answer_bytes(item, shape) for item in good) > limits.max_response_bytes:
             must.add("OUTPUT_TOO_LARGE")
-        if size(items) + PER_ITEM_OVERHEAD * len(items) > limits.max_response_bytes:
+        if sum(self._answer_bytes(item, shape) for item in sound) > limits.max_response_bytes:
             may.add("OUTPUT_TOO_LARGE")
         return must, may
+
+    def _answer_bytes(self, item: Item, shape: str) -> int:
+        output = item.output
+        return PER_ITEM_OVERHEAD + output.row_count(len(item.tokens), shape == "verify") * output.row_bytes(
+            self.limits.vocab
+        )
+
+    def _too_much(self, item: Item, shape: str) -> set[str]:
+        """What an item by itself is too large for."""
+        faults = {INVALID} if len(item.tokens) > self.limits.max_batch_tokens else set()
+        if self._answer_bytes(item, shape) > self.limits.max_response_bytes:
+            faults.add("OUTPUT_TOO_LARGE")
+        return faults
 
     def _output_faults(self, output: Output) -> bool:
         limits = self.limits
@@ -504,7 +506,7 @@ class Oracle:
     def _item_faults(self, item: Item, shape: str, minted: int) -> tuple[set[str], Sequence | None]:
         """Everything that is wrong with an item; ``minted`` new sequences stand before it in its call."""
         limits = self.limits
-        faults = {INVALID} if self._malformed(item, shape) else set()
+        faults = {INVALID} if self._malformed(item, shape) else self._too_much(item, shape)
         if item.handle is None:
             if len(item.tokens) + (item.reserve or 0) > limits.max_context:
                 faults.add("CONTEXT_LENGTH_EXCEEDED")
@@ -534,7 +536,7 @@ class Oracle:
             key = (item.scope, item.request_id)
             meaning = item.meaning(shape == "verify")
             faults, sequence = self._item_faults(item, shape, minted)
-            known = bool(item.request_id) and not self._malformed(item, shape)
+            known = bool(item.request_id) and not self._malformed(item, shape) and not self._too_much(item, shape)
             if known and key in in_flight:
                 if items[in_flight[key]].meaning(shape == "verify") == meaning:
                     shared[index] = in_flight[key]

@@ -92,9 +92,10 @@ async def test_a_call_without_items_or_above_the_limits_is_refused_with_the_limi
     many = pb.UnifiedForwardRequest(items=[item([1])] * (LIMITS.max_batch_items + 1))
     error = await refused(call(many), Reason.INVALID_REQUEST, INVALID)
     assert error.number("max_batch_items") == LIMITS.max_batch_items
-    long = pb.UnifiedForwardRequest(items=[item([1] * 2049), item([1] * 2048)])
-    error = await refused(call(long), Reason.INVALID_REQUEST, INVALID)
-    assert error.number("max_batch_tokens") == LIMITS.max_batch_tokens
+    async with serve_identity(max_batch_tokens=64) as small:
+        long = pb.UnifiedForwardRequest(items=[item([1] * 33), item([1] * 32)])
+        error = await refused(small.executor.UnifiedForward(long), Reason.INVALID_REQUEST, INVALID)
+        assert error.number("max_batch_tokens") == 64
 
 
 async def test_a_request_id_with_other_content_is_refused(served: Served) -> None:

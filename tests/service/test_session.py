@@ -16,8 +16,11 @@ from google.protobuf import duration_pb2
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.session import Session
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
+from tests.faults.frame_order import FRAMES
+from tests.faults.frame_order import refusal as frame_refusal
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import full, item, pb, prefill, refused, top, until
 
@@ -74,6 +77,23 @@ async def opened(served: Served, **hello: Any) -> AsyncIterator[Stream]:
 def refusal(answer: session_pb2.SessionResponse) -> tuple[int, Reason]:
     assert answer.WhichOneof("frame") == "error"
     return answer.step_id, error_from_status(answer.error).reason
+
+
+class Script:
+    """A stream whose frames lie there already: each is read without giving anything else a turn."""
+
+    def __init__(self, frames: list[session_pb2.SessionRequest]) -> None:
+        self._frames = iter(frames)
+        self.answers: dict[int, session_pb2.SessionResponse] = {}
+
+    async def read(self) -> Any:
+        return next(self._frames, grpc.aio.EOF)
+
+    async def write(self, answer: session_pb2.SessionResponse) -> None:
+        self.answers[answer.step_id] = answer
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
 
 
 OUTPUTS = {
@@ -152,7 +172,10 @@ async def test_an_answer_too_large_for_a_message_goes_through_a_session() -> Non
             while (answer := await stream.read()).WhichOneof("frame") == "rows":
                 size += len(answer.rows.rows.data)
             assert size == 20 * 1024
-            step = await stream.send(forward=session_pb2.SessionForward(items=[item(range(60), output=output)]))
+            [alone] = (await stream.forward(item(range(60), output=output))).results
+            assert error_from_status(alone.error).reason is Reason.OUTPUT_TOO_LARGE
+            two = [item(range(30), output=output)] * 2  # neither is too large, together they are
+            step = await stream.send(forward=session_pb2.SessionForward(items=two))
             assert refusal(await stream.read()) == (step, Reason.OUTPUT_TOO_LARGE)
 
 
@@ -178,6 +201,24 @@ async def test_operations_answer_per_handle(served: Served) -> None:
         uneven = await stream.ask(truncate=session_pb2.SessionTruncate(handles=[two], lengths=[]))
         assert refusal(uneven)[1] is Reason.INVALID_REQUEST
         assert (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.sequences == 2
+    await served.check()
+
+
+@pytest.mark.parametrize("first", FRAMES)
+async def test_frames_claim_their_sequence_in_the_order_in_which_they_are_read(served: Served, first: str) -> None:
+    server = served.server
+    for second in FRAMES:
+        handle = await prefill(served, PROMPT)
+        frames = [{"hello": session_pb2.SessionHello()}, FRAMES[first](handle), FRAMES[second](handle)]
+        script: Any = Script([session_pb2.SessionRequest(step_id=n, **frame) for n, frame in enumerate(frames)])
+        await Session(server.books, server.calls, server.sessions, script).run()
+        assert frame_refusal(script.answers[1]) is None, second
+        shares = first == second and "repeats" in first
+        waits = second == "release of any version"
+        if shares or waits or "keep_alive" in {first, second}:
+            assert frame_refusal(script.answers[2]) is None, second
+        else:
+            assert frame_refusal(script.answers[2]) is Reason.SEQUENCE_BUSY, second
     await served.check()
 
 
@@ -257,7 +298,7 @@ async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_g
         handle = await stream.prefill(PROMPT)
         frame = session_pb2.SessionForward(items=[item([5], handle)])
         with monkeypatch.context() as patch:
-            patch.setattr(ForwardPath, "start", fail)
+            patch.setattr(ForwardPath, "forward", fail)
             assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
         with monkeypatch.context() as patch:  # the step ran by then
             patch.setattr(served.server.books, "pressure", fail)
