@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
-from ferrum_rpc.client.arguments import Output, Tokens, as_number, as_output, as_tokens
+from ferrum_rpc.client.arguments import Output, Tokens, as_list, as_number, as_output, as_tokens
+from ferrum_rpc.client.generation import GREEDILY, generated
 from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
@@ -156,6 +158,33 @@ class Sequence:
         with self._claimed("verify"):
             self._must_exist("verify")
             return await self._feed(self._link.verify, listed, spec, truncate_to, deadline)
+
+    def generate(
+        self,
+        tokens: Tokens,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[int, None]:
+        """Feed ``tokens`` (a prompt, or what goes on from here), then every token that is chosen, and yield those:
+        ``async for token in sequence.generate(prompt, max_tokens=64)``.
+
+        It ends after ``max_tokens`` (None: no bound), before a token of ``stop`` (default: the model's end-of-sequence
+        tokens), which is not yielded, or where the context is full. ``sampling``: how tokens are chosen; None takes the
+        best one. A sampled text depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
+
+        L counts all but the last token that was yielded, which is not fed yet. So a stream may be left or closed
+        (``aclose``) anywhere, and `generate` from that token goes on. An error or a cancellation in a step leaves what
+        the step's own call would; where its fate is unknown, going on in this way settles it.
+        """
+        listed = as_tokens(tokens)
+        most = None if max_tokens is None else as_number(max_tokens, "max_tokens", least=1)
+        ends = None if stop is None else frozenset(as_list(stop, "stop"))
+        return generated(
+            self, self._link, listed, most=most, sampling=sampling or GREEDILY, ends=ends, timeout_s=timeout_s
+        )
 
     def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:  # noqa: B008
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
