@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-FAMILIES: dict[str, str] = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES: dict[str, str] = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 
 TINY: dict[str, Any] = {
     "vocab_size": 300,
@@ -33,6 +39,7 @@ TINY: dict[str, Any] = {
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
 }

@@ -1,7 +1,7 @@
 """Typed reading of a configuration that somebody else wrote.
 
-``config.json`` comes from the internet: every field is checked where it is read, and the error names the field. Nothing
-here knows what the fields mean.
+``config.json`` comes from the internet: every field is checked where it is read, and the error names the field. What
+was asked for is remembered, so that the rest can be refused. Nothing here knows what the fields mean.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Fields:
     def __init__(self, data: Mapping[str, object], path: str = "") -> None:
         self._data = data
         self._path = path
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._data
@@ -43,7 +44,12 @@ class Fields:
 
     def value(self, field: str) -> object:
         """The raw value, or None."""
+        self._read.add(field)
         return self._data.get(field)
+
+    def unread(self) -> dict[str, object]:
+        """What nobody asked for yet and is not null."""
+        return {field: value for field, value in self._data.items() if field not in self._read and value is not None}
 
     def integer(self, field: str, default: int | _Required = REQUIRED, *, low: int = 1, high: int = LARGEST) -> int:
         """A whole number within ``low .. high``."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.config_keys import ROPE_IRRELEVANT, refuse_unread
 from ferrum_rpc.models.fields import Fields
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
@@ -51,13 +52,12 @@ class RopeSpec:
         Raises NotSupported for a scaling that cannot be served, InvalidRequest for one that is malformed; both name the
         field.
         """
-        section = "rope_scaling" if config.table("rope_scaling") else "rope_parameters"
-        rope = config.table(section) or Fields({}, section)
-        theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
+        rope = _section(config)
+        theta = _agreed(rope, config, "rope_theta") or DEFAULT_THETA
         if theta <= 1:
             raise InvalidRequest(f"rope_theta must be greater than 1, not {theta}", field="rope_theta")
         kind = rope.text("rope_type", rope.text("type", "default"))
-        if kind not in SUPPORTED:
+        if kind not in SUPPORTED or rope.text("type", kind) != kind:
             field = rope.name("rope_type" if "rope_type" in rope else "type")
             raise NotSupported(f"{field} {kind!r} is not supported; supported: {', '.join(SUPPORTED)}", field=field)
         for where in (rope, config):
@@ -67,13 +67,17 @@ class RopeSpec:
         for layer_type in ("full_attention", "sliding_attention"):
             if layer_type in rope:
                 raise NotSupported(f"{rope.name(layer_type)}: one rotation for all layers", field=rope.name(layer_type))
+        spec = cls._of_kind(kind, theta, rope, config, max_context)
+        refuse_unread(rope, ROPE_IRRELEVANT, {})
+        return spec
+
+    @classmethod
+    def _of_kind(cls, kind: str, theta: float, rope: Fields, config: Fields, max_context: int) -> RopeSpec:
         if kind == "default":
             return cls(theta=theta)
         if kind == "linear":
             return cls("linear", theta, rope.number("factor"))
-        # transformers gives a value beside the section priority over the one within
-        outer = config.integer("original_max_position_embeddings", 0, low=0)
-        original = outer or rope.integer("original_max_position_embeddings", max_context)
+        original = int(_agreed(rope, config, "original_max_position_embeddings", whole=True) or max_context)
         if kind == "llama3":
             return cls._llama3(rope, theta, original)
         return cls._yarn(rope, theta, original, max_context)
@@ -106,6 +110,26 @@ class RopeSpec:
             truncate=rope.flag("truncate", True),
             attention_factor=scaling,
         )
+
+
+def _section(config: Fields) -> Fields:
+    """``rope_scaling`` or ``rope_parameters``, whichever there is."""
+    old, new = config.table("rope_scaling"), config.table("rope_parameters")
+    if old and new and config.value("rope_scaling") != config.value("rope_parameters"):
+        raise InvalidRequest("rope_scaling and rope_parameters differ: which counts?", field="rope_scaling")
+    return old or new or Fields({}, "rope_parameters")
+
+
+def _agreed(rope: Fields, config: Fields, field: str, *, whole: bool = False) -> float | None:
+    """A number that stands in the section or beside it; where it stands in both, they must be one."""
+    found = [
+        where.integer(field) if whole else where.number(field)
+        for where in (rope, config)
+        if where.value(field) is not None
+    ]
+    if len(set(found)) > 1:
+        raise InvalidRequest(f"{rope.name(field)} {found[0]} and {field} {found[1]} differ", field=rope.name(field))
+    return found[0] if found else None
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -1,9 +1,10 @@
 """What makes a decoder: a model family is data.
 
 `ModelSpec.from_config` reads a Hugging Face ``config.json``, in the style of transformers 4 or 5, into the few facts
-in which Llama, Qwen2, Qwen3 and Mistral differ. The defaults of absent fields and the meaning of a sliding window are
-those of transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the keys at
-p - W + 1 .. p. What a model cannot be served with is refused here, by the field's name, before any weight is read.
+in which Llama, Qwen2, Qwen3, Mistral and Ministral differ. The defaults of absent fields and the meaning of a sliding
+window are those of transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the
+keys at p - W + 1 .. p. What a model cannot be served with is refused here, by the field's name, before any weight is
+read; `config_keys` says what need not be read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.rope import RopeSpec
 
@@ -34,9 +36,10 @@ ACTIVATIONS = {
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one architecture reads its configuration. ``qkv_bias`` and ``output_bias`` None: ``attention_bias`` says.
-    ``windows``: "none", "all" layers, or "listed" in ``layer_types``."""
+    ``windows``: "none", "all" layers, or those from ``max_window_layers`` on where ``use_sliding_window`` says so
+    ("some"); ``layer_types`` goes before."""
 
-    model_type: str
+    model_types: tuple[str, ...]
     qkv_bias: bool | None
     output_bias: bool | None
     mlp_bias: bool
@@ -46,12 +49,14 @@ class Family:
     head_dim: int | None = None
 
 
+_MISTRAL = Family(("mistral", "ministral"), False, False, mlp_bias=False, qk_norm=False, windows="all", kv_heads=8)
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", None, None, mlp_bias=True, qk_norm=False, windows="none"),
-    "MistralForCausalLM": Family("mistral", False, False, mlp_bias=False, qk_norm=False, windows="all", kv_heads=8),
-    "Qwen2ForCausalLM": Family("qwen2", True, False, mlp_bias=False, qk_norm=False, windows="listed", kv_heads=32),
+    "LlamaForCausalLM": Family(("llama",), None, None, mlp_bias=True, qk_norm=False, windows="none"),
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": Family(("qwen2",), True, False, mlp_bias=False, qk_norm=False, windows="some", kv_heads=32),
     "Qwen3ForCausalLM": Family(
-        "qwen3", None, None, mlp_bias=False, qk_norm=True, windows="listed", kv_heads=32, head_dim=128
+        ("qwen3",), None, None, mlp_bias=False, qk_norm=True, windows="some", kv_heads=32, head_dim=128
     ),
 }
 """By ``architectures[0]``. ``kv_heads`` and ``head_dim`` are what an absent field means there, ``mlp_bias`` whether the
@@ -108,9 +113,8 @@ class ModelSpec:
             )
         layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         max_context = config.integer("max_position_embeddings")
-        attention_bias = config.flag("attention_bias", False)
         bos = config.token_ids("bos_token_id")
-        return cls(
+        spec = cls(
             architecture=architecture,
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden,
@@ -123,8 +127,8 @@ class ModelSpec:
             norm_eps=config.number("rms_norm_eps", 1e-6),
             activation=_activation(config),
             rope=RopeSpec.from_config(config, max_context),
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=attention_bias if family.output_bias is None else family.output_bias,
+            qkv_bias=config.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias,
+            output_bias=config.flag("attention_bias", False) if family.output_bias is None else family.output_bias,
             mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
             tied_embeddings=config.flag("tie_word_embeddings", False),
@@ -133,6 +137,8 @@ class ModelSpec:
             bos_token_id=bos[0] if bos else None,
             dtype=config.text("dtype", config.text("torch_dtype", "")) or None,
         )
+        refuse_unread(config, IRRELEVANT, NEUTRAL)
+        return spec
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
@@ -143,16 +149,18 @@ class ModelSpec:
 
 def _family(config: Fields) -> tuple[str, Family]:
     supported = ", ".join(FAMILIES)
-    names = config.texts("architectures")
+    names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
         if names[0] not in FAMILIES:
             raise NotSupported(
                 f"architectures: {names[0][:80]!r} is not supported; supported: {supported}", field="architectures"
             )
-        return names[0], FAMILIES[names[0]]
-    model_type = config.text("model_type", "")
+        family = FAMILIES[names[0]]
+        if model_type and model_type not in family.model_types:
+            raise InvalidRequest(f"model_type {model_type[:80]!r} is not that of {names[0]}", field="model_type")
+        return names[0], family
     for architecture, family in FAMILIES.items():
-        if family.model_type == model_type:
+        if model_type in family.model_types:
             return architecture, family
     if model_type:
         raise NotSupported(
@@ -185,20 +193,24 @@ def _activation(config: Fields) -> str:
 
 
 def _windows(config: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Absent ``sliding_window`` means 4096, null means none, as in transformers."""
-    if family.windows == "none":
-        return (None,) * layers
-    window = None
-    if "sliding_window" not in config or config.value("sliding_window") is not None:
-        window = config.integer("sliding_window", 4096)
-    if family.windows == "all":
-        return (window,) * layers
-    if not config.flag("use_sliding_window", False):
-        window = None
-    types = config.texts("layer_types")
-    if not types:
+    """Absent ``sliding_window`` means 4096 where the family has windows, null means none, as in transformers. A switch
+    or a list that contradicts the family is refused."""
+    window, first = None, 0
+    if "sliding_window" not in config and family.windows != "none":
+        window = 4096
+    elif config.value("sliding_window") is not None:
+        window = config.integer("sliding_window")
+    used = config.flag("use_sliding_window", window is not None and family.windows != "some")
+    if family.windows == "none" and used:
+        raise NotSupported(f"sliding_window: {window} is not supported for this architecture", field="sliding_window")
+    if family.windows == "all" and used != (window is not None):
+        raise InvalidRequest(f"use_sliding_window {used} contradicts sliding_window", field="use_sliding_window")
+    window = window if used else None
+    if window is None or family.windows == "some":
         first = config.integer("max_window_layers", 28, low=0)
+    if config.value("layer_types") is None:
         return tuple(window if layer >= first else None for layer in range(layers))
+    types = config.texts("layer_types")
     if len(types) != layers:
         raise InvalidRequest(f"layer_types has {len(types)} entries for {layers} layers", field="layer_types")
     for kind in types:

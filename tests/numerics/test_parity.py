@@ -6,10 +6,14 @@ not ours to measure.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from ferrum_rpc.engine.loading import load_model
+from tests.checkpoints import make_checkpoint
 from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst
 
 TOKENS = np.random.default_rng(7).integers(0, 300, size=40)
@@ -36,6 +40,15 @@ CASES = {
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral window": ("mistral", {"sliding_window": 7}),
+    "ministral": (
+        "ministral",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral, a window everywhere": ("ministral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16, "beta_slow": 2}}),
     "qwen2 windows from layer 1": (
@@ -47,6 +60,15 @@ CASES = {
     "qwen3 biases": ("qwen3", {"attention_bias": True}),
     "qwen3 as many head channels as heads": ("qwen3", {"head_dim": 4}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
+    "qwen2 listed windows, whatever max_window_layers says": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen3 listed windows": (
         "qwen3",
         {
@@ -69,6 +91,21 @@ def test_float32_is_the_oracle_to_2e_5_whole_chunked_and_decoded(case):
         ours = Executor(decoder).run(TOKENS, split)
         assert worst(ours, truth) <= 2e-5
         assert (ours.argmax(-1) == truth.argmax(-1)).all()
+
+
+def test_mistral_with_layer_types_is_ministral_as_it_is_published(tmp_path):
+    """Ministral 8B says MistralForCausalLM; transformers' AutoModel reads its list of layers nevertheless."""
+    import transformers
+
+    family, overrides = CASES["ministral"]
+    folder = make_checkpoint(tmp_path, family, **overrides)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (folder / "config.json").write_text(json.dumps(config))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    ours = Executor(load_model(folder, torch.float32, torch.device("cpu"))).run(TOKENS, [40])
+    assert worst(ours, truth) <= 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -17,8 +17,14 @@ def spec_of(model):
     return ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, fields) for family in FAMILIES for fields in ({}, {"tie_word_embeddings": True})),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
 def test_the_layout_is_the_state_of_the_transformers_model(family, fields):
     model = make_model(family, **fields)
     spec = spec_of(model)

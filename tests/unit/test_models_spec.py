@@ -62,7 +62,7 @@ def test_what_the_families_differ_in():
     biased = ModelSpec.from_config(QWEN3 | {"attention_bias": True})
     assert biased.qkv_bias and biased.output_bias
     assert ModelSpec.from_config(LLAMA | {"mlp_bias": True}).mlp_bias
-    assert not ModelSpec.from_config(MISTRAL | {"mlp_bias": True, "attention_bias": True}).mlp_bias
+    assert ModelSpec.from_config(MISTRAL | {"mlp_bias": False, "attention_bias": False}) == mistral
 
 
 def test_windows():
@@ -77,7 +77,12 @@ def test_windows():
     listed = ["full_attention", "sliding_attention"] * 2
     assert windows(QWEN3, sliding_window=7, use_sliding_window=True, layer_types=listed) == (None, 7, None, 7)
     assert windows(QWEN3, layer_types=["full_attention"] * 4) == (None,) * 4
-    assert windows(LLAMA, sliding_window=7) == (None,) * 4
+    assert windows(QWEN3, layer_types=None) == (None,) * 4
+    assert windows(MISTRAL, sliding_window=7, layer_types=listed) == (None, 7, None, 7)
+    assert windows(MISTRAL | {"model_type": "ministral"}, sliding_window=7, layer_types=listed) == (None, 7, None, 7)
+    # what a conversion from Qwen2 leaves behind
+    assert windows(LLAMA, sliding_window=7, use_sliding_window=False, max_window_layers=2) == (None,) * 4
+    assert windows(LLAMA, layer_types=["full_attention"] * 4) == (None,) * 4
 
 
 @pytest.mark.parametrize("family", TEST_FAMILIES)
@@ -166,6 +171,28 @@ def test_sizes_must_be_there_and_be_sizes(field):
         ({"rope_scaling": {"rope_type": "yarn", "truncate": 0}}, InvalidRequest, "rope_scaling.truncate"),
         ({"partial_rotary_factor": 0.5}, NotSupported, "partial_rotary_factor"),
         (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}},
+            NotSupported,
+            "rope_scaling.rope_type",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 2}}, NotSupported, "rope_scaling.mscale"),
+        ({"rope_scaling": {"rope_theta": 7.0}}, InvalidRequest, "rope_scaling.rope_theta"),
+        ({"rope_parameters": {"rope_type": "default"}}, InvalidRequest, "rope_scaling"),
+        (
+            {"original_max_position_embeddings": 4096},
+            InvalidRequest,
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        ({"model_type": "qwen2"}, InvalidRequest, "model_type"),
+        ({"sliding_window": 7}, NotSupported, "sliding_window"),
+        ({"attn_logit_softcapping": 50.0}, NotSupported, "attn_logit_softcapping"),
+        ({"rope_interleaved": True}, NotSupported, "rope_interleaved"),
+        ({"use_mrope": 0}, NotSupported, "use_mrope"),
+        ({"use_mrope": True}, NotSupported, "use_mrope"),
+        ({"is_encoder_decoder": True}, NotSupported, "is_encoder_decoder"),
+        ({"query_pre_attn_scalar": 256}, NotSupported, "query_pre_attn_scalar"),
+        ({"a key that nobody knows": []}, NotSupported, "a key that nobody knows"),
+        (
             {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
             NotSupported,
             "rope_parameters.full_attention",
@@ -189,8 +216,59 @@ def test_layer_types_must_fit(fields, error):
     refused(QWEN3 | fields, error, "layer_types")
 
 
+def test_a_family_without_a_feature_refuses_it():
+    refused(MISTRAL | {"attention_bias": True}, NotSupported, "attention_bias")
+    refused(QWEN3 | {"mlp_bias": True}, NotSupported, "mlp_bias")
+    refused(MISTRAL | {"use_sliding_window": False}, InvalidRequest, "use_sliding_window")
+    refused(MISTRAL | {"max_window_layers": 3}, NotSupported, "max_window_layers")
+    refused(LLAMA | {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, InvalidRequest, "layer_types")
+
+
+def test_null_says_nothing():
+    assert ModelSpec.from_config(LLAMA | {"a key that nobody knows": None}) == ModelSpec.from_config(LLAMA)
+
+
+PUBLISHED = {
+    "Llama 3.2": LLAMA
+    | {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "head_dim": 128, "pretraining_tp": 1}
+    | {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "tie_word_embeddings": True}
+    | {"transformers_version": "4.45.0.dev0"},
+    "SmolLM2": without(LLAMA, "rope_scaling")
+    | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "phi-4 as Llama": without(LLAMA, "rope_scaling")
+    | {"original_max_position_embeddings": 16384, "unsloth_fixed": True, "rope_scaling": None},
+    "Llama 2": without(LLAMA, "rope_scaling")
+    | {"_name_or_path": "x", "max_length": 4096, "pad_token_id": 0, "temperature": 0.9, "top_p": 0.6},
+    "Qwen2.5": QWEN2
+    | {"attention_dropout": 0.0, "max_window_layers": 70, "sliding_window": 131072, "use_sliding_window": False}
+    | {"use_mrope": False, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "Qwen3": QWEN3
+    | {"attention_bias": False, "head_dim": 128, "max_window_layers": 36, "rope_scaling": None, "sliding_window": None}
+    | {"use_sliding_window": False, "layer_types": ["full_attention"] * 32},
+    "Mistral 7B": MISTRAL | {"sliding_window": 4096, "use_cache": True},
+    "Yarn Mistral": MISTRAL
+    | {"auto_map": {"AutoModelForCausalLM": "modeling_mistral_yarn.MistralForCausalLM"}}
+    | {"rope_scaling": {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192, "type": "yarn"}},
+    "Mistral Small, saved by transformers 5": without(MISTRAL, "rope_theta", "rope_scaling", "torch_dtype")
+    | {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e9, "rope_type": "default"}, "sliding_window": None}
+    | {"unsloth_version": "2025.12.5", "pad_token_id": 11},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_they_are_published_are_read(name):
+    assert ModelSpec.from_config(PUBLISHED[name]).layers == 32
+
+
 def test_errors_do_not_repeat_a_megabyte():
-    for fields in ({"architectures": ["x" * 10**6]}, {"hidden_act": "y" * 10**6}, {"vocab_size": "z" * 10**6}):
+    for fields in (
+        {"k" * 10**6: 1},
+        {"unknown": "v" * 10**6},
+        {"model_type": "m" * 10**6},
+        {"architectures": ["x" * 10**6]},
+        {"hidden_act": "y" * 10**6},
+        {"vocab_size": "z" * 10**6},
+    ):
         with pytest.raises(ExecutorError) as caught:
             ModelSpec.from_config(LLAMA | fields)
         assert len(caught.value.message) < 400

@@ -1,0 +1,81 @@
+"""Which keys of a ``config.json`` are honoured, and which need not be.
+
+A key that a spec asks for is read. Of the others a key must be here, or be null; else it is refused by its name: a
+key that nobody knows may be one that changes every number (a soft cap, a scale, a norm more), and a model that answers
+wrongly tells nobody. What stands here was looked up in transformers 5.23, whose classes for the supported families
+read no such key in a forward pass, and in the configurations that are published for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.models.fields import Fields
+
+IRRELEVANT: Final = frozenset(
+    (
+        # where the file comes from, and who wrote it
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed"),
+        *("auto_map", "_auto_class", "transformers.js_config", "is_llama_config", "model_name", "paddlenlp_version"),
+        # how somebody else's code runs; code that comes with a checkpoint is never run here
+        *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript"),
+        *("chunk_size_feed_forward", "pretraining_tp", "gradient_checkpointing", "use_bfloat16", "is_decoder"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
+        *("_attn_implementation_autoset", "_experts_implementation", "_experts_implementation_internal"),
+        *("_flash_attn_2_enabled", "use_flash_attention", "use_flash_attention_2", "use_sdpa", "tf_legacy_loss"),
+        # training
+        *("initializer_range", "attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "embd_pdrop"),
+        *("resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+        "neftune_noise_alpha",
+        # other heads than the next token's
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        # text, tokens and generation: a scheduler's business
+        *("tokenizer_class", "prefix", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+        *("model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side", "max_sequence_length"),
+        *("max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample", "early_stopping", "num_beams"),
+        *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+        *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "length_penalty", "exponential_decay_length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids"),
+        *("num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens"),
+        *("num_assistant_tokens_schedule", "tie_last_hidden_states"),
+        # the context before scaling, where no scaling asks for it
+        "original_max_position_embeddings",
+    )
+)
+"""Keys whose value changes no logit of a supported family."""
+
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "attention_bias": (False,),  # of families whose biases are given
+    "mlp_bias": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "per_layer_config": ({},),
+    "alibi": (False,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "rope_scaling_factor": (1.0,),
+    "scale_attn_weights": (True,),
+    "quantization": ({},),
+}
+"""Keys that are taken where they say that a feature is off, by the values that do."""
+
+ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
+"""As `IRRELEVANT`, of ``rope_scaling`` and ``rope_parameters``."""
+
+
+def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise NotSupported for the first key that nobody asked for and that might mean something."""
+    for key, value in fields.unread().items():
+        if key in irrelevant or any(value == each and type(value) is type(each) for each in neutral.get(key, ())):
+            continue
+        name, shown = fields.name(key[:80]), repr(value)[:80]
+        why = "is not supported" if key in neutral else "is not known here, and might change what the model computes"
+        raise NotSupported(
+            f"{name}: {shown} {why}; remove it from the configuration if the model does without", field=name
+        )

@@ -1,0 +1,148 @@
+"""Every key of a configuration counts as it does in transformers, or is refused by its name.
+
+The keys are those of transformers' own classes, each with another value than usual: what another version adds fails
+here until somebody decides what it means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.rope import SUPPORTED, RopeSpec, inverse_frequencies
+from ferrum_rpc.models.spec import ModelSpec
+from tests.checkpoints import FAMILIES, TINY, make_model
+from tests.numerics.harness import Executor, native, reference_logits, worst
+
+TOKENS = np.random.default_rng(7).integers(0, 200, size=24)
+
+SWITCHED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOWS = {"mistral": {"sliding_window": 5}, "ministral": {"sliding_window": 5}, "qwen2": SWITCHED, "qwen3": SWITCHED}
+
+OTHERWISE = {
+    "_name_or_path": "somewhere",
+    "architectures": ["MambaForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.5,
+    "bos_token_id": 9,
+    "chunk_size_feed_forward": 2,
+    "dtype": "bfloat16",
+    "eos_token_id": [3, 4],
+    "head_dim": 32,
+    "hidden_act": "gelu",
+    "hidden_size": 96,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "initializer_range": 0.5,
+    "intermediate_size": 160,
+    "is_encoder_decoder": True,
+    "label2id": {"a": 0},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 64,
+    "max_window_layers": 0,
+    "mlp_bias": True,
+    "model_type": "gpt2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "pad_token_id": 5,
+    "pretraining_tp": 2,
+    "problem_type": "regression",
+    "return_dict": False,
+    "rms_norm_eps": 0.1,
+    "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    "sliding_window": 3,
+    "tie_word_embeddings": True,
+    "transformers_version": "9.9.9",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 200,
+}
+"""A value of every key that a class of transformers has, which is not the one that the tests' models have."""
+
+FORM = {"return_dict": True}
+"""Keys that change the form of transformers' answer: the oracle keeps them."""
+
+
+def keys_of(family):
+    config = getattr(transformers, f"{FAMILIES[family]}Config")
+    return {*config().to_dict(), *(field.name for field in dataclasses.fields(config))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_transformers_is_tried(family):
+    assert keys_of(family) <= OTHERWISE.keys()
+
+
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family in FAMILIES for key in sorted(keys_of(family))])
+def test_another_value_gives_what_transformers_gives_or_is_refused_by_name(family, key):
+    base = make_model(family, **WINDOWS.get(family, {})).config.to_dict()
+    base["architectures"] = [f"{FAMILIES[family]}ForCausalLM"]
+    base.pop("layer_types", None)
+    data = base | {key: OTHERWISE[key]}
+    try:
+        ModelSpec.from_config(data)
+    except ExecutorError as refusal:
+        assert refusal.field == key
+        return
+    named = {name: value for name, value in data.items() if name != "model_type"}
+    reference = make_model(family, **named | {name: value for name, value in FORM.items() if name == key})
+    truth = reference_logits(reference.double(), TOKENS, torch.float64)
+    reference.config.update({key: OTHERWISE[key]})
+    assert worst(Executor(native(reference)).run(TOKENS, [len(TOKENS)]), truth) <= 2e-5
+
+
+PARTS = {
+    "rope_theta": 500.0,
+    "rope_type": "dynamic",
+    "partial_rotary_factor": 0.5,
+    "factor": 3.0,
+    "original_max_position_embeddings": 4096,
+    "attention_factor": 0.7,
+    "beta_fast": 20,
+    "beta_slow": 3,
+    "short_factor": [1.0] * 32,
+    "long_factor": [2.0] * 32,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 8.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "truncate": False,
+    "mrope_section": [8, 12, 12],
+}
+KINDS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("part", RopeParameters.__annotations__)
+def test_every_part_of_a_rotation_counts_as_in_transformers_or_is_refused_by_name(kind, part):
+    section = {"rope_theta": 10_000.0, "rope_type": kind, **KINDS[kind], part: PARTS[part]}
+    try:
+        spec = RopeSpec.from_config(Fields({"rope_parameters": section}), 32768)
+    except (InvalidRequest, NotSupported) as refusal:
+        assert refusal.field == f"rope_parameters.{part}"
+        return
+    fields = {name: value for name, value in TINY.items() if name != "rope_theta"} | {"head_dim": 64}
+    fields["max_position_embeddings"] = 32768
+    config = transformers.LlamaConfig(**fields, rope_parameters=section)
+    if kind == "default":
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        expected, scaling = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        expected, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+    assert torch.equal(inverse_frequencies(spec, 64), expected)
+    assert spec.attention_factor == pytest.approx(scaling, rel=1e-12)
