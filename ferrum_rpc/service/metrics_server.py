@@ -1,15 +1,19 @@
 """``/metrics`` on a port of its own: whoever may scrape need not be able to call.
 
 A thread answers, past the event loop: it does even while the loop or the model is stuck, when the numbers are wanted
-most.
+most. Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS`
+are open, the oldest goes, so whoever holds connections open holds up nobody else.
 """
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
+import time
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Final
+from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -17,8 +21,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from ferrum_rpc.service.listen import PortInUse
 
 REQUEST_TIMEOUT_S: Final = 10.0
-"""A connection that sends no request gives its thread back after this."""
+"""A connection whose request is not asked and answered by then is closed, however busily it sends."""
 
+MAX_CONNECTIONS: Final = 64
+BACKLOG: Final = 128
+"""Connections that the system keeps until they are taken."""
 
 STOP_POLL_S: Final = 0.1
 """How often the thread asks whether it should end."""
@@ -55,6 +62,38 @@ class MetricsServer:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = BACKLOG
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a new connection its thread, and an old one's up where there are too many."""
+        self._open[request] = time.monotonic()
+        self._close_oldest(MAX_CONNECTIONS, 0.0)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Between two looks at the port: close what takes too long."""
+        self._close_oldest(0, REQUEST_TIMEOUT_S)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The connection's own thread has done with it."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is slow or gone is no event of the executor's."""
+
+    def _close_oldest(self, most: int, age_s: float) -> None:
+        """Wake the threads of what is above ``most`` and older than ``age_s``: their connection is at its end."""
+        for request, since in list(self._open.items())[: max(0, len(self._open) - most)]:
+            if time.monotonic() - since < age_s:
+                return
+            self._open.pop(request, None)
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Without the base class's look-up of the own host name, which takes seconds where no name server answers."""
@@ -71,6 +110,10 @@ class _Quiet(WSGIRequestHandler):
     """One line a scrape is nothing that an operator wants to read."""
 
     timeout = REQUEST_TIMEOUT_S
+
+    def get_stderr(self) -> Any:
+        """Where the answer to a client that is gone would be complained about."""
+        return io.StringIO()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
         """Say nothing."""

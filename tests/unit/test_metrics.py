@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
+import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from wsgiref.simple_server import make_server
 
 import pytest
 import structlog
@@ -21,14 +25,14 @@ from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import CacheState, StepTiming
 from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
-from ferrum_rpc.service import tracing
+from ferrum_rpc.service import metrics_server, tracing
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.correlation import ids_of, parse_traceparent, request_id_of
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
 from ferrum_rpc.service.metrics import Metrics, registry_of
-from ferrum_rpc.service.metrics_server import MetricsServer
+from ferrum_rpc.service.metrics_server import MAX_CONNECTIONS, MetricsServer, _Quiet, _Server
 from ferrum_rpc.service.refusals import ADVICE, BURST, RefusalLog
 from ferrum_rpc.service.tracing import TracingError, connect
 from ferrum_rpc.wire.status import CODE_BY_REASON
@@ -102,6 +106,60 @@ def test_promtool_agrees(scraped: MetricsServer) -> None:
         [promtool, "check", "metrics"], input=fetch(scraped.url), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def connection(server: MetricsServer) -> socket.socket:
+    port = urllib.parse.urlsplit(server.url).port
+    assert port is not None
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def test_connections_that_come_at_once_wait_their_turn() -> None:
+    """Before anybody takes one: what does not fit into the system's queue would try again after a second."""
+    server = make_server("127.0.0.1", 0, lambda *_: [], _Server, _Quiet)
+    clients = [socket.socket() for _ in range(64)]
+    try:
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(server.server_address)
+        poll = select.poll()
+        for client in clients:
+            poll.register(client, select.POLLOUT)
+        assert len(poll.poll(0)) == len(clients)
+    finally:
+        for each in (*clients, server):
+            (each.close if isinstance(each, socket.socket) else each.server_close)()
+
+
+def test_whoever_holds_connections_open_holds_up_nobody_and_no_thread_for_long(scraped: MetricsServer) -> None:
+    before = threading.active_count()
+    held = [connection(scraped) for _ in range(MAX_CONNECTIONS + 40)]
+    try:
+        held[-1].sendall(b"GET /metr")
+        assert series(fetch(scraped.url))
+        assert held[0].recv(1) == b"", "the oldest had to go"
+        held[-1].sendall(b"ics HTTP/1.0\r\n\r\n")
+        assert held[-1].recv(5) == b"HTTP/"
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 1
+    finally:
+        for each in held:
+            each.close()
+
+
+def test_a_request_that_comes_byte_by_byte_has_its_end(scraped: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.3)
+    with connection(scraped) as slow:
+        slow.settimeout(0.02)
+        for _ in range(1500):
+            try:
+                slow.sendall(b"G")
+                if slow.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return
+    raise AssertionError("it goes on for ever")
 
 
 def test_free_and_used_blocks_are_all_blocks_and_one_state_holds(scraped: MetricsServer) -> None:
