@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,9 @@ from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.tls import ServerCertificates
 
 UNIX: Final = "unix:"
+LOCK_TRIES: Final = 25
+LOCK_WAIT_S: Final = 0.02
+"""Between two tries: half a second for a server that binds, which takes milliseconds."""
 
 log = structlog.get_logger("ferrum_rpc.security")
 
@@ -104,14 +108,19 @@ def _place(path: Path) -> Iterator[None]:
     """Hold the place of a unix socket while it is bound: nobody else's, and open to this user alone.
 
     gRPC unlinks whatever socket it finds there, a living server's too. So a server is asked first whether it lives, and
-    the folder is locked from the question to the answer, against one that starts at the same time.
+    a file beside the socket is locked from the question to the answer, against one that starts at the same time. The
+    file is ours alone, because whoever may open a file may lock it, and it stays, because a lock on a file that is gone
+    keeps nobody out.
     """
+    lock = path.with_name(f"{path.name}.lock")
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise PortInUse(f"cannot listen on {UNIX}{path}: {path.parent}: {error.strerror}") from error
+        raise PortInUse(f"cannot listen on {UNIX}{path}: {lock}: {error.strerror}") from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(
+            held, f"cannot listen on {UNIX}{path}: another process holds {lock}; if it is no server that starts, end it"
+        )
         if _taken(path):
             raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")
         before = os.umask(0o177)  # the socket is born with mode 0600; a chmod later would leave a gap
@@ -120,7 +129,17 @@ def _place(path: Path) -> Iterator[None]:
         finally:
             os.umask(before)
     finally:
-        os.close(folder)
+        os.close(held)
+
+
+def _lock(held: int, otherwise: str) -> None:
+    """Lock an open file; a server that starts at the same time has it for an instant."""
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_WAIT_S)
+    raise PortInUse(otherwise)
 
 
 def _taken(path: Path) -> bool:

@@ -58,7 +58,10 @@ class Security:
         return self.tokens is not None or self.tls_client_ca is not None
 
 
-def warn_if_world_readable(path: Path, mode: int, what: str) -> None:
-    """A secret that every user of the machine can read is logged, not refused: in a container there may be only one."""
-    if mode & stat.S_IROTH:
-        log.warning("secret_is_world_readable", what=what, path=str(path), action=f"chmod o-r {path}")
+def warn_if_open(path: Path, mode: int, what: str) -> None:
+    """A secret that other users of the machine can read or write is logged, not refused: in a container there may be
+    none."""
+    others = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+    if mode & others:
+        action = f"chmod go-rw {path}"
+        log.warning("secret_is_open", what=what, path=str(path), mode=f"{stat.S_IMODE(mode):04o}", action=action)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import structlog
 
-from ferrum_rpc.service.security import Security, SecurityError, warn_if_world_readable
+from ferrum_rpc.service.security import Security, SecurityError, warn_if_open
 
 Stamps = tuple[tuple[int, int, int], ...]
 
@@ -73,7 +73,7 @@ class ServerCertificates:
         self._check()
         if self._look() != stamps:
             raise SecurityError("TLS: the files were being written while they were read")
-        warn_if_world_readable(self._key, os.stat(self._key).st_mode, "tls_key")
+        warn_if_open(self._key, os.stat(self._key).st_mode, "tls_key")
         roots = client_ca[0] if client_ca else None
         return stamps, grpc.ssl_server_certificate_configuration([(key, cert)], roots)
 

@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.core import Caller
-from ferrum_rpc.service.security import SecurityError, warn_if_world_readable
+from ferrum_rpc.service.security import SecurityError, warn_if_open
 
 CHECK_EVERY_S: Final = 1.0
 """A removed token works about this long; a look at the file costs some microseconds of the event loop."""
@@ -78,7 +78,7 @@ class TokenFile:
         except UnicodeDecodeError:
             raise SecurityError(f"tokens: {self._path} is no text") from None  # the error would show the bytes
         callers = parse(text, str(self._path))
-        warn_if_world_readable(self._path, status.st_mode, "tokens")
+        warn_if_open(self._path, status.st_mode, "tokens")
         return _stamp(status), callers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import stat
@@ -24,11 +25,10 @@ from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.guard import Authenticator, Guard, guard_of
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
-from ferrum_rpc.service.registry import Registry
+from ferrum_rpc.service.methods import MethodTable
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.service.tokens import TokenFile, parse
-from tests.serving import LIMITS
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
 
 
 def test_where_nothing_is_asked_there_is_no_guard() -> None:
-    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k"))) is None
+    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k")), CallLog()) is None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -148,14 +148,20 @@ def replace(file: Path, text: str) -> None:
     fresh.replace(file)
 
 
-def test_a_secret_that_everybody_can_read_is_told(tmp_path: Path) -> None:
+def test_a_secret_that_others_can_read_or_write_is_told_at_the_start_and_when_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("alice a-token\n")
-    for mode, events in ((0o600, []), (0o640, []), (0o644, ["secret_is_world_readable"])):
+    for mode in (0o600, 0o640, 0o604, 0o620, 0o602, 0o700):
+        told = ["secret_is_open"] * (mode not in {0o600, 0o700})
         file.chmod(mode)
         with capture_logs() as logs:
-            TokenFile(file)
-        assert [each["event"] for each in logs] == events
+            known = TokenFile(file)
+        assert [each["event"] for each in logs] == told
+        replace(file, f"alice a-token\n# {mode}\n")
+        file.chmod(mode)
+        with capture_logs() as logs:
+            known.refresh()
+        assert [each["event"] for each in logs] == [*told, "tokens_loaded"]
         assert "a-token" not in str(logs)
 
 
@@ -285,6 +291,28 @@ async def test_what_a_dead_server_left_is_taken_over_and_a_file_is_not(tmp_path:
     assert file.read_text() == "precious"
 
 
+async def test_whoever_locks_the_sockets_folder_hinders_nobody_and_a_held_place_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    folder = os.open(tmp_path, os.O_RDONLY)  # any user may who can read it
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    server = grpc.aio.server()
+    bound = asyncio.to_thread(open_port, server, f"unix:{path}", 0, Security())
+    assert await asyncio.wait_for(bound, 30) == 0
+    os.close(folder)
+    lock = path.with_name("socket.lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600, "nobody else may open it, and so lock it"
+    await server.stop(None)
+    with lock.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(PortInUse, match=r"another process holds .*socket\.lock"):
+            open_port(grpc.aio.server(), f"unix:{path}", 0, Security())
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PortInUse, match=r"socket\.lock"):
+        open_port(grpc.aio.server(), f"unix:{path}", 0, Security())
+    assert not (tmp_path / "elsewhere").exists()
+
+
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +338,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
     (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
     server = grpc.aio.server()
     calls = CallLog()
-    table = Registry(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens"))), LIMITS)
+    table = MethodTable(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens")), calls))
     table.add_registered_method_handlers(
         "s",
         {
@@ -380,7 +408,7 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
 
 
 def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
-    table = Registry(CallLog(), Guard(Authenticator(None)), LIMITS)
+    table = MethodTable(CallLog(), Guard(Authenticator(None), CallLog()))
     with pytest.raises(TypeError, match="no async handler"):
         table.add_registered_method_handlers(
             "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
