@@ -1,52 +1,123 @@
-"""structlog for the programs: a console on a terminal, one JSON object a line otherwise. Called once, by a program."""
+"""structlog for the programs: a console on a terminal, one JSON object a line otherwise. Called once, by a program.
+
+A log line is never a reason to stop, or to wait. Lines are written by a thread of its own, because a reader that stalls
+would otherwise hang the event loop as soon as its pipe is full; what does not fit into `HELD_CHARACTERS` meanwhile is
+dropped, counted, and told when the reader goes on. Tracebacks have no values of local variables: prompts are among
+them.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
+import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO, cast
+from typing import Final, TextIO, cast
 
 import structlog
 
 from ferrum_rpc.terminal import colours
 
+HELD_CHARACTERS: Final = 1 << 20
+"""Of lines that wait for the reader."""
 
-class Unbreakable:
-    """A text stream whose reader may be gone. A log line is never a reason to stop: a drain that could not tell of its
-    beginning would not end."""
+FLUSH_S: Final = 1.0
+"""Seconds that the end of the program waits for the reader."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
 
-    def write(self, text: str) -> int:
-        """As the stream's, or nothing."""
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
+class LineWriter:
+    """Writes lines to a descriptor and never waits. ``resumed(lines)`` is called, by the writer's thread, when lines
+    were dropped and the reader has caught up. A reader that is gone is no error."""
+
+    def __init__(self, descriptor: int, resumed: Callable[[int], object]) -> None:
+        self.dropped = 0
+        self._descriptor = descriptor
+        self._resumed = resumed
+        self._lines: deque[str] = deque()
+        self._size = 0
+        self._told = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="ferrum-log", daemon=True).start()
+
+    def write(self, line: str) -> int:
+        """Have a line written, or dropped where too much waits."""
+        with self._changed:
+            if self._size + len(line) > HELD_CHARACTERS:
+                self.dropped += 1
+            else:
+                self._lines.append(line)
+                self._size += len(line)
+                self._changed.notify_all()
+        return len(line)
 
     def flush(self) -> None:
-        """As the stream's, or nothing."""
-        with suppress(OSError, ValueError):
-            self._stream.flush()
+        """Nothing: the thread writes as fast as it can."""
+
+    def drain(self, timeout_s: float = FLUSH_S) -> bool:
+        """Wait until all is written and told, but no longer than that. Whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._size and self._told == self.dropped, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                line = self._lines.popleft()
+            self._put(line.encode(errors="backslashreplace"))
+            with self._changed:
+                self._size -= len(line)
+                self._changed.notify_all()
+                lost = 0 if self._lines else self.dropped - self._told
+            if lost:
+                self._resumed(lost)
+                with self._changed:
+                    self._told += lost
+                    self._changed.notify_all()
+
+    def _put(self, data: bytes) -> None:
+        with suppress(OSError):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
+_writers: Final[list[LineWriter]] = []
+
+
+def lines_dropped() -> int:
+    """Log lines that the reader was too slow for, since the start."""
+    return sum(writer.dropped for writer in _writers)
 
 
 def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     """``log_format``: auto, console or json. Logs go to standard error; answers of commands to standard output."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=colours(sys.stderr)) if console else structlog.processors.JSONRenderer()
-    )
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    if not console:
-        processors.append(structlog.processors.dict_tracebacks)
+    if console:
+        processors.append(
+            structlog.dev.ConsoleRenderer(colors=colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback)
+        )
+    else:
+        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        processors += [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
+    writer = LineWriter(sys.stderr.fileno(), _tell)
+    _writers.append(writer)
+    atexit.register(writer.drain)
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unbreakable(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, writer)),
         cache_logger_on_first_use=False,
     )
+
+
+def _tell(lines: int) -> None:
+    action = "see what holds up whoever reads this log; until it went on, its lines were dropped"
+    structlog.get_logger("ferrum_rpc.logs").warning("log_lines_dropped", lines=lines, action=action)

@@ -22,7 +22,7 @@ from ferrum_rpc.engine.work import Described, Runner
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
-from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.logs import configure_logging, lines_dropped
 from ferrum_rpc.polling import polled
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
 from ferrum_rpc.service.listen import PortInUse
@@ -80,7 +80,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
     drained = asyncio.create_task(server.draining.done.wait())
     failing = asyncio.create_task(server.failed())
     try:
-        observation.begin(server, failpoints.fired)
+        observation.begin(server, failpoints.fired, lines_dropped)
         await asyncio.wait((loading, draining), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             runner = await loading

@@ -9,7 +9,7 @@ Labels come from fixed sets (method, code, reason, cause, state, failpoint): not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -27,15 +27,22 @@ PREFIX: Final = "ferrum_"
 
 
 class Metrics(Collector):
-    """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired."""
+    """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired.
+    ``lines_dropped()``: log lines that nobody read."""
 
     def __init__(
-        self, books: Books, calls: CallLog, steps: StepMeter, failpoints: Mapping[str, int] | None = None
+        self,
+        books: Books,
+        calls: CallLog,
+        steps: StepMeter,
+        failpoints: Mapping[str, int] | None = None,
+        lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         self._books = books
         self._calls = calls
         self._steps = steps
         self._failpoints = failpoints or {}
+        self._lines_dropped = lines_dropped
 
     def collect(self) -> Iterator[Metric]:
         """Every family, as of now."""
@@ -58,6 +65,7 @@ class Metrics(Collector):
             yield _info("model_info", "What is served, and where it runs.", what)
         states = {state.value: float(state is books.state) for state in Lifecycle}
         yield _gauges("executor_state", "1 for the state that the executor is in.", "state", states)
+        yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self._lines_dropped())
         if self._failpoints:
             yield _counters("failpoints_fired", "Failures that were asked for.", "name", self._failpoints)
 

@@ -6,7 +6,7 @@ Both end after the server does, so that its last seconds show too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -28,14 +28,14 @@ class Observation:
         self._metrics: MetricsServer | None = None
         self._tracing: Tracing | None = None
 
-    def begin(self, server: ExecutorServer, failpoints: Mapping[str, int]) -> None:
-        """Observe a server that has started. ``failpoints``: how often each fired. Raises `PortInUse`,
+    def begin(self, server: ExecutorServer, failpoints: Mapping[str, int], lines_dropped: Callable[[], int]) -> None:
+        """Observe a server that has started. The others are `Metrics`'s. Raises `PortInUse`,
         `TracingError`."""
         if self._endpoint is not None:
             self._tracing = connect(self._endpoint, server.books.handles.instance_id)
             server.calls.tracer = self._tracing
         if self._port is not None:
-            registry = registry_of(Metrics(server.books, server.calls, server.steps, failpoints))
+            registry = registry_of(Metrics(server.books, server.calls, server.steps, failpoints, lines_dropped))
             self._metrics = MetricsServer(registry, self._host, self._port)
             log.info("metrics", url=self._metrics.url)
 
