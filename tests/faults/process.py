@@ -141,10 +141,12 @@ async def serving(
 
 
 @asynccontextmanager
-async def program(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """``python -m MODULE``, its standard output as a pipe; killed at the end."""
+async def program(module: str, *arguments: str, stdin: bool = False) -> AsyncIterator[asyncio.subprocess.Process]:
+    """``python -m MODULE``, its standard output as a pipe, and its input if asked for; killed at the end."""
+    command = (sys.executable, "-m", module, *arguments)
+    pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *arguments, cwd=ROOT, env=environment(), stdout=asyncio.subprocess.PIPE
+        *command, cwd=ROOT, env=environment(), stdin=pipe if stdin else None, stdout=pipe
     )
     try:
         yield process

@@ -9,6 +9,7 @@ from tests.faults.abuse import r10_abuse_does_not_hurt_others
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
 from tests.faults.bad_items import r20_a_bad_item_harms_nobody
 from tests.faults.crash_points import r16_a_crash_is_survivable
+from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
 from tests.faults.drain import r5_a_drain_loses_nothing
@@ -52,6 +53,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r19_health_tells_the_truth,
     r20_a_bad_item_harms_nobody,
     r21_frames_keep_their_order,
+    r23_no_caller_starves_another,
 )
 """In the order of their numbers."""
 

@@ -20,6 +20,7 @@ class RawSession:
         self.call = call
         self.welcome = session_pb2.SessionWelcome()
         self._steps = itertools.count(1)
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._answers: dict[int, asyncio.Future[session_pb2.SessionResponse]] = {}
         self._reading: asyncio.Task[None] | None = None
 
@@ -30,9 +31,10 @@ class RawSession:
 
     async def send(self, **frame: Any) -> tuple[int, asyncio.Future[session_pb2.SessionResponse]]:
         """Write a frame; its step id, and its answer to come. A stream that ends leaves answers cancelled."""
-        step = next(self._steps)
-        answer = self._answers[step] = asyncio.get_running_loop().create_future()
-        await self.call.write(session_pb2.SessionRequest(step_id=step, **frame))
+        async with self._writing:
+            step = next(self._steps)
+            answer = self._answers[step] = asyncio.get_running_loop().create_future()
+            await self.call.write(session_pb2.SessionRequest(step_id=step, **frame))
         return step, answer
 
     async def ask(self, **frame: Any) -> session_pb2.SessionResponse:

@@ -67,6 +67,10 @@ class Size:
     """R20: rounds of every bad item beside a good one."""
     frame_pairs: int
     """R21: pairs of frames on one sequence."""
+    outsider_calls: int
+    """R23: calls of each kind beside a crowd."""
+    absolute: bool
+    """Whether times in seconds are held to what is promised: where tests share two cores, they are not ours."""
 
 
 CI: Final = Size(
@@ -100,6 +104,8 @@ CI: Final = Size(
     hangs=1,
     bad_item_rounds=1,
     frame_pairs=288,
+    outsider_calls=60,
+    absolute=False,
 )
 
 FULL: Final = Size(
@@ -133,4 +139,6 @@ FULL: Final = Size(
     hangs=20,
     bad_item_rounds=100,
     frame_pairs=10_000,
+    outsider_calls=1_000,
+    absolute=True,
 )

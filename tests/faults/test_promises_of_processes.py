@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
+from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
@@ -51,3 +52,7 @@ async def test_r9_overload_bends_and_never_breaks() -> None:
 
 async def test_r10_http2_abuse_does_not_hurt_others() -> None:
     (await r10_abuse_does_not_hurt_others(CI)).check()
+
+
+async def test_r23_no_caller_starves_another() -> None:
+    (await r23_no_caller_starves_another(CI)).check()
