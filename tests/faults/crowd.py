@@ -21,6 +21,7 @@ from tests.faults.figures import Figure, Figures, at_most, quantile
 from tests.faults.process import Dialled, dial, program, serving
 from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
+from tests.faults.waiting import until
 from tests.wiring import item, pb, prefill
 
 CALLERS: Final = 64
@@ -137,8 +138,7 @@ async def main(target: str, callers: int, sessions: int) -> None:
     async with dial(target) as client:
         tasks = [asyncio.create_task(crowd.caller(client)) for _ in range(callers)]
         tasks += [asyncio.create_task(crowd.session(target)) for _ in range(sessions)]
-        while len(crowd.calls) < 4 * callers or len(crowd.steps) < 4 * sessions:
-            await asyncio.sleep(PAUSE_S)
+        await until(lambda: len(crowd.calls) >= 4 * callers and len(crowd.steps) >= 4 * sessions, 60.0, every_s=PAUSE_S)
         print("begun", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         crowd.over = True
