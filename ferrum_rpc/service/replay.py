@@ -5,12 +5,13 @@ flight (a duplicate waits for it), then an answer, then possibly an answer witho
 out or the sequence ended. Refusals are not recorded: they changed nothing, and a retry deserves a fresh try.
 
 Three bounds: bytes of rows over all, where the oldest rows go first; answers over all, where the scope that was used
-least recently gives its oldest; and answers of one sequence. The last is small: calls on a sequence come one at a time,
-so a retry is of the latest answer, and a duplicate that turns up later still carries an old version and is refused. It
-is not 1, because a fork changes no version and a scheduler may make several before it finds that one was lost, and
-because the network may keep a duplicate for some steps: it then hears its answer, and not that it is stale. What it
-bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many, and answers of
-65,536 answers ago are 1 kB of scattered memory each.
+least recently gives its oldest; and answers of one sequence. What is too much over all is taken from the caller that
+has most, so one that has less than its equal part loses nothing to another. The third is small: calls on a sequence
+come one at a time, so a retry is of the latest answer, and a duplicate that turns up later still carries an old version
+and is refused. It is not 1, because a fork changes no version and a scheduler may make several before it finds that one
+was lost, and because the network may keep a duplicate for some steps: it then hears its answer, and not that it is
+stale. What it bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many,
+and answers of 65,536 answers ago are 1 kB of scattered memory each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from ferrum_rpc.core import HandleRef, ItemAnswer, WorkItem
@@ -41,9 +43,10 @@ Key = tuple[str, bytes | str]
 
 class Scope(dict[str, "Entry"]):
     """The entries of a sequence, or the one of a creation, by request id, oldest first. It is in the log under ``key``
-    for as long as it has any."""
+    for as long as it has any, and then knows its ``owner``'s part."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "owner")
+    owner: Owner
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -76,6 +79,20 @@ class Entry:
         return self
 
 
+class Owner:
+    """One caller's part of the log: its scopes, the least recently used first; the ring of its answers with rows begins
+    and ends at ``rows``, and they take ``bytes``."""
+
+    __slots__ = ("answers", "bytes", "rows", "scopes")
+
+    def __init__(self) -> None:
+        self.scopes: OrderedDict[Key, Scope] = OrderedDict()
+        self.rows = Entry(Scope(("", "")), "", None)
+        self.rows.older = self.rows.newer = self.rows
+        self.answers = 0
+        self.bytes = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A duplicate's place at an entry; ``pending`` is None where the answer was there already."""
@@ -91,28 +108,32 @@ class ReplayLog:
         self._budget = budget
         self._max_answers = entries
         self._answers = 0
-        self._scopes: OrderedDict[Key, Scope] = OrderedDict()  # the least recently used first
-        self._rows = Entry(Scope(("", "")), "", None)  # where the ring of those with rows begins and ends
-        self._rows.older = self._rows.newer = self._rows
+        self._owners: dict[str, Owner] = {}
         self.bytes = 0
         self.replays = 0
 
     def scope(self, key: Key) -> Scope:
         """The scope of this name: an empty one, not in the log, where it has no entries. Ask again whenever something
         else may have run."""
-        scope = self._scopes.get(key)
+        owner = self._owners.get(key[0])
+        scope = None if owner is None else owner.scopes.get(key)
         return Scope(key) if scope is None else scope
 
     def knows(self, key: Key, request_id: str) -> bool:
         """Whether there is an entry with this id, whatever its content."""
-        return request_id in self._scopes.get(key, ())
+        return request_id in self.scope(key)
 
     def begin(self, scope: Scope, request_id: str, fingerprint: Hashable) -> Entry:
         """Note a call that is about to start and whose id its scope does not know; `finish` must follow."""
         if scope:
-            self._scopes.move_to_end(scope.key)
+            scope.owner.scopes.move_to_end(scope.key)
         else:
-            self._scopes[scope.key] = scope
+            name = scope.key[0]
+            owner = self._owners.get(name)
+            if owner is None:
+                owner = self._owners[name] = Owner()
+            owner.scopes[scope.key] = scope
+            scope.owner = owner
         entry = scope[request_id] = Entry(scope, request_id, fingerprint)
         return entry
 
@@ -123,8 +144,10 @@ class ReplayLog:
         if isinstance(outcome, ExecutorError):
             self._forget(entry)
             return
+        owner = entry.scope.owner
         entry.answer = outcome
         self._answers += 1
+        owner.answers += 1
         if isinstance(outcome, ItemAnswer) and (rows := outcome.rows) is not None:
             block = rows.block
             size = block.nbytes
@@ -132,7 +155,8 @@ class ReplayLog:
             if size > SHARED_BYTES:
                 entry.answer = outcome._replace(rows=rows.alone())
             self.bytes += entry.rows_bytes
-            latest, end = self._rows.older, self._rows
+            owner.bytes += entry.rows_bytes
+            latest, end = owner.rows.older, owner.rows
             entry.older, entry.newer = latest, end
             latest.newer = end.older = entry
         scope = entry.scope
@@ -143,7 +167,7 @@ class ReplayLog:
 
     def forget_rows(self, key: Key) -> None:
         """The sequence ended: its rows make room. That its calls were answered is still known."""
-        for entry in self._scopes.get(key, {}).values():
+        for entry in self.scope(key).values():
             if entry.rows_bytes:
                 self._shed(entry)
 
@@ -171,11 +195,12 @@ class ReplayLog:
 
     def _evict(self) -> None:
         while self._answers > self._max_answers:
-            scope = next(iter(self._scopes.values()))
+            owner = max(self._owners.values(), key=_answers)
+            scope = next(iter(owner.scopes.values()))
             if not self._drop_oldest(scope):  # all of it is in flight
-                self._scopes.move_to_end(scope.key)
+                owner.scopes.move_to_end(scope.key)
         while self.bytes > self._budget:
-            self._shed(self._rows.newer)
+            self._shed(max(self._owners.values(), key=_bytes).rows.newer)
 
     def _drop_oldest(self, scope: Scope) -> bool:
         """Drop the oldest answer of a scope. False: it has none."""
@@ -185,6 +210,7 @@ class ReplayLog:
         else:
             return False
         self._answers -= 1
+        scope.owner.answers -= 1
         if entry.rows_bytes:
             self._unlink(entry)
         self._forget(entry)
@@ -194,7 +220,9 @@ class ReplayLog:
         scope = entry.scope
         del scope[entry.request_id]
         if not scope:
-            del self._scopes[scope.key]
+            del scope.owner.scopes[scope.key]
+            if not scope.owner.scopes:
+                del self._owners[scope.key[0]]
 
     def _unlink(self, entry: Entry) -> None:
         """Its rows no longer count."""
@@ -202,6 +230,7 @@ class ReplayLog:
         older.newer, newer.older = newer, older
         del entry.older, entry.newer  # or what was dropped before would live as long
         self.bytes -= entry.rows_bytes
+        entry.scope.owner.bytes -= entry.rows_bytes
         entry.rows_bytes = 0
 
     def _shed(self, entry: Entry) -> None:
@@ -209,6 +238,10 @@ class ReplayLog:
         self._unlink(entry)
         if isinstance(entry.answer, ItemAnswer):
             entry.answer = entry.answer._replace(rows=None)
+
+
+_answers: Final = attrgetter("answers")
+_bytes: Final = attrgetter("bytes")
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -66,6 +66,23 @@ def test_the_bound_over_all_takes_the_oldest_answer_of_the_scope_that_was_used_l
     record(log, busy, "4")
     record(log, busy, "5")
     assert (known(log, idle), known(log, busy)) == ([], ["0", "1", "2", "3", "4", "5"])
+
+
+def test_a_caller_loses_nothing_to_one_that_has_more() -> None:
+    """Rows and answers: what is too much is taken from the caller that has most, whoever came last."""
+    log, mine = ReplayLog(40, entries=10), scope_of("small", b"one")
+    first = record(log, mine, "0", rows=2)
+    for number in range(100):
+        record(log, scope_of("large", b"", str(number)), str(number), rows=2)
+    assert log.bytes == 40 and known(log, mine) == ["0"]
+    assert isinstance(first.answer, ItemAnswer) and first.answer.rows is not None
+    assert [each for each in map(str, range(100)) if log.knows(scope_of("large", b"", each), each)] == [
+        str(number) for number in range(91, 100)
+    ]
+    for number in range(1, 5):
+        record(log, mine, str(number), rows=2)
+    assert known(log, mine) == ["0", "1", "2", "3", "4"], "half is everybody's where there are two"
+    assert log.bytes == 40
 
 
 def test_a_scope_that_is_all_in_flight_is_passed_over() -> None:
@@ -139,21 +156,35 @@ class Kept:
 
     def __init__(self, budget: int, entries: int) -> None:
         self.budget, self.entries, self.serial = budget, entries, 0
+        self.owners: dict[str, None] = {}  # by when their first call that is known came
         self.scopes: dict[Key, dict[str, list[int]]] = {}  # the least recently used first; [serial, bytes of rows]
 
     def record(self, key: Key, request_id: str, size: int) -> None:
+        self.owners.setdefault(key[0])
         scope = self.scopes[key] = self.scopes.pop(key, {})
         self.serial += 1
         scope[request_id] = [self.serial, size]
         if len(scope) > ENTRIES_PER_SEQUENCE:
             del scope[next(iter(scope))]
         if sum(map(len, self.scopes.values())) > self.entries:
-            first = next(iter(self.scopes))
+            owner = self.largest(lambda each: 1)
+            first = next(each for each in self.scopes if each[0] == owner)
             del self.scopes[first][next(iter(self.scopes[first]))]
             if not self.scopes[first]:
                 del self.scopes[first]
+                if not any(key[0] == owner for key in self.scopes):
+                    del self.owners[owner]
         while self.bytes > self.budget:
-            min((each for each in self.all() if each[1]), key=lambda each: each[0])[1] = 0
+            owner = self.largest(lambda each: each[1])
+            kept = [each for key, scope in self.scopes.items() if key[0] == owner for each in scope.values() if each[1]]
+            min(kept)[1] = 0
+
+    def largest(self, weight: Callable[[list[int]], int]) -> str:
+        """The caller that has most; of several, the one whose first call that is known came first."""
+        had = dict.fromkeys(self.owners, 0)
+        for key, scope in self.scopes.items():
+            had[key[0]] += sum(map(weight, scope.values()))
+        return max(had, key=lambda owner: had[owner])
 
     def all(self) -> Iterator[list[int]]:
         for scope in self.scopes.values():
@@ -164,6 +195,7 @@ class Kept:
         return sum(each[1] for each in self.all())
 
 
+OWNERS = {"a": "x", "b": "x", "c": "y", "d": "z"}
 CALLS = st.lists(
     st.tuples(st.sampled_from("abcd"), st.integers(0, 3), st.sampled_from(["", "", "", "end"])), max_size=80
 )
@@ -174,7 +206,7 @@ CALLS = st.lists(
 def test_any_history_keeps_what_the_model_keeps(calls: list[tuple[str, int, str]], budget: int, entries: int) -> None:
     log, kept = ReplayLog(budget, entries), Kept(budget, entries)
     for number, (name, rows, ending) in enumerate(calls):
-        key = scope_of(OWNER, name.encode())
+        key = scope_of(OWNERS[name], name.encode())
         if ending:
             log.forget_rows(key)
             for each in kept.scopes.get(key, {}).values():
@@ -184,8 +216,8 @@ def test_any_history_keeps_what_the_model_keeps(calls: list[tuple[str, int, str]
         kept.record(key, str(number), 4 * rows)
         assert log.bytes == kept.bytes
         for each in "abcd":
-            here = kept.scopes.get(scope_of(OWNER, each.encode()), {})
-            found = log.scope(scope_of(OWNER, each.encode()))
+            here = kept.scopes.get(scope_of(OWNERS[each], each.encode()), {})
+            found = log.scope(scope_of(OWNERS[each], each.encode()))
             assert list(found) == list(here)
             for entry, (_, size) in zip(found.values(), here.values(), strict=True):
                 assert entry.rows_bytes == size
