@@ -36,6 +36,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking protos --against protos/landed.binpb --exclude-imports
 	@$(BIN)/python tools/generate_stubs.py --check
+	@$(BIN)/python tools/generate_sync.py --check
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
 
@@ -43,8 +44,9 @@ format: .venv/.dev  ## Format the code
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/
+stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/, ferrum_rpc/client/sync.py from the async client
 	@$(BIN)/python tools/generate_stubs.py
+	@$(BIN)/python tools/generate_sync.py
 
 bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.suite

@@ -1,0 +1,165 @@
+"""An event loop in a thread of its own, and what the facade of `client.sync` (generated) is made of.
+
+The facade has no protocol of its own: each of its calls runs the async client's in that loop and waits for it, so that
+several threads may share a client, and a program that has a running loop itself (a notebook) may use one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from ferrum_rpc.client.calls import closed
+from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.sequence import Sequence
+
+Result = TypeVar("Result")
+Async = TypeVar("Async", ExecutorClient, Sequence)
+Self = TypeVar("Self", bound="Facade[Any]")
+
+
+class Background:
+    """A thread that runs an event loop until `stop`. A daemon: a program that forgets to stop it can still end."""
+
+    def __init__(self) -> None:
+        self._stopping = asyncio.Event()
+        self._lock = threading.Lock()
+        self._stopped = False
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(started)), name="ferrum_rpc client", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
+
+    async def _main(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        started.set_result(asyncio.get_running_loop())
+        await self._stopping.wait()
+
+    def run(self, call: Awaitable[Result]) -> Result:
+        """What ``call`` returns or raises, from any thread but the loop's own. A thread that is interrupted meanwhile
+        (Ctrl-C) cancels the call, waits for its end, and goes on with its interruption."""
+        ended: Future[Result] = Future()
+        tasks: list[asyncio.Task[Result]] = []
+
+        async def called() -> Result:
+            return await call
+
+        def over(task: asyncio.Task[Result]) -> None:
+            if task.cancelled():
+                ended.set_exception(closed())
+            elif (error := task.exception()) is not None:
+                ended.set_exception(error)
+            else:
+                ended.set_result(task.result())
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(called()))
+            tasks[0].add_done_callback(over)
+
+        def cancel() -> None:
+            tasks[0].cancel()  # begun by now: callbacks run in their order
+
+        with self._lock:
+            deaf = self._stopped or threading.current_thread() is self._thread
+            if not deaf:
+                self._loop.call_soon_threadsafe(begin)
+        if deaf:
+            if isinstance(call, Coroutine):
+                call.close()
+            raise RuntimeError(
+                "this client is closed"
+                if self._stopped
+                else "a callback of the client runs in its event loop and cannot wait for that loop"
+            )
+        try:
+            return ended.result()
+        except BaseException:
+            if not ended.done():
+                self._loop.call_soon_threadsafe(cancel)
+                wait([ended])
+            raise
+
+    def each(self, stream: AsyncGenerator[Result, None]) -> Iterator[Result]:
+        """The items of a stream. Left early, it is closed."""
+        try:
+            while True:
+                try:
+                    item = self.run(anext(stream))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            if not self._stopped:
+                self.run(stream.aclose())
+
+    def stop(self) -> None:
+        """End the loop; calls that are still in it end with `TransportError`. Doing it twice is doing it once."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class Facade(Generic[Async]):
+    """A thing of the async client, and the loop that it lives in."""
+
+    def __init__(self, of: Async, background: Background | None) -> None:
+        self._async: Async = of
+        self._opened = background
+
+    def __repr__(self) -> str:
+        return repr(self._async)
+
+    @property
+    def _background(self) -> Background:
+        if self._opened is None:
+            raise RuntimeError("this client is not open: use it as `with ExecutorClient(...) as client`")
+        return self._opened
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._background.run(self._async.__aexit__(kind, error, trace))
+
+
+class ClientFacade(Facade[ExecutorClient]):
+    """A client with a loop of its own while it is open."""
+
+    def __enter__(self: Self) -> Self:
+        if self._opened is not None:
+            raise RuntimeError("this client is open already")
+        background = Background()
+        try:
+            background.run(self._async.__aenter__())
+        except BaseException:
+            background.stop()
+            raise
+        self._opened = background
+        weakref.finalize(self, background.stop)  # also at the program's end, where nobody closed it
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the sequences that are still live, end the session and the lease, close the connection, and end the
+        event loop. Bounded by ``release_timeout_s``."""
+        background, self._opened = self._opened, None
+        if background is not None:
+            try:
+                background.run(self._async.close())
+            finally:
+                background.stop()
