@@ -71,7 +71,8 @@ class ExecutorClient:
     when renewals begin to fail, and when the lease is lost with its sequences; the next sequence then gets a new one.
     ``client_name`` names the client in the executor's lists and logs (default: host and process id).
     ``session``: requests go as frames of one stream, ``steps_in_flight`` at most at a time (the executor may grant
-    fewer, further ones wait), which costs less than a unary call each; executors without sessions get unary calls.
+    fewer, further ones wait), which costs less than a unary call each. Calls that are ready at the same time share a
+    frame. Executors without sessions get unary calls.
     ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the

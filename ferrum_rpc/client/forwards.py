@@ -43,21 +43,17 @@ class Forwards:
         return answer
 
     async def _feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
-        try:
-            return await self._feed_once(feed, item, deadline)
-        except LEASE_GONE as error:
-            if not self._link.lending.returned((item,), error):
-                raise
-        return await self._feed_once(feed, item, deadline)
-
-    async def _feed_once(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
-        await self._link.lending.lend((item,), deadline)
-        transport = await self._link.transport(deadline)
-        try:
-            return await transport.feed(feed, item.proto, deadline)
-        except BaseException as error:
-            self._failed(item, error, lambda later: self._repeat(feed, item, later))
-            raise
+        for last in (False, True):
+            if item.handle is None:
+                await self._link.lending.lend((item,), deadline)
+            transport = self._link.standing or await self._link.transport(deadline)
+            try:
+                return await transport.feed(feed, item, deadline)
+            except BaseException as error:
+                self._failed(item, error, lambda later: self._repeat(feed, item, later))
+                if last or not isinstance(error, LEASE_GONE) or not self._link.lending.returned((item,), error):
+                    raise
+        raise AssertionError("the second attempt returns or raises")
 
     async def batch(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
@@ -185,7 +181,7 @@ class Forwards:
         if feed is self._link.forward:
             batch = await transport.forward(feed, [item.proto], deadline, all_or_nothing=False)
             return [handle_from_proto(each.output.handle) for each in batch.results if each.HasField("output")]
-        return [handle_from_proto((await transport.feed(feed, item.proto, deadline)).output.handle)]
+        return [handle_from_proto((await transport.feed(feed, item, deadline)).output.handle)]
 
 
 def _rows_are_gone(item: Item, answer: Answer) -> bool:

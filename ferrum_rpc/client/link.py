@@ -64,6 +64,7 @@ class Link:
         self.batch_prefill = Feed("batch_prefill", stub.BatchPrefill, messages.BatchPrefillRequest)
         self.batch_decode = Feed("batch_decode", stub.BatchDecode, messages.BatchDecodeRequest)
         self.pressure: Pressure | None = None
+        self._pressure: types_pb2.KvPressure | None = None
         self._timeout_s = timeout_s
         self._info: ExecutorInfo | None = None
         self._asking = Shared("asking what the executor is")
@@ -80,8 +81,9 @@ class Link:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
 
     def saw(self, pressure: types_pb2.KvPressure) -> Pressure:
-        """Note the pressure that an answer carries."""
-        self.pressure = pressure_from_proto(pressure)
+        """Note the pressure that an answer carries. Items that shared a frame share its message."""
+        if self.pressure is None or pressure is not self._pressure:
+            self._pressure, self.pressure = pressure, pressure_from_proto(pressure)
         return self.pressure
 
     def item(self, state: SequenceState, tokens: list[int], output: OutputSpec, truncate_to: int | None = None) -> Item:
@@ -119,11 +121,16 @@ class Link:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
+    @property
+    def standing(self) -> Transport | None:
+        """The session, where one is open."""
+        return self.session if self.session is not None and self.session.is_open else None
+
     async def transport(self, deadline: Deadline) -> Transport:
         """How requests travel: through the session where one is wanted and offered."""
         if self.session is None:
             return self._unary
-        if self.session.is_open or Capability.SESSION in (await self.info(deadline)).capabilities:
+        if self.standing is not None or Capability.SESSION in (await self.info(deadline)).capabilities:
             return self.session
         if not self._fell_back:
             self._fell_back = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ferrum_rpc.errors import (
     Cancelled,
@@ -79,8 +80,7 @@ def fate_unknown(error: BaseException) -> bool:
     return not isinstance(error, ExecutorError)
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A point on the monotonic clock, or None: never."""
 
     at: float | None

@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 
+from ferrum_rpc.client.asks import Answered, Ask, Frame, Room, other_answer
 from ferrum_rpc.client.calls import Metadata
 from ferrum_rpc.client.facts import seconds
 from ferrum_rpc.client.lease import Lease
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.shared import Shared
-from ferrum_rpc.client.stream import Answered, SessionStream
+from ferrum_rpc.client.state import Item
+from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, UnaryTransport, timing_of
 from ferrum_rpc.core import HandleRef
-from ferrum_rpc.errors import Draining, ExecutorError, QueueFull, TransportError
+from ferrum_rpc.errors import Draining, ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -36,8 +38,6 @@ STEPS_IN_FLIGHT: Final = 8
 OPENINGS: Final = 4
 """Attempts to open a stream that nobody answers, as gRPC makes for a unary call (`channel.service_config`)."""
 FIRST_BACKOFF_S: Final = 0.05
-
-Frame = session_pb2.SessionRequest
 
 
 class SessionTransport:
@@ -60,14 +60,9 @@ class SessionTransport:
 
     # --- what a transport does ----------------------------------------------------------------------------------
 
-    async def feed(self, feed: Feed, item: forward_pb2.ForwardItem, deadline: Deadline) -> Fed:
-        """One item as a batch of one."""
-        frame = Frame()
-        frame.forward.items.append(item)
-        response, rows = await self._calls.mutate(self._ask_one, frame, deadline)
-        answer = response.forward
-        blocks = blocks_with_frames(answer.row_blocks, rows)
-        return Fed(answer.results[0].output, blocks, answer.pressure, timing_of(answer))
+    def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Awaitable[Fed]:
+        """One item, in a frame with those that are ready at the same time."""
+        return cast(Awaitable[Fed], self._calls.mutate(self._ask, Ask(item=item), deadline))
 
     async def forward(
         self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
@@ -76,7 +71,7 @@ class SessionTransport:
         frame = Frame()
         frame.forward.items.extend(items)
         frame.forward.all_or_nothing = all_or_nothing
-        response, rows = await self._calls.mutate(self._ask, frame, deadline)
+        response, rows = cast(Answered, await self._calls.mutate(self._ask, Ask(frame=frame), deadline))
         answer = response.forward
         blocks = blocks_with_frames(answer.row_blocks, rows)
         return Forwarded(answer.results, blocks, answer.pressure, timing_of(answer))
@@ -113,7 +108,7 @@ class SessionTransport:
         stream = self._stream
         assert stream is not None  # noqa: S101 - the caller asked `is_open`
         frame = Frame(keep_alive=session_pb2.SessionKeepAlive())
-        answer = (await stream.ask(frame, deadline.remaining(), counted=False))[0].keep_alive
+        answer = (await stream.say(frame, deadline)).keep_alive
         self._link.saw(answer.pressure)
         return seconds(answer.ttl)
 
@@ -130,49 +125,27 @@ class SessionTransport:
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
-    async def _ask(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+    async def _ask(self, ask: Ask, /, *, timeout: float | None, metadata: Metadata | None) -> Answered | Fed:  # noqa: ASYNC109
         """One attempt."""
         deadline = Deadline.after(timeout)
         while True:
             stream = self._standing() or await self._open(deadline)
-            if not await stream.slot(deadline):
-                continue
-            left = deadline.remaining()
-            if left is not None and frame.HasField("forward"):
-                whole = int(left)
-                frame.forward.timeout.seconds, frame.forward.timeout.nanos = whole, int((left - whole) * 1e9)
-            try:
-                return await stream.ask(frame, left)
-            except QueueFull as error:
-                # The executor counts a step until its answer is written, which it may learn after this client has read
-                # it. Any other full queue is the caller's business.
-                if "steps_in_flight" not in error.metadata or deadline.passed:
-                    raise
-            await asyncio.sleep(0.001)
+            if (answered := await stream.ask(ask, deadline)) is not None:
+                return answered
 
-    async def _ask_one(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
-        """One attempt of a single item, whose refusal is the call's."""
-        answered = await self._ask(frame, timeout=timeout, metadata=metadata)
-        results = answered[0].forward.results
-        if [each.item_id for each in results] != [frame.forward.items[0].item_id]:
-            raise _other_answer(f"{len(results)} results for another item")
-        if results[0].HasField("error"):
-            raise error_from_status(results[0].error)
-        return answered
-
-    async def _ask_handles(self, frame: Frame, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+    async def _ask_handles(self, ask: Ask, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
         """One attempt of an operation on one handle, whose refusal is the call's."""
-        answered = await self._ask(frame, timeout=timeout, metadata=metadata)
+        answered = cast(Answered, await self._ask(ask, timeout=timeout, metadata=metadata))
         results = answered[0].handles.results
         if not results:
-            raise _other_answer("no results for an operation")
+            raise other_answer("no results for an operation")
         for result in results:
             if result.HasField("error"):
                 raise error_from_status(result.error)
         return answered
 
     async def _handles(self, frame: Frame, deadline: Deadline) -> Handles:
-        answer = (await self._calls.mutate(self._ask_handles, frame, deadline))[0].handles
+        answer = (await self._calls.mutate(self._ask_handles, Ask(frame=frame), deadline))[0].handles
         return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
 
     # --- opening ----------------------------------------------------------------------------------------------------
@@ -230,15 +203,20 @@ class SessionTransport:
         stream = SessionStream(self._channel, self._calls.metadata)
         try:
             welcome = await stream.open(hello, deadline)
+            self._link.met(welcome.instance_id)
+            info = await self._link.info(deadline)
         except BaseException:
             stream.end(TransportError("the session could not be opened"))
             raise
+        limits = info.limits
+        stream.room = Room(
+            items=limits.max_batch_items,
+            tokens=limits.max_batch_tokens,
+            row_bytes=welcome.inline_bytes,
+            request_bytes=limits.max_request_bytes // 2,
+            vocab_size=info.model.vocab_size,
+        )
         self._stream, self.lease_id = stream, welcome.lease_id
         if welcome.lease_id and not keeper.lease_id:
             keeper.adopt(Lease(welcome.lease_id, seconds(welcome.lease_ttl), seconds(welcome.renew_every)), asked)
-        self._link.met(welcome.instance_id)
         return stream
-
-
-def _other_answer(what: str) -> TransportError:
-    return TransportError(f"the executor's answer is not to what was asked: {what}", metadata={"grpc_code": "INTERNAL"})

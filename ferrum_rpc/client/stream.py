@@ -1,46 +1,62 @@
 """One session stream: frames out in their order, answers back to whoever waits for them.
 
-Steps are futures by step id; no task is made for a step. gRPC takes one write at a time, so one writer sends what lies
-in the outbox, and one reader hands out what comes. Knows frames, and nothing of what they ask for.
+gRPC takes one write at a time, so one writer sends what waits in line, and one reader hands out what comes. What waits
+while the steps in flight are as many as may be goes out together (`client.asks`). No task is made for a step.
 
-A step keeps its place until the executor answers it, even when its caller has given up: only then is it out of flight
+A step keeps its place until the executor answers it, even when its callers have given up: only then is it out of flight
 there. When the stream ends the fate of every step is unknown, and whoever owns the stream opens another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import Final
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final, cast
 
 import grpc
 
+from ferrum_rpc.client.asks import Answered, Ask, Frame, Kind, Room, answers, frame_of, together
 from ferrum_rpc.client.calls import Metadata, closed
+from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, TransportError
+from ferrum_rpc.client.transport import Fed
+from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.wire.status import error_from_rpc, error_from_status
+from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
+ALONE: Final = Room(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
+"""Until it is known what a frame may hold."""
 
-Answered = tuple[session_pb2.SessionResponse, list[session_pb2.SessionRows]]
-"""The frame that answers a step, and the row frames that came before it."""
+_AGAIN_S: Final = 0.001
+_TURNS: Final = 5
+"""Of the event loop, until a program that was answered has asked again, through a task or two of its own."""
 
 
 class _Step:
-    """A step in flight. ``future`` is done early where its caller gave up."""
+    """A step in flight. The futures of ``asks`` are done early where their callers gave up."""
 
-    __slots__ = ("counted", "future", "rows", "timer")
+    __slots__ = ("asks", "kind", "rows", "sent", "taken_back")
 
-    def __init__(self, future: asyncio.Future[Answered], *, counted: bool) -> None:
-        self.future = future
-        self.counted = counted
+    def __init__(self, asks: Sequence[Ask], sent: float) -> None:
+        self.asks = asks
+        self.sent = sent
+        self.kind = asks[0].kind
         self.rows: list[session_pb2.SessionRows] = []
-        self.timer: asyncio.TimerHandle | None = None
+        self.taken_back = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any longer."""
+        return all(ask.future.done() for ask in self.asks)
 
 
 class SessionStream:
-    """A stream that was opened with ``hello``; `open` makes it usable."""
+    """A stream that was opened with ``hello``; `open` makes it usable. ``room``: what items that share a frame may
+    come to."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,11 +64,19 @@ class SessionStream:
             METHOD, response_deserializer=session_pb2.SessionResponse.FromString
         )
         self._call = method(metadata=tuple(metadata))
+        self.room = ALONE
         self._step_id = 0
+        self._number = 0
         self._steps: dict[int, _Step] = {}
-        self._slots = asyncio.Semaphore(1)
-        self._outbox: deque[bytes] = deque()
+        self._most = 1
+        self._waiting: dict[Kind, OrderedDict[Ask, None]] = {kind: OrderedDict() for kind in Kind}
+        self._in_flight = dict.fromkeys(Kind, 0)
+        self._take_backs: deque[int] = deque()
         self._wake = asyncio.Event()
+        self._pace = Pace()
+        self._linger = False
+        self._expires = math.inf
+        self._timer: asyncio.TimerHandle | None = None
         self.over: ExecutorError | None = None
         self._writer = self._loop.create_task(self._write(), name="ferrum_rpc session writer")
         self._reader = self._loop.create_task(self._read(), name="ferrum_rpc session reader")
@@ -62,61 +86,46 @@ class SessionStream:
         """Whether steps can be sent."""
         return self.over is None
 
-    async def open(self, hello: session_pb2.SessionRequest, deadline: Deadline) -> session_pb2.SessionWelcome:
+    async def open(self, hello: Frame, deadline: Deadline) -> session_pb2.SessionWelcome:
         """Say hello. Raises what the executor's refusal stands for, or why the stream ended; then it is of no use."""
         try:
-            welcome = (await self.ask(hello, deadline.remaining(), counted=False))[0].welcome
+            welcome = (await self.say(hello, deadline)).welcome
         except (TransportError, Draining):
             raise self.over or TransportError("the session could not be opened") from None
-        self._slots = asyncio.Semaphore(max(1, welcome.steps_in_flight))
+        self._most = max(1, welcome.steps_in_flight)
         return welcome
 
-    async def slot(self, deadline: Deadline) -> bool:
-        """Wait until another step may be in flight; `ask` must follow at once. False: the stream has ended. Raises
-        `DeadlineExceeded`, and gives the stream up where every step in flight was given up by its caller."""
-        if self._slots.locked():
-            try:
-                async with asyncio.timeout(deadline.remaining()):
-                    await self._slots.acquire()
-            except TimeoutError:
-                if all(step.future.done() for step in self._steps.values() if step.counted):
-                    self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
-                raise DeadlineExceeded("no step of the session ended in time; nothing was sent") from None
-        else:
-            await self._slots.acquire()  # does not wait
+    async def ask(self, ask: Ask, deadline: Deadline) -> Answered | Fed | None:
+        """Wait in line, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
+        and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
+        if that has not begun; whoever shares it is asked for again."""
         if self.over is not None:
-            self._slots.release()
-            return False
-        return True
-
-    async def ask(self, frame: session_pb2.SessionRequest, within_s: float | None, *, counted: bool = True) -> Answered:
-        """Send a frame and wait for its answer, at most ``within_s`` seconds. ``counted``: it uses the slot that was
-        waited for. A frame whose caller gives up is followed by a cancel frame."""
-        if self.over is not None:
-            raise self._ended()
-        self._step_id = step_id = frame.step_id = self._step_id + 1
-        step = self._steps[step_id] = _Step(self._loop.create_future(), counted=counted)
-        self._send(frame)
-        if within_s is not None:
-            step.timer = self._loop.call_later(within_s, self._expire, step_id)
+            return None
+        self._number += 1
+        ask.line_up(deadline, self._number, self.room)
+        self._waiting[ask.kind][ask] = None
+        if ask.expires < self._expires:
+            self._watch(ask.expires)
+        self._wake.set()
         try:
-            response, rows = await step.future
+            return await ask.future
         except asyncio.CancelledError:
-            self._give_up(step_id)
+            self._give_up(ask)
             raise
-        finally:
-            if step.timer is not None:
-                step.timer.cancel()
-        if response.HasField("error"):
-            raise error_from_status(response.error)
-        return response, rows
+
+    async def say(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
+        """Send a frame that is no step, bounded by nothing, and wait for its answer."""
+        answered = await self.ask(Ask(frame=frame, kind=Kind.URGENT), deadline)
+        if answered is None:
+            raise self._ended()
+        return cast(Answered, answered)[0]
 
     async def close(self, deadline: Deadline, *, release_sequences: bool) -> int:
         """End the session on purpose; returns how many sequences were released. Raises what keeps it from ending well;
         it is over in any case."""
-        frame = session_pb2.SessionRequest(close=session_pb2.SessionClose(release_sequences=release_sequences))
+        frame = Frame(close=session_pb2.SessionClose(release_sequences=release_sequences))
         try:
-            return (await self.ask(frame, deadline.remaining(), counted=False))[0].goodbye.released_sequences
+            return (await self.say(frame, deadline)).goodbye.released_sequences
         finally:
             self.end(closed())
 
@@ -125,12 +134,18 @@ class SessionStream:
         if self.over is not None:
             return
         self.over = error
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
-            if not step.future.done():
-                step.future.set_exception(self._ended())
-            if step.counted:
-                self._slots.release()
+        for step in self._steps.values():
+            for ask in step.asks:
+                if not ask.future.done():
+                    ask.future.set_exception(self._ended())
+        self._steps.clear()
+        for waiting in self._waiting.values():
+            for ask in waiting:
+                if not ask.future.done():
+                    ask.future.set_result(None)
+            waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self._call.cancel()
         current = asyncio.current_task()
         for task in (self._writer, self._reader):
@@ -139,49 +154,159 @@ class SessionStream:
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
-    def _send(self, frame: session_pb2.SessionRequest) -> None:
-        self._outbox.append(frame.SerializeToString())
-        self._wake.set()
+    def _next(self) -> Frame | None:
+        """The next frame to send, if there is one that may go."""
+        if self._take_backs:
+            cancel = session_pb2.SessionCancel(step_id=self._take_backs.popleft())
+            self._step_id += 1
+            return Frame(step_id=self._step_id, cancel=cancel)
+        first: Ask | None = None
+        for kind, waiting in self._waiting.items():
+            if waiting and self._may_go(kind):
+                head = next(iter(waiting))
+                if first is None or head.number < first.number:
+                    first = head
+        if first is None:
+            return None
+        waiting = self._waiting[first.kind]
+        now = time.monotonic()
+        asks = together(waiting, self.room, now) if first.kind is Kind.SHARED else [first]
+        self._step_id = step_id = self._step_id + 1
+        for ask in asks:
+            del waiting[ask]
+            ask.step, ask.again = step_id, True
+        self._steps[step_id] = _Step(asks, now)
+        self._in_flight[first.kind] += 1
+        frame = frame_of(asks)
+        frame.step_id = step_id
+        return frame
+
+    def _may_go(self, kind: Kind) -> bool:
+        """Whether another frame of a kind may be in flight. Large answers leave a place to the others."""
+        if kind is Kind.URGENT:
+            return True
+        in_flight = self._in_flight
+        if len(self._steps) - in_flight[Kind.URGENT] >= self._most:
+            return False
+        if kind is Kind.SHARED:
+            return in_flight[kind] < self._pace.most
+        return kind is not Kind.LARGE or in_flight[kind] < max(1, self._most - 1)
 
     def _take(self, response: session_pb2.SessionResponse) -> None:
-        if response.HasField("rows"):
-            step = self._steps.get(response.step_id)
-            if step is not None and not step.future.done():
-                step.rows.append(response.rows)
-            return
-        step = self._steps.pop(response.step_id, None)
+        step = self._steps.get(response.step_id)
         if step is None:
             return
-        if step.counted:
-            self._slots.release()
-        if not step.future.done():
-            step.future.set_result((response, step.rows))
+        if response.HasField("rows"):
+            if not step.given_up:
+                step.rows.append(response.rows)
+            return
+        if step.given_up:
+            self._forget(response.step_id)
+            self._wake.set()
+            return
+        found = answers(step.asks, response, step.rows)
+        whole = response.HasField("error")
+        if whole and isinstance(found[0], QueueFull) and "steps_in_flight" in found[0].metadata:
+            # The executor counts a step until its answer is written, which it may learn after this client has read it.
+            self._loop.call_later(_AGAIN_S, self._again, response.step_id)
+            return
+        self._forget(response.step_id)
+        if step.kind is Kind.SHARED and isinstance(found[0], Fed):
+            self._pace.answered(time.monotonic() - step.sent, found[0].timing)
+            self._linger = bool(self._waiting[Kind.SHARED])
+        alone = []
+        for ask, answer in zip(step.asks, found, strict=True):
+            if ask.future.done():
+                continue
+            if len(step.asks) > 1 and (whole or isinstance(answer, DeadlineExceeded)):
+                alone.append(ask)  # to hear what it is told by itself
+            elif isinstance(answer, ExecutorError):
+                ask.future.set_exception(answer)
+            else:
+                ask.future.set_result(answer)
+        self._wait_again(alone, Kind.FRAME)
+        self._wake.set()  # after the answers: what their callers ask next shares the next frame
 
-    def _expire(self, step_id: int) -> None:
-        step = self._steps.get(step_id)
-        if step is not None and not step.future.done():
-            step.future.set_exception(
-                DeadlineExceeded("the deadline passed before the answer came", metadata=_DEADLINE_EXCEEDED)
-            )
-            self._give_up(step_id)
+    def _forget(self, step_id: int) -> None:
+        """It is out of flight."""
+        self._in_flight[self._steps.pop(step_id).kind] -= 1
 
-    def _give_up(self, step_id: int) -> None:
-        """Its caller waits no longer: take it back if it has not begun. Its rows are nobody's."""
-        step = self._steps.get(step_id)
-        if step is not None:
+    def _again(self, step_id: int) -> None:
+        """Nothing was begun: its asks wait in line again."""
+        if (step := self._steps.get(step_id)) is not None:
+            self._forget(step_id)
+            self._wait_again(step.asks, step.kind)
+            self._wake.set()
+
+    def _wait_again(self, asks: Sequence[Ask], kind: Kind) -> None:
+        """At the head of the line."""
+        for ask in reversed(asks):
+            if not ask.future.done():
+                ask.step, ask.kind = None, kind
+                self._waiting[kind][ask] = None
+                self._waiting[kind].move_to_end(ask, last=False)
+
+    # --- giving up --------------------------------------------------------------------------------------------------
+
+    def _watch(self, at: float) -> None:
+        """Look for asks whose deadline has passed, at a time: one timer is enough for all of them."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._expires = at
+        left = at - time.monotonic()
+        self._timer = None if at == math.inf else self._loop.call_later(max(0.0, left), self._look)
+
+    def _look(self) -> None:
+        now, soonest = time.monotonic(), math.inf
+        waiting = [ask for line in self._waiting.values() for ask in line]
+        for ask in [*waiting, *(ask for step in self._steps.values() for ask in step.asks)]:
+            if ask.future.done():
+                continue
+            if ask.expires <= now:
+                self._expire(ask)
+            else:
+                soonest = min(soonest, ask.expires)
+        if self.over is None:
+            self._watch(soonest)
+
+    def _expire(self, ask: Ask) -> None:
+        if ask.step is not None:
+            late = DeadlineExceeded("the deadline passed before the answer came", metadata=_DEADLINE_EXCEEDED)
+            ask.future.set_exception(late)
+            self._give_up(ask)
+            return
+        ask.future.set_exception(DeadlineExceeded("no step of the session ended in time; nothing was sent"))
+        self._give_up(ask)
+        if all(step.given_up for step in self._steps.values() if step.kind is not Kind.URGENT):
+            self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
+
+    def _give_up(self, ask: Ask) -> None:
+        """Its caller waits no longer: take its step back if that has not begun. Rows that nobody waits for are
+        dropped."""
+        if ask.step is None:
+            self._waiting[ask.kind].pop(ask, None)
+            return
+        step = self._steps.get(ask.step)
+        if step is None:
+            return
+        if step.given_up:
             step.rows.clear()
-            self._step_id += 1
-            self._send(
-                session_pb2.SessionRequest(step_id=self._step_id, cancel=session_pb2.SessionCancel(step_id=step_id))
-            )
+        if not step.taken_back:
+            step.taken_back = True
+            self._take_backs.append(ask.step)
+            self._wake.set()
 
     # --- the two ends -----------------------------------------------------------------------------------------------
 
     async def _write(self) -> None:
         try:
             while True:
-                while self._outbox:
-                    await self._call.write(self._outbox.popleft())
+                if self._linger:  # those who were answered may ask again, and share a frame with those who wait
+                    self._linger = False
+                    for _ in range(_TURNS):
+                        await asyncio.sleep(0)
+                while (frame := self._next()) is not None:
+                    await self._call.write(frame.SerializeToString())
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):

@@ -6,13 +6,14 @@ nothing above the link knows which one it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import timing_from_proto
 from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
@@ -29,8 +30,7 @@ class Feed:
     request: Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fed:
+class Fed(NamedTuple):
     """The answer to one item: its output, and the answer's rows."""
 
     output: forward_pb2.ForwardOutput
@@ -57,7 +57,7 @@ class Transport(Protocol):
     """A way to the executor. Every method sends again what is lost, as the client's policy says, and raises the
     `ExecutorError` of the answer."""
 
-    async def feed(self, feed: Feed, item: forward_pb2.ForwardItem, deadline: Deadline) -> Fed:
+    def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Awaitable[Fed]:
         """One item; its refusal is raised."""
 
     async def forward(
@@ -82,9 +82,9 @@ class UnaryTransport:
         self._executor = executor
         self._calls = calls
 
-    async def feed(self, feed: Feed, item: forward_pb2.ForwardItem, deadline: Deadline) -> Fed:
+    async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
         """One item through Prefill, Decode or ForwardVerify."""
-        answer = await self._calls.mutate(feed.method, feed.request(item=item), deadline)
+        answer = await self._calls.mutate(feed.method, feed.request(item=item.proto), deadline)
         return Fed(answer.output, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
     async def forward(

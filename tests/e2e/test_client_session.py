@@ -138,7 +138,7 @@ async def test_an_answer_of_many_times_the_inline_limit_comes_in_frames_and_whol
         frames.append(len(rows))
         return blocks_with_frames(blocks, rows)
 
-    monkeypatch.setattr("ferrum_rpc.client.session.blocks_with_frames", counted)
+    monkeypatch.setattr("ferrum_rpc.client.asks.blocks_with_frames", counted)
     async with both(session_inline_bytes=4096, vocab_size=8192) as (_, unary, session):
         wide = OutputSpec(Positions.ALL, FullLogits())
         answers = []
@@ -209,6 +209,23 @@ async def test_more_calls_than_steps_in_flight_wait_their_turn() -> None:
         answers = await asyncio.gather(*(each.decode(1) for each in sequences))
         assert [each.length for each in answers] == [9] * 24
         assert (await counters(served)) == (24, 24 * 9)
+
+
+async def test_coroutines_that_decode_at_the_same_time_share_steps_and_no_neighbours_error() -> None:
+    async with both() as (served, unary, session):
+        answers: list[list[Any]] = []
+        for client in (unary, session):
+            sequences = [client.sequence() for _ in range(12)]
+            for number, each in enumerate(sequences):
+                await each.prefill([*PROMPT, number])
+            before = served.server.books.engine.counters.steps
+            tokens = [999 if number == 5 else number for number in range(12)]
+            calls = [each.decode(token) for each, token in zip(sequences, tokens, strict=True)]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            answers.append([raw(each) if isinstance(each, Answer) else type(each) for each in outcomes])
+        assert served.server.books.engine.counters.steps == before + 1
+        assert answers[1] == answers[0]
+        assert answers[1][5] is InvalidRequest
 
 
 # --- lost connections -----------------------------------------------------------------------------------------------

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from ferrum_rpc.client.asks import Answered, Ask, Room
 from ferrum_rpc.client.policy import Deadline, fate_unknown
-from ferrum_rpc.client.stream import METHOD, Answered, SessionStream
+from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.stream import METHOD, SessionStream
+from ferrum_rpc.client.transport import Fed
+from ferrum_rpc.core import FullLogits, Greedy, HandleRef, OutputKind, OutputSpec, Positions
 from ferrum_rpc.errors import (
+    Cancelled,
     DeadlineExceeded,
     Draining,
     ExecutorError,
+    InvalidRequest,
     LeaseExpired,
     QueueFull,
     TransportError,
 )
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 FOREVER = Deadline(None)
@@ -82,12 +88,19 @@ class Executor(grpc.GenericRpcHandler):
         """Send a frame, fail the stream, or end it."""
         self._replies.put_nowait(reply)
 
-    def answer(self, frame: Frame) -> None:
-        """Answer a forward frame with its items' ids."""
+    def answer(self, frame: Frame, refused: dict[int, ExecutorError] | None = None) -> None:
+        """Answer a forward frame: every item stands at its id, or is ``refused``."""
         answer = session_pb2.SessionForwardAnswer()
         for item in frame.forward.items:
-            answer.results.add(item_id=item.item_id)
+            if refused and item.item_id in refused:
+                answer.results.add(item_id=item.item_id, error=status_from_error(refused[item.item_id]))
+            else:
+                answer.results.add(item_id=item.item_id).output.handle.seq_len = item.item_id
         self.reply(Reply(step_id=frame.step_id, forward=answer))
+
+    def refuse(self, frame: Frame, error: ExecutorError) -> None:
+        """Refuse a whole frame."""
+        self.reply(Reply(step_id=frame.step_id, error=status_from_error(error)))
 
 
 @asynccontextmanager
@@ -113,13 +126,53 @@ async def opened() -> AsyncIterator[tuple[Executor, SessionStream]]:
         stream.end(TransportError("the test is over"))
 
 
+async def asked(stream: SessionStream, ask: Ask, within_s: float | None = None) -> Answered | Fed:
+    answered = await stream.ask(ask, Deadline.after(within_s))
+    assert answered is not None
+    return answered
+
+
 async def step(stream: SessionStream, item_id: int = 0, within_s: float | None = None) -> Answered:
-    """A forward frame in its slot."""
-    deadline = Deadline.after(within_s)
-    assert await stream.slot(deadline)
+    """A forward frame of one's own."""
     frame = Frame()
     frame.forward.items.add(item_id=item_id)
-    return await stream.ask(frame, deadline.remaining())
+    return cast(Answered, await asked(stream, Ask(frame=frame), within_s))
+
+
+ROOM = Room(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
+
+
+def an_item(item_id: int, *, tokens: int = 1, kind: OutputKind = Greedy(), sequence: bytes = b"") -> Item:  # noqa: B008
+    state = SequenceState(forward_pb2.CreateOptions(), handle=HandleRef(sequence or bytes([item_id]) * 8, 1, 1))
+    return state.item(item_id, [7] * tokens, OutputSpec(Positions.LAST, kind))
+
+
+def feeding(stream: SessionStream, item: Item, within_s: float | None = None) -> asyncio.Task[int]:
+    """An item that may share a frame; gives where it stands."""
+
+    async def fed() -> int:
+        answered = await asked(stream, Ask(item=item), within_s)
+        return cast(Fed, answered).output.handle.seq_len
+
+    return asyncio.ensure_future(fed())
+
+
+def ids(frame: Frame) -> list[int]:
+    return [each.item_id for each in frame.forward.items]
+
+
+@asynccontextmanager
+async def busy(items: Sequence[Item], within_s: float | None = None) -> AsyncIterator[Any]:
+    """A stream in which one frame is in flight and items wait for it to be answered."""
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+        first = feeding(stream, an_item(99))
+        [held] = await fake.received("forward")
+        calls = [feeding(stream, item, within_s) for item in items]
+        await asyncio.sleep(0)
+        fake.answer(held)
+        await first
+        yield fake, stream, calls
 
 
 async def test_hello_comes_first_with_the_callers_credentials() -> None:
@@ -250,17 +303,18 @@ async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: E
     lost = Draining if isinstance(end, Draining) else TransportError
     async with opened() as (fake, stream):
         calls = [asyncio.create_task(step(stream)) for _ in range(SLOTS)]
-        waiting = asyncio.create_task(stream.slot(FOREVER))
         await fake.received("forward", SLOTS)
+        waiting = asyncio.create_task(stream.ask(Ask(frame=Frame()), FOREVER))
+        await asyncio.sleep(0)
         fake.reply(end)
         for failure in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(failure, lost)
             assert fate_unknown(failure)
-        assert await waiting is False, "who had sent nothing opens another"
+        assert await waiting is None, "who had sent nothing opens another"
         assert not stream.alive
         assert not stream._steps
         with pytest.raises(lost):
-            await stream.ask(Frame(keep_alive=session_pb2.SessionKeepAlive()), None)
+            await stream.say(Frame(keep_alive=session_pb2.SessionKeepAlive()), FOREVER)
 
 
 async def test_an_answer_to_nothing_is_nobodys() -> None:
@@ -289,3 +343,191 @@ async def test_closing_does_not_wait_for_ever() -> None:
         with pytest.raises(DeadlineExceeded):
             await stream.close(Deadline.after(0.01), release_sequences=False)
         assert not stream.alive
+
+
+# --- items that share a frame ---------------------------------------------------------------------------------------
+
+
+async def test_what_is_ready_in_one_turn_goes_in_one_frame_and_each_hears_its_own_answer() -> None:
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+        calls = [feeding(stream, an_item(number)) for number in range(1, 6)]
+        [frame] = await fake.received("forward")
+        assert ids(frame) == [1, 2, 3, 4, 5]
+        assert not frame.forward.HasField("timeout")
+        fake.answer(frame, {3: InvalidRequest("bad")})
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [each for each in outcomes if not isinstance(each, InvalidRequest)] == [1, 2, 4, 5]
+        assert isinstance(outcomes[2], InvalidRequest)
+
+
+async def test_what_waits_for_an_answer_goes_together_in_the_next_frame() -> None:
+    async with busy([an_item(number) for number in range(1, 4)]) as (fake, _, calls):
+        frame = (await fake.received("forward", 2))[1]
+        assert ids(frame) == [1, 2, 3]
+        fake.answer(frame)
+        assert await asyncio.gather(*calls) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("items", "frames"),
+    [
+        ([an_item(number) for number in range(1, 11)], [8, 2]),
+        ([an_item(number, tokens=30) for number in range(1, 4)], [2, 1]),
+        ([an_item(1, sequence=b"same"), an_item(2), an_item(3, sequence=b"same")], [2, 1]),
+        ([an_item(1), an_item(2, tokens=99), an_item(3)], [1, 1, 1]),
+    ],
+    ids=["items", "tokens", "sequence", "one above the limit"],
+)
+async def test_a_frame_holds_what_the_executor_takes_in_one(items: list[Item], frames: list[int]) -> None:
+    async with busy(items) as (fake, _, calls):
+        for count in range(len(frames)):
+            fake.answer((await fake.received("forward", count + 2))[count + 1])
+        await asyncio.gather(*calls)
+        assert [len(ids(each)) for each in fake.of("forward")[1:]] == frames
+
+
+async def test_large_rows_go_alone_and_leave_a_place_to_the_small() -> None:
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+        large = [feeding(stream, an_item(number, kind=FullLogits())) for number in range(1, SLOTS + 1)]
+        await fake.received("forward", SLOTS - 1)
+        small = feeding(stream, an_item(50))
+        frames = await fake.received("forward", SLOTS)
+        assert [ids(each) for each in frames] == [[1], [2], [50]]
+        for frame in frames:
+            fake.answer(frame)
+        assert await small == 50
+        fake.answer((await fake.received("forward", SLOTS + 1))[-1])
+        await asyncio.gather(*large)
+
+
+@pytest.mark.parametrize("refusal", [QueueFull("full"), InvalidRequest("twice"), Cancelled("no")], ids=repr)
+async def test_a_shared_frame_that_is_refused_has_its_items_asked_for_one_by_one(refusal: ExecutorError) -> None:
+    async with busy([an_item(number) for number in (1, 2, 3)]) as (fake, _, calls):
+        fake.refuse((await fake.received("forward", 2))[1], refusal)
+        alone = (await fake.received("forward", 5))[2:]
+        assert [ids(each) for each in alone] == [[1], [2], [3]]
+        fake.answer(alone[0])
+        fake.refuse(alone[1], refusal)
+        fake.answer(alone[2])
+        one, two, three = await asyncio.gather(*calls, return_exceptions=True)
+        assert (one, three) == (1, 3)
+        assert type(two) is type(refusal)
+
+
+async def test_a_full_line_of_steps_is_waited_for_together() -> None:
+    async with busy([an_item(1), an_item(2)]) as (fake, _, calls):
+        full = QueueFull("full", metadata={"steps_in_flight": 3})
+        fake.refuse((await fake.received("forward", 2))[1], full)
+        again = (await fake.received("forward", 3))[2]
+        assert ids(again) == [1, 2]
+        fake.answer(again)
+        assert await asyncio.gather(*calls) == [1, 2]
+
+
+async def test_a_frame_has_the_deadline_of_its_most_hurried_item_and_cuts_nobody_else_short() -> None:
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+        calls = [feeding(stream, an_item(number), within_s) for number, within_s in ((1, 60), (2, 50), (3, 1000))]
+        [frame] = await fake.received("forward")
+        assert ids(frame) == [1, 2], "the patient one has a frame of its own"
+        assert frame.forward.timeout.seconds == 49
+        late = DeadlineExceeded("the deadline passed before the step began")
+        fake.answer(frame, {1: late, 2: late})
+        seconds = {}
+        for each in (await fake.received("forward", 4))[1:]:
+            [number] = ids(each)
+            seconds[number] = each.forward.timeout.seconds
+            fake.answer(each, {2: late})
+        assert seconds == {1: 59, 2: 49, 3: 999}
+        one, two, three = await asyncio.gather(*calls, return_exceptions=True)
+        assert (one, three) == (1, 3)
+        assert isinstance(two, DeadlineExceeded)
+
+
+async def test_who_gives_up_takes_the_frame_back_and_the_others_are_asked_for_again() -> None:
+    async with busy([an_item(number) for number in (1, 2, 3)]) as (fake, _, calls):
+        shared = (await fake.received("forward", 2))[1]
+        calls[1].cancel()
+        [cancel] = await fake.received("cancel")
+        assert cancel.cancel.step_id == shared.step_id
+        fake.refuse(shared, Cancelled("not begun"))
+        alone = (await fake.received("forward", 4))[2:]
+        assert [ids(each) for each in alone] == [[1], [3]], "nothing is sent for who gave up"
+        for frame in alone:
+            fake.answer(frame)
+        assert await asyncio.gather(calls[0], calls[2]) == [1, 3]
+        assert calls[1].cancelled()
+
+
+async def test_who_gives_up_on_a_step_that_runs_leaves_it_to_the_others() -> None:
+    async with busy([an_item(number) for number in (1, 2, 3)]) as (fake, stream, calls):
+        shared = (await fake.received("forward", 2))[1]
+        calls[0].cancel()
+        calls[2].cancel()
+        await fake.received("cancel")
+        fake.answer(shared)
+        assert await calls[1] == 2
+        assert len(fake.of("forward")) == 2
+        assert len(fake.of("cancel")) == 1
+        assert not stream._steps
+
+
+async def test_who_gives_up_while_waiting_was_never_sent() -> None:
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+        first = feeding(stream, an_item(1))
+        [held] = await fake.received("forward")
+        second, third = feeding(stream, an_item(2)), feeding(stream, an_item(3))
+        await asyncio.sleep(0)
+        second.cancel()
+        fake.answer(held)
+        await first
+        frame = (await fake.received("forward", 2))[1]
+        assert ids(frame) == [3]
+        fake.answer(frame)
+        assert await third == 3
+        assert not fake.of("cancel")
+
+
+async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
+    async with busy([]) as (fake, stream, _):
+        again = Ask(item=an_item(1))
+        again.again = True
+        calls = [asyncio.ensure_future(asked(stream, again)), feeding(stream, an_item(2)), feeding(stream, an_item(3))]
+        frames = (await fake.received("forward", 3))[1:]
+        assert [ids(each) for each in frames] == [[1], [2, 3]]
+        for frame in frames:
+            fake.answer(frame)
+        await asyncio.gather(*calls)
+
+
+async def test_an_answer_to_other_items_is_nobodys() -> None:
+    async with busy([an_item(1), an_item(2)]) as (fake, _, calls):
+        shared = (await fake.received("forward", 2))[1]
+        shared.forward.items[0].item_id = 77
+        fake.answer(shared)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, TransportError)
+            assert fate_unknown(outcome)
+
+
+async def test_who_is_answered_asks_again_together_with_those_who_wait() -> None:
+    async with opened() as (fake, stream):
+        stream.room = ROOM
+
+        async def crowd(number: int) -> list[int]:
+            return [await asyncio.wait_for(feeding(stream, an_item(number)), 30) for _ in range(2)]
+
+        early = [asyncio.ensure_future(crowd(number)) for number in (1, 2)]
+        [first] = await fake.received("forward")
+        late = [asyncio.ensure_future(crowd(number)) for number in (3, 4)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        fake.answer(first)
+        second = (await fake.received("forward", 2))[1]
+        assert sorted(ids(second)) == [1, 2, 3, 4], "two groups have become one"
+        fake.answer(second)
+        fake.answer((await fake.received("forward", 3))[2])
+        assert await asyncio.gather(*early, *late) == [[each, each] for each in (1, 2, 3, 4)]

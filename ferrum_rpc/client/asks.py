@@ -1,0 +1,160 @@
+"""What callers ask of a session, and how the items of several callers become one frame.
+
+A frame costs both sides far more than one item more in it. Items that wait at the same time therefore share a frame,
+within the executor's limits. Nobody may notice that but by the time it takes: every item gets the answer that it would
+have got in a frame of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.row_frames import blocks_with_frames
+from ferrum_rpc.client.state import Item
+from ferrum_rpc.client.transport import Fed, timing_of
+from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.wire.status import error_from_status
+
+Frame = session_pb2.SessionRequest
+
+Answered = tuple[session_pb2.SessionResponse, list[session_pb2.SessionRows]]
+"""The frame that answers a step, and the row frames that came before it."""
+
+
+class Kind(enum.IntEnum):
+    """How an ask travels."""
+
+    URGENT = 0
+    """A frame that is no step: it is bounded by nothing."""
+    FRAME = 1
+    """A frame of its own."""
+    LARGE = 2
+    """An item in a frame of its own, because its rows come in row frames."""
+    SHARED = 3
+    """An item in a frame that it may share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one shared frame may hold: items, their tokens, the bytes of their rows (of a vocabulary of ``vocab_size``)
+    and of their messages."""
+
+    items: int
+    tokens: int
+    row_bytes: int
+    request_bytes: int
+    vocab_size: int
+
+
+class Ask:
+    """What one caller waits for: the answer to a ``frame``, or to an ``item``.
+
+    ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
+    deadline passes, on `time.monotonic`. ``number``: its place in line. ``step``: the id of the frame that it went out
+    in, None while it waits.
+    """
+
+    __slots__ = ("again", "deadline", "expires", "frame", "future", "item", "kind", "number", "row_bytes", "step")
+
+    def __init__(self, *, frame: Frame | None = None, item: Item | None = None, kind: Kind = Kind.FRAME) -> None:
+        self.frame = frame
+        self.item = item
+        self.kind = kind
+        self.again = item is not None and item.repeats
+        self.row_bytes = 0
+        self.number = 0
+        self.step: int | None = None
+        self.deadline: Deadline
+        self.expires: float
+        self.future: asyncio.Future[Answered | Fed | None]
+
+    def line_up(self, deadline: Deadline, number: int, room: Room) -> None:
+        """It waits in line."""
+        self.deadline, self.number, self.step = deadline, number, None
+        self.expires = math.inf if deadline.at is None else deadline.at
+        self.future = asyncio.get_running_loop().create_future()
+        if self.item is not None:
+            self.row_bytes = self.item.row_bytes(room.vocab_size)
+            self.kind = Kind.LARGE if self.row_bytes > room.row_bytes else Kind.FRAME if self.again else Kind.SHARED
+
+
+def together(waiting: Iterable[Ask], room: Room, now: float) -> list[Ask]:
+    """The first that waits, and those behind it that fit into its frame: of other sequences, and about as patient. A
+    frame has one deadline, its most hurried item's; whom that cuts short is asked for again, alone.
+    ``now`` is on `time.monotonic`."""
+    chosen: list[Ask] = []
+    sequences: set[bytes] = set()
+    tokens = row_bytes = request_bytes = 0
+    soonest = latest = 0.0
+    for ask in waiting:
+        item = ask.item
+        assert item is not None  # noqa: S101 - only items share
+        sequence = b"" if item.handle is None else item.handle.id
+        if chosen and (sequence in sequences or not soonest <= ask.expires <= latest):
+            continue
+        tokens += len(item.tokens)
+        row_bytes += ask.row_bytes
+        request_bytes += item.proto.ByteSize()
+        if chosen and (tokens > room.tokens or row_bytes > room.row_bytes or request_bytes > room.request_bytes):
+            break
+        if not chosen:
+            left = max(0.0, ask.expires - now)
+            soonest, latest = now + left / 2, now + left * 2
+        chosen.append(ask)
+        if len(chosen) >= room.items:
+            break
+        if sequence:
+            sequences.add(sequence)
+    return chosen
+
+
+def frame_of(asks: Sequence[Ask]) -> Frame:
+    """The frame that asks for all of them. Its deadline is the first of theirs."""
+    first = asks[0]
+    frame = first.frame
+    if frame is None:
+        frame = Frame()
+        frame.forward.items.extend([ask.item.proto for ask in asks if ask.item is not None])
+    if frame.HasField("forward"):
+        left = min(asks, key=_expires).deadline.remaining()
+        if left is not None:
+            whole = int(left)
+            frame.forward.timeout.seconds, frame.forward.timeout.nanos = whole, int((left - whole) * 1e9)
+    return frame
+
+
+def answers(
+    asks: Sequence[Ask], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
+) -> Sequence[Answered | Fed | ExecutorError]:
+    """What the answer to their frame says to each of them."""
+    if response.HasField("error"):
+        return [error_from_status(response.error) for _ in asks]
+    if asks[0].item is None:
+        return [(response, rows)]
+    answer = response.forward
+    if [each.item_id for each in answer.results] != [ask.item.proto.item_id for ask in asks if ask.item is not None]:
+        return [other_answer(f"{len(answer.results)} results for other items") for _ in asks]
+    try:
+        blocks = blocks_with_frames(answer.row_blocks, rows)
+    except ExecutorError as error:
+        return [error for _ in asks]
+    pressure, timing = answer.pressure, timing_of(answer)
+    return [
+        Fed(result.output, blocks, pressure, timing) if result.HasField("output") else error_from_status(result.error)
+        for result in answer.results
+    ]
+
+
+def other_answer(what: str) -> TransportError:
+    """An answer that is not to what was asked."""
+    return TransportError(f"the executor's answer is not to what was asked: {what}", metadata={"grpc_code": "INTERNAL"})
+
+
+_expires = operator.attrgetter("expires")
