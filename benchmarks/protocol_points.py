@@ -15,16 +15,28 @@ DEPTHS: Final = (1, 2, 4)
 MANY: Final = 64
 """Callers at a time, of unary calls only: a session is one scheduler's."""
 
+CROWD: Final = 50
+"""Coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep."""
+
 ECHO_OF: Final = {
     "unary": "echo, unary",
     "client, unary": "echo, unary",
     "session": "echo, stream",
     "client, session": "echo, stream",
+    "client, batches": "echo, stream",
 }
 """What each way is measured against."""
 
+BATCHES: Final = "client, batches"
+"""What a crowd of coroutines is measured against."""
+
+BATCH_TARGET: Final = 1.25
+"""A step of one of the crowd, in steps of a batch of as many, at most: 0.8 of its rate."""
+
 ECHO_TARGET: Final = 2.0
 """An empty step with one in flight, in bare echoes of the same bytes, at most."""
+
+TARGETS: Final = {1: ECHO_TARGET, CROWD: BATCH_TARGET}
 
 RATE_TARGETS: Final = {("session", 4): 3000.0, ("unary", MANY): 3000.0}
 """Steps a second, at least, by way and depth. Like the other target it states where things are to be; nothing fails."""
@@ -65,9 +77,15 @@ class Point(TypedDict):
 def points(taken: Rounds) -> list[Point]:
     """Every way at every depth, in the order of the rounds."""
     return [
-        point(transport, way, depth, rounds, taken.get((transport, ECHO_OF.get(way, ""), depth)))
+        point(transport, way, depth, rounds, taken.get((transport, _against(way, depth), depth)))
         for (transport, way, depth), rounds in taken.items()
     ]
+
+
+def _against(way: str, depth: int) -> str:
+    if depth == CROWD:
+        return "" if way == BATCHES else BATCHES
+    return ECHO_OF.get(way, "")
 
 
 def point(transport: str, way: str, depth: int, rounds: Sequence[Round], echoes: Sequence[Round] | None) -> Point:
@@ -88,7 +106,7 @@ def point(transport: str, way: str, depth: int, rounds: Sequence[Round], echoes:
         "p99_ms": _ms(np.percentile(steps, 99)),
         "steps_per_s": round(float(np.median([len(each.step_s) / each.wall_s for each in rounds])), 1),
         "rate_target": RATE_TARGETS.get((way, depth)),
-        "ratio": None if echoes is None else _ratio(rounds, echoes, ECHO_TARGET if depth == 1 else None),
+        "ratio": None if echoes is None else _ratio(rounds, echoes, TARGETS.get(depth)),
         "queue_ms": _ms(np.median(queue)) if queue else None,
         "forward_ms": _ms(np.median(forward)) if len(forward) else None,
         "around_ms": around,

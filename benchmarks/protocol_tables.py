@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.protocol_points import DEPTHS, MANY, Point
+from benchmarks.protocol_points import BATCH_TARGET, CROWD, DEPTHS, MANY, Point, Ratio
 from benchmarks.tables import number, show_plain
 
 COLUMNS: Final = (
@@ -16,6 +16,7 @@ COLUMNS: Final = (
     "in echoes (lowest to highest pair)",
     "target",
     *(f"steps/s at {depth}" for depth in (*DEPTHS, MANY)),
+    f"in batches of {CROWD} (lowest to highest pair)",
     "queue, ms",
     "forward, ms",
     "around, ms",
@@ -30,6 +31,10 @@ LEGEND: Final = (
     (
         "steps/s",
         f"with so many steps in flight; to be ≥ 3,000 in a session at 4, and of {MANY} unary callers in total",
+    ),
+    (
+        f"in batches of {CROWD}",
+        f"a step of one of {CROWD} coroutines on one client, in steps of a batch of {CROWD}; at most {BATCH_TARGET:g}",
     ),
     ("queue, forward", "by the server's clock: from the submit to the step, and the step itself"),
     ("around", "the step less its forward less the echo: protobuf, handlers, admission, hand-overs, replay log"),
@@ -61,13 +66,19 @@ def _row(depths: dict[int, Point]) -> tuple[str, ...]:
     one = depths[1]
     ratio = one["ratio"]
     rates = [f"{depths[depth]['steps_per_s']:,.0f}" if depth in depths else "" for depth in (*DEPTHS, MANY)]
+    crowd = depths[CROWD]["ratio"] if CROWD in depths else None
     return (
         one["transport"],
         one["way"],
         number(one["p50_ms"]),
         number(one["p99_ms"]),
-        "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        _spread(ratio),
         "" if ratio is None or ratio["target"] is None else f"≤ {ratio['target']:g}",
         *rates,
+        _spread(crowd),
         *("" if value is None else number(value) for value in (one["queue_ms"], one["forward_ms"], one["around_ms"])),
     )
+
+
+def _spread(ratio: Ratio | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"

@@ -134,6 +134,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "suite": suite_report.suite,
     "peers": suite_report.peers,
     "protocol": protocol,
+    "protocol-demo": protocol,
     "protocol-process": protocol,
     "wire": wire,
     "wire-session": wire,

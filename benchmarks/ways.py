@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 import grpc
@@ -17,6 +18,7 @@ from benchmarks.pace import in_calls, in_frames
 from benchmarks.sides import Round
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
 
 CONTEXT: Final = 16
@@ -168,6 +170,36 @@ class Client:
 
     async def _step(self, sequence: int) -> Any:
         return (await self._sequences[sequence].decode(TOKEN, truncate_to=self._roll_back)).timing
+
+
+class Batches(Client):
+    """`ferrum_rpc.client` in lockstep: every step is one batch of all sequences, and the next waits for all of it."""
+
+    async def round(self, depth: int, steps: int) -> Round:
+        """Roll back, then timed steps."""
+        await self._batch(depth, CONTEXT)
+        for _ in range(LEAD_IN - 1):
+            await self._batch(depth, None)
+        timed = Round()
+        began = perf_counter()
+        for _ in range(steps):
+            at = perf_counter()
+            timing = await self._batch(depth, None)
+            step_s = perf_counter() - at
+            timed.step_s += [step_s] * depth
+            timed.forward_s += [timing.forward_s] * depth
+            timed.queue_s += [timing.queue_s] * depth
+        timed.wall_s = perf_counter() - began
+        return timed
+
+    async def _batch(self, depth: int, truncate_to: int | None) -> Any:
+        items = [each.item([TOKEN], truncate_to=truncate_to) for each in self._sequences[:depth]]
+        timing = None
+        for answer in await self._client.forward(items):
+            if isinstance(answer, ExecutorError):
+                raise answer
+            timing = answer.timing
+        return timing
 
 
 class EchoCalls:

@@ -11,7 +11,7 @@ from benchmarks import protocol_tables, report
 from benchmarks.environment import ROOT
 from benchmarks.pace import in_calls, in_frames
 from benchmarks.protocol import steps_of
-from benchmarks.protocol_points import DEPTHS, ECHO_OF, MANY, point, points
+from benchmarks.protocol_points import BATCHES, CROWD, DEPTHS, ECHO_OF, MANY, point, points
 from benchmarks.sides import Round
 
 
@@ -41,6 +41,8 @@ def test_a_quick_run_takes_every_way_at_every_depth(tmp_path):
             if way in ECHO_OF:
                 assert len(found["ratio"]["pairs"]) == 2
                 assert 0 < found["forward_ms"] < found["p50_ms"]
+    crowd = measured["client, session", CROWD]["ratio"]
+    assert len(crowd["pairs"]) == 2 and measured[BATCHES, CROWD]["ratio"] is None
     sizes = result["settings"]["exchange_bytes"]
     assert set(sizes) == {"unix, unary", "unix, session"} and all(min(each) > 40 for each in sizes.values())
     assert str(out) in done.stdout
@@ -62,6 +64,13 @@ def test_rates_count_all_that_is_in_flight():
     assert (session["steps_per_s"], session["rate_target"], session["ratio"]["median"]) == (4000.0, 3000.0, 2.0)
     assert session["ratio"]["target"] is None  # the target is for a step that is alone
     assert (echo["steps_per_s"], echo["rate_target"], echo["ratio"], echo["around_ms"]) == (8000.0, None, None, None)
+
+
+def test_a_crowd_is_measured_against_batches_and_not_against_the_echo():
+    taken = {("tcp", "client, session", CROWD): rounds(5e-3), ("tcp", BATCHES, CROWD): rounds(4e-3)}
+    session, batches = points(taken)
+    assert session["ratio"] == {"pairs": [1.25] * 3, "median": 1.25, "low": 1.25, "high": 1.25, "target": 1.25}
+    assert batches["ratio"] is None
 
 
 async def test_calls_and_frames_keep_one_step_of_each_sequence_in_flight():
