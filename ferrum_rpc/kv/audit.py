@@ -66,9 +66,9 @@ def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_s
     for block in private:
         if not pool.is_writable(block):
             raise CacheCorrupt(f"sequence {sequence} is to write block {block}, which is shared")
-    if state.open is None and state.promised_end > state.length:
-        wanted = blocks_for(state.promised_end, block_size) - len(state.table)
-        if state.length % block_size and not pool.is_writable(state.table[len(state.table) - 1]):
-            wanted += 1
+    if state.open is None and state.promised_tokens:
+        table = state.table.view(len(state.table)).tolist()
+        places = range(state.promised_from // block_size, blocks_for(state.promised_end, block_size))
+        wanted = sum(place >= len(table) or not pool.is_writable(table[place]) for place in places)
         if len(state.spares) < wanted:
             raise CacheCorrupt(f"sequence {sequence} was promised {wanted} spare blocks and has {len(state.spares)}")

@@ -33,15 +33,20 @@ class Capacity:
 
     def promise(self, state: SequenceState, tokens: int) -> None:
         """Hold spares for the next ``tokens`` tokens, in place of an earlier promise. Raises `KvBlocksExhausted`."""
-        wanted = self._spares_for(state, state.length + tokens)
+        wanted = self._spares_for(state, state.length, tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
         state.promised_from, state.promised_tokens = state.length, tokens
         self._give_back(state, wanted)
 
     def keep(self, state: SequenceState) -> None:
-        """The last block may have become shared: hold one more spare if so. Raises `KvBlocksExhausted`."""
-        wanted = self._spares_for(state, state.promised_end)
+        """More blocks may have become shared: hold spares for them. Raises `KvBlocksExhausted`."""
+        wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
+
+    def trim(self, state: SequenceState) -> None:
+        """Blocks may be shared no more: give back the spares that were held for them."""
+        if state.promised_tokens:
+            self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
     def resize(self, state: SequenceState, lowest: int, length: int) -> None:
         """Set the length, ``lowest`` having been the least on the way, and make the spares fit the promise again.
@@ -49,27 +54,29 @@ class Capacity:
         Blocks that the sequence gave up are in the pool by now, so that they can come back as spares.
         """
         state.length = length
+        state.shared = min(state.shared, len(state.table))
         if not state.promised_tokens:
             return
         state.promised_from = min(state.promised_from, lowest)
-        wanted = self._spares_for(state, state.promised_end)
+        wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         missing = max(0, wanted - len(state.spares))
         state.spares += self.take(min(missing, self._pool.free_blocks))
+        while wanted > len(state.spares):  # below where it began, into what a fork shares: promise what there is
+            whole = (state.promised_end - 1) // self._block_size * self._block_size
+            state.promised_tokens = max(0, whole - state.promised_from)
+            wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         self._give_back(state, wanted)
-        if len(state.spares) < wanted:  # what was given up still belongs to a fork: promise no more than there is
-            blocks = len(state.table) + len(state.spares) - self._must_copy_last(state)
-            state.promised_tokens = max(0, blocks * self._block_size - state.promised_from)
 
-    def _spares_for(self, state: SequenceState, end: int) -> int:
-        """Blocks that the sequence needs beyond its own to be written from its length up to ``end``."""
-        if end <= state.length:
+    def _spares_for(self, state: SequenceState, start: int, tokens: int) -> int:
+        """Blocks that the sequence needs beyond its own to be written from ``start`` on, up to ``tokens`` tokens: those
+        that it has not, and a copy of each that is shared. It may go back to ``start`` and write all of it again."""
+        if not tokens:
             return 0
-        return blocks_for(end, self._block_size) - len(state.table) + self._must_copy_last(state)
-
-    def _must_copy_last(self, state: SequenceState) -> bool:
-        """Whether the next token goes into a block that is shared."""
-        partial = state.length % self._block_size != 0
-        return partial and not self._pool.is_writable(state.table[len(state.table) - 1])
+        first, last, have = start // self._block_size, blocks_for(start + tokens, self._block_size), len(state.table)
+        absent = max(0, last - have)
+        if state.shared <= first:
+            return absent
+        return absent + self._pool.count_shared(state.table.view(min(last, state.shared))[first:])
 
     def _give_back(self, state: SequenceState, wanted: int) -> None:
         """Spares beyond ``wanted`` are free again, e.g. when the fork that shared the last block is gone."""

@@ -154,7 +154,7 @@ class KvManager:
         """Make ``child`` of the first ``at`` tokens (all by default) of ``parent``; a block is shared until one writes.
 
         The child is promised nothing. Raises `TruncateBeyondLength` (``seq_len``), and `KvBlocksExhausted` where the
-        parent was promised capacity and no block is left for the copy that its last block now needs.
+        parent was promised capacity and there are not enough blocks for the copies that its promise now needs.
         """
         state = self._idle(parent)
         if child in self._sequences:
@@ -162,11 +162,14 @@ class KvManager:
         at = state.length if at is None else at
         self._check_within(state, at)
         shared = state.table.view(blocks_for(at, self.block_size))
-        forked = SequenceState(BlockTable(shared), at)
+        forked = SequenceState(BlockTable(shared), at, shared=len(shared))
+        before = state.shared
         self._pool.acquire(shared)
         try:
+            state.shared = max(before, len(shared))
             self._capacity.keep(state)
         except KvBlocksExhausted:
+            state.shared = before
             self._pool.release(shared)
             raise
         self._sequences[child] = forked
@@ -176,8 +179,9 @@ class KvManager:
 
         The blocks leave the pool now and wait as the sequence's spares. The promise is counted from the lowest length
         that the sequence has from now on, so a rejected draft does not use it up: writing, truncating and writing
-        again is covered up to there. Only going back into blocks that a fork shares can shorten it, and only when the
-        pool is empty by then. A later call replaces the promise; 0 gives the spares back.
+        again is covered up to there. A fork takes spares for what it shares of that. Only going back below where the
+        promise was made, into blocks that a fork shares, can shorten it, and only when the pool is empty by then. A
+        later call replaces the promise; 0 gives the spares back.
 
         Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
         """
@@ -191,6 +195,10 @@ class KvManager:
         state = self._idle(sequence)
         del self._sequences[sequence]
         self._pool.release(state.table.cut(0) + state.spares)
+        if state.shared:
+            for other in self._sequences.values():
+                if other.shared and other.spares and other.open is None:
+                    self._capacity.trim(other)
 
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""

@@ -97,6 +97,10 @@ class BlockPool:
         """Whether the holder of ``block`` may write into it: it is the only one."""
         return self._references.item(block) == 1
 
+    def count_shared(self, blocks: Int32Array) -> int:
+        """How many of ``blocks`` have more than one holder."""
+        return int((self._references[blocks] > 1).sum())
+
     def check(self, holders: Int32Array) -> None:
         """Raise `CacheCorrupt` unless free and held blocks partition the usable ones and references match ``holders``.
 

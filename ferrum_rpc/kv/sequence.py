@@ -54,7 +54,8 @@ class SequenceState:
     """One live sequence: ``length`` tokens in the blocks of ``table``.
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
-    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`).
+    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). ``shared``: how many entries of
+    the table, from the first on, a fork may hold as well.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -62,6 +63,7 @@ class SequenceState:
     spares: list[int] = field(default_factory=list)
     promised_from: int = 0
     promised_tokens: int = 0
+    shared: int = 0
     open: Reservation | None = None
 
     @property

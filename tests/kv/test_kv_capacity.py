@@ -134,6 +134,50 @@ def test_a_fork_that_would_break_a_promise_is_refused():
 
 
 @pytest.mark.parametrize("how", ["truncate", "rewrite"])
+@pytest.mark.parametrize("back", [8, 9, 13, 16])
+def test_a_promise_holds_for_going_back_into_what_a_fork_shares(how, back):
+    w = world()
+    w.write(A, 8)
+    w.kv.ensure_capacity(A, 8)
+    w.write(A, 8)
+    w.fork(A, B)
+    hog(w)
+    if how == "truncate":
+        w.truncate(A, back)
+    for start in range(back, 16):
+        w.write(A, 1, start=start)
+        w.check()
+    w.write(A, 8, start=8)
+    w.check()
+
+
+def test_a_fork_that_a_promise_has_no_spares_for_is_refused():
+    w = world(usable=5)
+    w.write(A, 8)
+    w.kv.ensure_capacity(A, 8)
+    w.write(A, 8)
+    before = everything(w.kv)
+    with pytest.raises(KvBlocksExhausted) as refusal:
+        w.fork(A, B)
+    assert refusal.value.metadata == {"needed_blocks": "2", "free_blocks": "1"}
+    assert everything(w.kv) == before
+    w.fork(A, B, 12)
+    w.write(A, 8, start=8)
+    w.check()
+
+
+def test_what_a_fork_took_for_a_promise_goes_back_with_the_fork():
+    w = world()
+    w.write(A, 8)
+    w.kv.ensure_capacity(A, 8)
+    w.write(A, 8)
+    w.fork(A, B)
+    assert (len(w.spares(A)), w.kv.free_blocks) == (2, 6)
+    w.release(B)
+    assert (w.spares(A), w.kv.free_blocks) == ([], 8)
+
+
+@pytest.mark.parametrize("how", ["truncate", "rewrite"])
 def test_rejected_drafts_do_not_use_a_promise_up(how):
     w = world()
     w.write(A, 3)
