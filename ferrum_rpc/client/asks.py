@@ -75,6 +75,12 @@ class Ask:
         self.expires: float
         self.future: asyncio.Future[Answered | Fed | None]
 
+    def ByteSize(self) -> int:  # noqa: N802 - as of a message
+        """Bytes that it takes in a frame of its own, but for some that say which frame it is."""
+        if self.item is not None:
+            return self.item.proto.ByteSize()
+        return 0 if self.frame is None else self.frame.ByteSize()
+
     def line_up(self, deadline: Deadline, number: int, room: Room) -> None:
         """It waits in line."""
         self.deadline, self.number, self.step = deadline, number, None

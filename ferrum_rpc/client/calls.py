@@ -13,12 +13,20 @@ from typing import Protocol, TypeVar
 import grpc
 
 from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, ResendPolicy, fate_unknown
-from ferrum_rpc.errors import Draining, ExecutorError, InstanceMismatch, Starting, TransportError
+from ferrum_rpc.errors import Draining, ExecutorError, InstanceMismatch, InvalidRequest, Starting, TransportError
 from ferrum_rpc.wire.status import error_from_rpc
 
-Request = TypeVar("Request")
+
+class Sized(Protocol):
+    """A message, or what becomes one."""
+
+    def ByteSize(self) -> int:  # noqa: N802 - as protobuf calls it
+        """Bytes that it takes on the wire."""
+
+
+Request = TypeVar("Request", bound=Sized)
 Response = TypeVar("Response")
-Request_contra = TypeVar("Request_contra", contravariant=True)
+Request_contra = TypeVar("Request_contra", bound=Sized, contravariant=True)
 Response_co = TypeVar("Response_co", covariant=True)
 Metadata = Sequence[tuple[str, str]]
 
@@ -34,11 +42,13 @@ class Method(Protocol[Request_contra, Response_co]):
 
 class Calls:
     """Makes calls with one caller's credentials and policy. ``draining``: the executor has said that it is on its way
-    out, so that when nobody answers any more it is known why."""
+    out, so that when nobody answers any more it is known why. ``max_request_bytes``: what the executor takes, once that
+    is known; a longer frame of a session would end the stream, with the steps of everybody in it."""
 
     def __init__(self, *, metadata: Metadata, resend: ResendPolicy) -> None:
         self.metadata = tuple(metadata)
         self.draining = False
+        self.max_request_bytes: int | None = None
         self._resend = resend
 
     async def ask(
@@ -49,7 +59,14 @@ class Calls:
         *,
         attempt_timeout_s: float | None = None,
     ) -> Response:
-        """Call once. Raises the `ExecutorError` that the answer stands for."""
+        """Call once. Raises the `ExecutorError` that the answer stands for, and `InvalidRequest` for a request that is
+        too long: nothing was sent then."""
+        if self.max_request_bytes is not None and request.ByteSize() > self.max_request_bytes:
+            raise InvalidRequest(
+                f"the request takes {request.ByteSize()} bytes and the executor at most {self.max_request_bytes}",
+                field="request",
+                metadata={"max_request_bytes": self.max_request_bytes},
+            )
         try:
             return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:

@@ -106,6 +106,7 @@ class Link:
                 f"{info.minimum_client_revision}; this one has {SCHEMA_REVISION}"
             )
         self._info = info
+        self.calls.max_request_bytes = info.limits.max_request_bytes
         return info
 
     async def loaded(self, ask: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:

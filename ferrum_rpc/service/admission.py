@@ -109,10 +109,11 @@ def _check_output(output: OutputSpec, model: ModelInfo, limits: Limits) -> None:
     match output.kind:
         case Greedy():
             pass
-        case TopTokens(k) if k > min(limits.max_top_tokens, model.vocab_size):
-            most = min(limits.max_top_tokens, model.vocab_size)
+        case TopTokens(k) if k > limits.max_top_tokens:
             raise InvalidRequest(
-                f"top_tokens.k {k} exceeds {most}", field="output.top_tokens.k", metadata={"max_top_tokens": most}
+                f"top_tokens.k {k} exceeds {limits.max_top_tokens}",
+                field="output.top_tokens.k",
+                metadata={"max_top_tokens": limits.max_top_tokens},
             )
         case SelectedTokens(token_ids):
             if len(token_ids) > limits.max_selected_tokens:

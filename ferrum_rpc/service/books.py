@@ -10,7 +10,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pressure
@@ -87,6 +87,7 @@ class Books:
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         """The model is loaded."""
         self._model, self._device = model, device
+        self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
         if self.state is Lifecycle.STARTING:
             self.state = Lifecycle.SERVING

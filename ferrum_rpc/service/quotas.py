@@ -112,11 +112,11 @@ class Quotas:
             account.caller, account.most = caller, self._most[caller.shares]
         return account
 
-    def limits(self, caller: Caller) -> Limits:
-        """The limits as they are for this caller: what it may hold of sequences and blocks stands in them."""
+    def limits(self, limits: Limits, caller: Caller) -> Limits:
+        """``limits`` as they are for this caller: what it may hold of sequences and blocks stands in them."""
         most = self.account(caller).most
         sequences, blocks = (0 if most[each] == UNBOUNDED else most[each] for each in self._exact)
-        return replace(self._limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
+        return replace(limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
 
     def cache(self, total_blocks: int, block_size: int) -> None:
         """The cache is there: ``total_blocks`` of ``block_size`` tokens."""

@@ -70,7 +70,9 @@ _BARE_STATUS: Final[dict[grpc.StatusCode, type[ExecutorError]]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 """What a status without ErrorInfo means: gRPC itself answered, not the executor. It has one RESOURCE_EXHAUSTED of its
-own, a message above the limit."""
+own, a message above the limit: an answer, or a request where the side that received it says so."""
+
+_REQUEST_TOO_LARGE: Final = "SERVER: Received message larger than max"
 
 
 def code_number(code: grpc.StatusCode) -> int:
@@ -136,4 +138,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> ExecutorError:
             status.ParseFromString(value if isinstance(value, bytes) else value.encode())
             return error_from_status(status)
     message = error.details() or error.code().name
-    return _BARE_STATUS.get(error.code(), TransportError)(message, metadata={"grpc_code": error.code().name})
+    metadata = {"grpc_code": error.code().name}
+    if message.startswith(_REQUEST_TOO_LARGE):
+        return InvalidRequest(message, field="request", metadata=metadata)
+    return _BARE_STATUS.get(error.code(), TransportError)(message, metadata=metadata)

@@ -488,3 +488,18 @@ async def test_an_executor_without_sessions_gets_unary_calls_and_that_is_said_on
         assert len([each for each in caplog.records if "SESSION" in each.getMessage()]) == 1
         assert {"Prefill", "Decode", "Release"} <= await calls_of(served)
         assert "Session" not in await calls_of(served)
+
+
+async def test_a_frame_that_is_too_long_is_refused_alone_and_not_with_the_stream() -> None:
+    async with (
+        serve_identity(max_request_bytes=4096, max_batch_tokens=8192, max_context=8192, kv_blocks=4096) as served,
+        ExecutorClient(served.target, session=True) as client,
+    ):
+        neighbour, long = client.sequence(), client.sequence()
+        answer = await neighbour.prefill([1])
+        opened = list(served.server.sessions._open)
+        outcomes = await asyncio.gather(
+            long.prefill([200] * 8000), neighbour.decode(answer.token), return_exceptions=True
+        )
+        assert isinstance(outcomes[0], InvalidRequest) and not isinstance(outcomes[1], BaseException)
+        assert list(served.server.sessions._open) == opened  # the same stream still stands

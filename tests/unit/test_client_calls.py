@@ -20,7 +20,9 @@ from ferrum_rpc.errors import (
     Draining,
     ExecutorError,
     InternalError,
+    InvalidRequest,
     KvBlocksExhausted,
+    OutputTooLarge,
     QueueFull,
     Reason,
     TransportError,
@@ -70,6 +72,38 @@ def calls(policy: ResendPolicy = AT_ONCE) -> Calls:
 async def mutate(script: Script, policy: ResendPolicy = AT_ONCE, deadline: Deadline = FOREVER) -> Any:
     method: Any = script
     return await calls(policy).mutate(method, "the request", deadline)
+
+
+async def test_a_request_that_is_too_long_is_refused_before_it_is_sent() -> None:
+    script, asking = Script("an answer"), calls()
+    method: Any = script
+    request = model_executor_pb2.GetInfoRequest(client_revision=300)
+    asking.max_request_bytes = request.ByteSize()
+    assert await asking.ask(method, request, FOREVER) == "an answer"
+    asking.max_request_bytes -= 1
+    with pytest.raises(InvalidRequest, match="takes 3 bytes and the executor at most 2") as caught:
+        await asking.mutate(method, request, FOREVER)
+    assert (caught.value.field, caught.value.number("max_request_bytes")) == ("request", 2)
+    assert script.requests == [request]
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ("SERVER: Received message larger than max (9 vs. 4)", InvalidRequest),
+        ("CLIENT: Received message larger than max (9 vs. 4)", OutputTooLarge),
+        ("SERVER: Sent message larger than max (9 vs. 4)", OutputTooLarge),
+    ],
+)
+async def test_what_grpc_itself_finds_too_long_is_the_request_or_the_answer(
+    says: str, expected: type[ExecutorError]
+) -> None:
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, metadata, metadata, details=says)
+    script = Script(error)
+    with pytest.raises(expected) as caught:
+        await mutate(script)
+    assert len(script.requests) == 1 and not fate_unknown(caught.value)
 
 
 UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
