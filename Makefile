@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo serve test lint format stubs bench bench-peers profile soak compose-test wheels transcript gpu-check compat clean
+.PHONY: help setup demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -29,7 +29,7 @@ serve: .venv/.server  ## Serve the demo model on port 50051
 test: .venv/.dev  ## Run the whole suite
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-lint: .venv/.dev  ## Style, types, protos, stubs, containers
+lint: .venv/.dev  ## Style, types, protos, stubs, containers, and whether everything can be installed
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -39,6 +39,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers
 	@$(BIN)/python tools/generate_sync.py --check
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
+	@$(BIN)/python -m tools.lock --check
 
 format: .venv/.dev  ## Format the code
 	@$(BIN)/ruff check --fix-only .
@@ -63,6 +64,9 @@ profile: .venv/.dev  ## Where a step's microseconds go, stage by stage, socket t
 
 soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
 	@$(BIN)/python -m tools.soak
+
+lock: .venv/.dev  ## Write locked/, what the images install with hashes, from constraints.txt
+	@$(BIN)/python -m tools.lock
 
 compose-test:  ## Build the images and run the stack (needs a Docker engine; skips visibly without)
 	@$(PYTHON) tools/compose_test.py
