@@ -27,6 +27,7 @@ def demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A run of the demo as leader of a session, and the end of whatever that leaves."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = (sys.executable, *arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     with subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes) as running:
         try:
             yield running

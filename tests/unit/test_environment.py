@@ -140,6 +140,7 @@ def test_an_installation_that_is_interrupted_is_said_in_a_line_and_begun_anew(ro
         environment.main("server", root)
         (root / ".venv" / ".server").touch()
     os.mkfifo(root / "hold")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     with subprocess.Popen(
         [REAL, "-c", program, stage],
         cwd=root,
