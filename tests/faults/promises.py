@@ -20,6 +20,7 @@ from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
 from tests.faults.leaks import r15_nothing_leaks
+from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
@@ -54,6 +55,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r20_a_bad_item_harms_nobody,
     r21_frames_keep_their_order,
     r23_no_caller_starves_another,
+    r30_a_neighbour_takes_its_share_alone,
 )
 """In the order of their numbers."""
 

@@ -41,6 +41,8 @@ class Size:
     """R10: seconds of each abuse."""
     p99_floor_s: float
     """R10: a p99 below this counts as this: it is the scheduler's, where tests share two cores."""
+    neighbour_calls: int
+    """R30: steps beside another tenant's full queue, and as many alone."""
     weight_files: int
     """R13: mutated weight files."""
     fuzz_direct: int
@@ -91,6 +93,7 @@ CI: Final = Size(
     goodput_share=0.72,
     abuse_s=0.8,
     p99_floor_s=0.1,
+    neighbour_calls=80,
     weight_files=2_000,
     fuzz_direct=2_000,
     fuzz_wire=100,
@@ -126,6 +129,7 @@ FULL: Final = Size(
     goodput_share=0.9,
     abuse_s=20.0,
     p99_floor_s=0.002,
+    neighbour_calls=2_000,
     weight_files=100_000,
     fuzz_direct=1_000_000,
     fuzz_wire=5_000,

@@ -9,6 +9,7 @@ from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
+from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
@@ -56,3 +57,7 @@ async def test_r10_http2_abuse_does_not_hurt_others() -> None:
 
 async def test_r23_no_caller_starves_another() -> None:
     (await r23_no_caller_starves_another(CI)).check()
+
+
+async def test_r30_a_neighbour_takes_its_share_alone() -> None:
+    (await r30_a_neighbour_takes_its_share_alone(CI)).check()

@@ -1,0 +1,187 @@
+"""R30, between tenants: what one takes, another does not lose.
+
+A step takes `STEP_MS` by the clock, as a device's does, so what is measured is whose turn it is, and not how many cores
+this machine has to spare. One tenant holds all that it gets of everything and keeps the queue full; the other goes on
+as if alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc
+
+from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.status import error_from_rpc
+from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
+from tests.faults.process import Dialled, dial, serving
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.wiring import full, item, pb
+
+STEP_MS: Final = 20
+TOGETHER: Final = 8
+"""Items of a step, and of the large tenant's calls."""
+HOPELESS_S: Final = 0.5
+QUEUE: Final = 1024
+CALLS: Final = QUEUE // 2 // TOGETHER + 16
+"""Calls of the large tenant at a time: its share of the queue, and some that are refused."""
+TURNS: Final = 4
+LEASES: Final = 32
+BLOCKS: Final = 4096
+REPLAY_BYTES: Final = 64 << 10
+
+
+class Tenant:
+    """One caller on a connection of its own."""
+
+    def __init__(self, client: Dialled, name: str) -> None:
+        self._client = client
+        self._metadata = (("authorization", f"Bearer secret-{name}"),)
+        self.refusals: Counter[str] = Counter()
+
+    async def call(self, method: str, request: Any) -> Any:
+        """The answer, or None where it was refused, which is counted."""
+        try:
+            return await getattr(self._client.executor, method)(request, metadata=self._metadata)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+            self.refusals[error.reason] += 1
+            if error.retry_after_s:
+                await asyncio.sleep(error.retry_after_s)
+            return None
+
+    async def session(self, lease_id: str) -> Any:
+        """An open stream, or None where it was refused."""
+        stream = self._client.executor.Session(metadata=self._metadata)
+        hello = session_pb2.SessionHello(client_revision=SCHEMA_REVISION, lease_id=lease_id)
+        try:
+            await stream.write(session_pb2.SessionRequest(step_id=1, hello=hello))
+            return stream if await stream.read() is not grpc.aio.EOF else None
+        except grpc.aio.AioRpcError as failure:
+            self.refusals[error_from_rpc(failure).reason] += 1
+            return None
+
+    async def sequences(self, count: int) -> list[types_pb2.KvHandle]:
+        """Fresh ones, of one token."""
+        handles: list[types_pb2.KvHandle] = []
+        while len(handles) < count:
+            answer = await self.call("BatchPrefill", pb.BatchPrefillRequest(items=[item([1])] * TOGETHER))
+            handles += [each.output.handle for each in answer.results]
+        return handles
+
+    async def latencies(self, count: int, handle: types_pb2.KvHandle) -> tuple[list[float], types_pb2.KvHandle]:
+        """Seconds of so many steps, one after the other; of fewer, where they take longer than any figure allows."""
+        seconds: list[float] = []
+        while len(seconds) < count and sum(seconds) < count * HOPELESS_S:
+            began = time.monotonic()
+            answer = await self.call("Prefill", pb.PrefillRequest(item=item([2], handle, truncate_to=1)))
+            seconds.append(time.monotonic() - began)
+            handle = answer.output.handle
+        return seconds, handle
+
+    @asynccontextmanager
+    async def flooding(self, handles: list[types_pb2.KvHandle]) -> AsyncIterator[None]:
+        """`CALLS` callers with `TOGETHER` sequences each, until the end."""
+
+        async def flood(first: int) -> None:
+            mine = handles[first : first + TOGETHER]
+            while True:
+                items = [item([3], handle, truncate_to=1) for handle in mine]
+                answer = await self.call("BatchPrefill", pb.BatchPrefillRequest(items=items))
+                if answer is not None:
+                    mine = handles[first : first + TOGETHER] = [each.output.handle for each in answer.results]
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(flood(first)) for first in range(0, len(handles), TOGETHER)]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+
+async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """All that is given."""
+    given = []
+    while (each := await ask()) is not None:
+        given.append(each)
+    return given
+
+
+async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
+    """Hold everything, fill the queue, and ask for little beside it."""
+    flags = ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
+    flags += ("--max-queued-items", str(QUEUE), "--max-sequences", str(4 * QUEUE), "--max-leases", str(LEASES))
+    flags += ("--max-sessions", str(LEASES), "--replay-bytes", str(REPLAY_BYTES))
+    alone: list[float] = []
+    beside: list[float] = []
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        tokens = folder / "tokens"
+        tokens.touch(0o600)
+        tokens.write_text("large secret-large\nsmall secret-small\n")
+        server = await stack.enter_async_context(serving(*flags, "--tokens", str(tokens), kv_blocks=BLOCKS))
+        large, small = [
+            Tenant(await stack.enter_async_context(dial(server.target)), name) for name in ("large", "small")
+        ]
+
+        (own,) = (await small.sequences(1))[:1]
+        kept = pb.PrefillRequest(item=item([1], request_id="kept", output=full()))
+        await small.call("Prefill", kept)
+        many = await large.sequences(CALLS * TOGETHER)
+
+        # its share of everything, and beyond
+        lease = pb.AcquireLeaseRequest()
+        leases = await until_refused(lambda: large.call("AcquireLease", lease))
+        sessions = await until_refused(lambda: large.session(leases[0].lease_id))
+        long = pb.PrefillRequest(item=item([1] * 4096))
+        held = await until_refused(lambda: large.call("Prefill", long))
+        for number in range(2 * REPLAY_BYTES // (1024 * TOGETHER)):
+            items = [item([1], each, request_id=str(number), output=full()) for each in many[:TOGETHER]]
+            answer = await large.call("BatchPrefill", pb.BatchPrefillRequest(items=items))
+            many[:TOGETHER] = [each.output.handle for each in answer.results]
+
+        mine = [await small.call("AcquireLease", lease) for _ in range(LEASES // 4)]
+        opened = [await small.session(mine[0].lease_id) for _ in range(LEASES // 4)]
+        again = await small.call("Prefill", kept)
+        for _ in range(TURNS):
+            some, own = await small.latencies(size.neighbour_calls // TURNS, own)
+            alone += some
+            async with large.flooding(many):
+                await until(lambda: large.refusals["QUEUE_FULL"] > 0, 60)
+                some, own = await small.latencies(size.neighbour_calls // TURNS, own)
+                beside += some
+            large.refusals["QUEUE_FULL"] = 0
+        small_refusals = small.refusals.total()
+        for each in (*sessions, *opened):
+            with suppress(AttributeError):
+                each.cancel()
+    ratio = quantile(beside, 0.99) / max(quantile(alone, 0.99), size.p99_floor_s)
+    return Figures(
+        "R30",
+        "A neighbour takes its share alone",
+        (
+            at_most("p99 of a step beside a full queue, in those alone", ratio, 3),
+            exactly("refusals to the one that asks for little", small_refusals, 0),
+            exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
+            at_most("leases of the large one", len(leases), LEASES // 2),
+            at_most("sessions of the large one", len(sessions), LEASES // 2),
+            at_most("share of the cache's blocks of the large one", (len(held) * 256 + len(many)) / BLOCKS, 0.5),
+            at_least("kinds of refusals that the large one got", len(large.refusals), 2),
+        ),
+        {
+            "steps": len(beside),
+            "p50 and p99 alone, ms": [round(quantile(alone, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "p50 and p99 beside, ms": [round(quantile(beside, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "refusals to the large one": dict(large.refusals),
+        },
+    )
