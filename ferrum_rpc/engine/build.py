@@ -15,7 +15,7 @@ import torch
 from ferrum_rpc.attention.backend import AUTO, select_backend
 from ferrum_rpc.core import DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
-from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model
+from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.errors import InvalidRequest
@@ -25,7 +25,6 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_bytes, select_linear
-from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native.library import prefer_huge_pages
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
@@ -112,7 +111,7 @@ def _assemble(
         attention,
         graphs=config.cuda_graphs,
         max_sequences=config.max_sequences,
-        blocks_per_sequence=-(-info.max_context // config.block_size),
+        blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
     )
     overlap, depth = select_depth(compute, config.overlap)
     choices += [each for each in (choice, overlap) if each is not None]
@@ -165,17 +164,18 @@ def _load(
     checkpoint = Checkpoint.open(config.model)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
-    reason, ops = select_rows_for(ModelSpec.from_config(checkpoint.config), dtype, device)
+    spec = read_spec(checkpoint)
+    reason, ops = select_rows_for(spec, dtype, device)
     choices.append((f"rows={ops.name}", reason))
     if config.quantize == QUANTIZE_INT8:
         rounding = select_bytes(device, dtype)
-        model = load_model(checkpoint, dtype, device, progress, linear=rounding, ops=ops)
+        model = load_model(checkpoint, dtype, device, progress, spec=spec, linear=rounding, ops=ops)
         told = f"requested; rounding the weights changed them by {rounding.error:.2%} (root mean square)"
         choices.append(("quantize=int8", told))
         return model
     linear, why, factory = select_linear(device, dtype)
     choices.append((f"linear={linear}", why))
-    return load_model(checkpoint, dtype, device, progress, linear=factory, ops=ops)
+    return load_model(checkpoint, dtype, device, progress, spec=spec, linear=factory, ops=ops)
 
 
 def _size_cache(

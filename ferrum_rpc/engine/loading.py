@@ -6,7 +6,7 @@ named in one error. Weights then stream from the mapped files into the decoder's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,7 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from ferrum_rpc.models.layout import EMBEDDING, HEAD, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.row_ops import RowOps
 from ferrum_rpc.models.spec import ModelSpec
@@ -45,23 +46,19 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     *,
+    spec: ModelSpec | None = None,
     linear: LinearFactory | None = None,
     ops: RowOps | None = None,
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
-    ``linear`` says how matrices are held (None: what `select_linear` finds best), ``ops`` who works on rows (None: what
-    `select_row_ops` does). Raises InvalidRequest for a folder, configuration or set of tensors that is broken,
-    NotSupported for what this decoder does not serve.
+    ``spec`` is what `read_spec` said of the checkpoint, where it was asked. ``linear`` says how matrices are held
+    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_row_ops` does). Raises what
+    `read_spec` does, and InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
-    spec = ModelSpec.from_config(checkpoint.config)
-    stops = Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
-    if stops:  # generation stops at these; config.json often knows only the first
-        spec = replace(spec, eos_token_ids=stops)
-    decoder = Decoder(spec, dtype, device, linear or select_linear(device, dtype)[2], ops)
+    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear or select_linear(device, dtype)[2], ops)
     expected = decoder.expected_tensors()
-    _check_fit(checkpoint, spec, expected)
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
     for name, tensor in checkpoint.tensors(expected):
         decoder.load(name, tensor)
@@ -71,15 +68,44 @@ def load_model(
     return decoder
 
 
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """What a checkpoint's configuration says, after its headers were found to say the same: sizes that somebody else
+    wrote are those of real tensors, and may be allocated.
+
+    Raises InvalidRequest for a folder, configuration or set of tensors that is broken, NotSupported for what this
+    decoder does not serve. As in transformers, a head beside tied embeddings that differs from them is a head.
+    """
+    spec = ModelSpec.from_config(checkpoint.config)
+    stops = Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
+    if stops:  # generation stops at these; config.json often knows only the first
+        spec = replace(spec, eos_token_ids=stops)
+    if spec.tied_embeddings and _has_own_head(checkpoint):
+        spec = replace(spec, tied_embeddings=False)
+    _check_fit(checkpoint, spec)
+    return spec
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether there is a head that is not the embedding's copy."""
+    head, embedding = (checkpoint.entries.get(name) for name in (HEAD, EMBEDDING))
+    if head is None or embedding is None:
+        return head is not None
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return True
+    one, other = (tensor.view(torch.uint8) for _, tensor in checkpoint.tensors((HEAD, EMBEDDING)))
+    return not torch.equal(one, other)
+
+
 def load_identity(config: IdentityConfig, device: torch.device) -> Model:
     """The deterministic model without weights."""
     return IdentityModel(config, device)
 
 
-def _check_fit(checkpoint: Checkpoint, spec: ModelSpec, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raise unless every expected tensor is there in its shape and readable, and nothing unknown is."""
     entries = checkpoint.entries
-    harmless = {"lm_head.weight"} if spec.tied_embeddings else set()
+    expected = {name: placement.shape for name, placement in layout(spec).items()}
+    harmless = {HEAD} if spec.tied_embeddings else set()
     missing = [name for name in expected if name not in entries]
     extra = [
         name

@@ -8,6 +8,7 @@ sampled: attention is a callback.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
@@ -74,7 +76,8 @@ class Decoder:
         return {name: placement.shape for name, placement in self._layout.items()}
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """See `Model.load`. Each name once; raises ValueError for another shape."""
+        """See `Model.load`. Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
+        not finite, or do not stay so in the decoder's dtype: they would make answers NaN."""
         placement = self._layout[name]
         if tuple(tensor.shape) != placement.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
@@ -83,7 +86,10 @@ class Decoder:
         key = placement.parameter
         if key not in self._parameters:
             self._parameters[key] = torch.empty(self._shapes[key], dtype=self.dtype, device=self.device)
-        self._parameters[key][placement.first : placement.first + placement.rows].copy_(tensor)
+        rows = self._parameters[key][placement.first : placement.first + placement.rows].copy_(tensor)
+        if not _is_finite(rows):
+            kind = str(self.dtype).removeprefix("torch.")
+            raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
         module = _module(key)
         self._missing.remove(name)
         self._open[module] -= 1
@@ -183,6 +189,14 @@ class Decoder:
             eos_token_ids=spec.eos_token_ids,
             bos_token_id=spec.bos_token_id,
         )
+
+
+def _is_finite(weights: Tensor) -> bool:
+    """Their sum says so in one pass (bfloat16: 0.3 s of one core for 1.2 GB, where `isfinite` takes ten times as long).
+    Where it is too large for the dtype their extremes do: a NaN is both."""
+    if weights.reshape(-1).sum().isfinite():
+        return True
+    return all(math.isfinite(each) for each in torch.stack(torch.aminmax(weights)).tolist())
 
 
 def _module(parameter: str) -> str:

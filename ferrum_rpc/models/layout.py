@@ -15,6 +15,8 @@ from ferrum_rpc.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -37,11 +39,11 @@ def layout(spec: ModelSpec) -> dict[str, Placement]:
     """Every tensor that the decoder needs, by its checkpoint name."""
     hidden = spec.hidden_size
     table = {
-        "model.embed_tokens.weight": _whole("embedding", spec.vocab_size, hidden),
+        EMBEDDING: _whole("embedding", spec.vocab_size, hidden),
         "model.norm.weight": _whole("norm", hidden),
     }
     if not spec.tied_embeddings:
-        table["lm_head.weight"] = _whole("head.weight", spec.vocab_size, hidden)
+        table[HEAD] = _whole("head.weight", spec.vocab_size, hidden)
     for layer in range(spec.layers):
         for name, placement in _layer(spec, f"layers.{layer}."):
             table[f"model.layers.{layer}.{name}"] = placement

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, parse_json, read_entries, stream
+from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, forbidden, parse_json, read_entries, stream
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,9 +44,12 @@ class Checkpoint:
         """
         try:
             folder = Path(path).resolve(strict=True)
+            is_folder = folder.is_dir()
+        except PermissionError as error:
+            raise forbidden(error) from None
         except (OSError, RuntimeError, ValueError):
             raise InvalidRequest(f"model folder {Path(path).name!r} does not exist", field="model") from None
-        if not folder.is_dir():
+        if not is_folder:
             raise InvalidRequest(f"{folder.name!r} is not a folder", field="model")
         config = _read_json(folder, CONFIG)
         if config is None:
@@ -133,6 +136,8 @@ def _inside(folder: Path, name: str) -> Path | None:
     """The path of a file of the folder, or None if there is none. Raises InvalidRequest if it really is elsewhere."""
     try:
         real = (folder / name).resolve(strict=True)
+    except PermissionError as error:
+        raise forbidden(error) from None
     except (OSError, RuntimeError, ValueError):
         return None
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
@@ -150,6 +155,8 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
             raise broken(file, "not a regular file")
         with file.open("rb") as handle:
             content = handle.read(MAX_JSON_BYTES + 1)
+    except PermissionError as error:
+        raise forbidden(error) from None
     except OSError as error:
         raise broken(file, f"cannot be read: {error.strerror}") from None
     if len(content) > MAX_JSON_BYTES:

@@ -63,6 +63,11 @@ def broken(file: Path, what: str) -> InvalidRequest:
     return InvalidRequest(f"{file.name}: {what}", field=file.name)
 
 
+def forbidden(error: PermissionError) -> InvalidRequest:
+    """The error that tells what may not be read from what is missing, by its whole path."""
+    return InvalidRequest(f"{error.filename}: {error.strerror}: this process may not read it", field="model")
+
+
 def parse_json(file: Path, content: bytes) -> dict[str, Any]:
     """The JSON object in ``content``. Raises InvalidRequest for anything else, and for a key that occurs twice."""
 
@@ -90,6 +95,8 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     """Every tensor of a safetensors file, by name. Raises InvalidRequest that names the file and what is wrong."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # non-blocking: a FIFO must not hang the start
+    except PermissionError as error:
+        raise forbidden(error) from None
     except OSError as error:
         raise broken(file, f"cannot be opened: {error.strerror}") from None
     try:

@@ -7,12 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ferrum_rpc.engine.loading import choose_dtype, load_identity, load_model
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.loading import choose_dtype, load_identity, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -24,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("single"), "qwen3", dtype=torch.bfloat16)
+    return make_checkpoint(tmp_path_factory.mktemp("single"), "qwen3", dtype=torch.bfloat16, intermediate_size=128)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +127,38 @@ def test_no_such_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "neither model.safetensors nor")
     refused("a\0b", "does not exist")
+
+
+@contextmanager
+def as_somebody_else():
+    """Root may read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("closed", ["above/model", "above", "above/model/config.json", "above/model/model.safetensors"])
+def test_what_may_not_be_read_is_not_called_missing(closed, single):
+    with TemporaryDirectory() as name:
+        top = Path(name)
+        folder = Path(shutil.copytree(single, top / "above" / "model"))
+        for each in (top, top / "above", folder, *folder.iterdir()):
+            each.chmod(0o755)
+        with as_somebody_else():
+            Checkpoint.open(folder)
+        (top / closed).chmod(0)
+        try:
+            with as_somebody_else(), pytest.raises(InvalidRequest, match="Permission denied") as caught:
+                Checkpoint.open(folder)
+        finally:
+            (top / closed).chmod(0o755)
+        assert str(top / closed) in caught.value.message
+        assert "missing" not in caught.value.message and "exist" not in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -273,24 +311,103 @@ def test_everything_that_does_not_fit_is_in_one_error(single, tmp_path):
     assert str(folder) not in message
 
 
-def test_harmless_extras_are_ignored(tmp_path):
-    folder = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
-
-    def change(tensors):
-        tensors["lm_head.weight"] = torch.zeros(300, 64)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-
-    rewrite(folder, change)
+def test_rotary_buffers_are_ignored(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama")
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     assert load_model(folder, torch.float32, CPU).logits(torch.randn(1, 64)).abs().sum() > 0
 
 
-def test_a_giant_configuration_costs_nothing(single, tmp_path):
-    """The checkpoint is compared before anything is allocated."""
+def test_a_head_beside_tied_embeddings_counts_as_in_transformers(tmp_path):
+    """A copy of the embedding is one; another matrix is the head, whatever the flag says."""
+    import transformers
+
+    folder = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    hidden = torch.randn(3, 64)
+    tied = load_model(folder, torch.float32, CPU).logits(hidden)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    assert read_spec(Checkpoint.open(folder)).tied_embeddings
+    assert torch.equal(load_model(folder, torch.float32, CPU).logits(hidden), tied)
+
+    head = embedding.flip(0)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    model = load_model(folder, torch.float32, CPU)
+    assert model.info("x").parameters == sum(
+        tensor.numel() for tensor in load_file(folder / "model.safetensors").values()
+    )
+    torch.testing.assert_close(model.logits(hidden), hidden @ head.T)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(reference.lm_head.weight, head)
+
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(299, 64)}))
+    with pytest.raises(InvalidRequest, match=r"lm_head.weight \[299, 64\], expected \[300, 64\]"):
+        load_model(folder, torch.float32, CPU)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that anything made or looked at."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.nbytes = max(self.nbytes, each.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "giant",
+    [
+        {"intermediate_size": 3_000_000},
+        {"intermediate_size": 300_000_000},
+        {"num_attention_heads": 3_000_000, "num_key_value_heads": 1_000_000, "head_dim": 64},
+        {"num_attention_heads": 10**9, "num_key_value_heads": 10**9, "head_dim": 64},
+        {"head_dim": 4096, "num_key_value_heads": 4},
+        {"hidden_size": 2**30},
+        {"vocab_size": 2**31 - 1},
+        {"vocab_size": 10**12},
+        {"max_position_embeddings": 10**12},
+        {"num_hidden_layers": 4096},
+        {"num_hidden_layers": 10**9},
+    ],
+    ids=str,
+)
+def test_sizes_that_are_not_those_of_the_tensors_cost_nothing(single, tmp_path, giant, dtype):
     folder = shutil.copytree(single, tmp_path / "giant")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1, "intermediate_size": 2**31 - 1}))
-    with pytest.raises(InvalidRequest, match="misshapen"):
-        load_model(folder, torch.float32, CPU)  # the embedding alone would be half a terabyte
+    (folder / "config.json").write_text(json.dumps(config | giant))
+    with Largest() as seen, pytest.raises(InvalidRequest):
+        build_runner(BuildConfig(str(folder), device="cpu", dtype=dtype))
+    assert seen.nbytes < 100_000
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_named(single, tmp_path, stored, value, quantize):
+    folder = shutil.copytree(single, tmp_path / "poisoned")
+    names = ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight")
+    good = {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
+    config = BuildConfig(str(folder), device="cpu", dtype="bfloat16", kv_blocks=4, quantize=quantize)
+    for name in names:
+        bad = good[name].clone()
+        bad.view(-1)[7] = value
+        save_file(good | {name: bad}, folder / "model.safetensors")
+        with pytest.raises(InvalidRequest, match=f"^{name} holds NaN or infinity") as caught:
+            build_runner(config)
+        assert caught.value.field == "model"
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_named_and_large_ones_are_not(single, tmp_path):
+    folder = shutil.copytree(single, tmp_path / "large")
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(60_000.0))
+    assert load_model(folder, torch.float16, CPU).info("x").weight_dtype == "float16"  # though their sum is infinite
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(70_000.0))
+    with pytest.raises(InvalidRequest, match=r"^model.norm.weight .* that float16 cannot hold"):
+        load_model(folder, torch.float16, CPU)
 
 
 def test_integers_and_eight_bit_floats_are_no_weights(single, tmp_path):
