@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -106,6 +106,16 @@ class Background:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+
+def unwrapped(values: Any) -> Any:
+    """A batch of the facade's sequences, alone or in tuples, as the async client takes it. What is no batch is left to
+    the async client to refuse."""
+    if isinstance(values, tuple):
+        return tuple(map(unwrapped, values))
+    if isinstance(values, Facade):
+        return values._async
+    return [unwrapped(each) for each in values] if isinstance(values, Iterable) else values
 
 
 class Facade(Generic[Async]):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
+from contextlib import ExitStack
 from types import TracebackType
 
 import grpc
 from google.protobuf import duration_pb2
 
+from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import as_list, as_number
 from ferrum_rpc.client.calls import Calls
@@ -276,6 +278,34 @@ class ExecutorClient:
             raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._link, state, rebuild=rebuild)
+
+    async def truncate(
+        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
+    ) -> list[ExecutorError | None]:
+        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
+        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
+        an unknown fate the same call settles it."""
+        pairs: list[tuple[Sequence, int]] = []
+        for at, pair in enumerate(as_list(rollbacks, "rollbacks")):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
+                raise InvalidRequest(f"rollbacks[{at}] is no pair of a Sequence and a length", field=f"rollbacks[{at}]")
+            pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
+        with ExitStack() as claims:
+            listed = [(*claims.enter_context(sequence._rolled_back()), length) for sequence, length in pairs]
+            return await operations.truncate(self._link, listed, self._link.deadline(timeout_s))
+
+    async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
+        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        listed: ListOf[Sequence] = as_list(sequences, "sequences")
+        for at, sequence in enumerate(listed):
+            if not isinstance(sequence, Sequence):
+                raise InvalidRequest(f"sequences[{at}] is no Sequence", field=f"sequences[{at}]")
+        states = list(dict.fromkeys(each._state for each in listed if not each.released))
+        for state in states:
+            state.must_rest("release")
+        refusals = dict(zip(states, await self._link.releases.release(*states), strict=True))
+        return [refusals.get(each._state) for each in listed]
 
     # --- batches ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -23,13 +23,14 @@ from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import Feed, Transport, UnaryTransport
-from ferrum_rpc.core import OutputSpec, Pressure
-from ferrum_rpc.errors import InstanceMismatch, NotSupported, SequenceBusy, Starting
+from ferrum_rpc.client.transport import Feed, Outcomes, Transport, UnaryTransport
+from ferrum_rpc.core import HandleRef, OutputSpec, Pressure
+from ferrum_rpc.errors import ExecutorError, InstanceMismatch, NotSupported, SequenceBusy, Starting
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 _BUSY_PATIENCE_S = 5.0
 _FIRST_LOOK_S = 0.05
@@ -137,6 +138,30 @@ class Link:
             self._fell_back = True
             log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
         return self._unary
+
+    async def outcomes(
+        self,
+        send: Callable[[Transport, Sequence[Value]], Awaitable[Outcomes]],
+        values: Sequence[Value],
+        deadline: Deadline,
+    ) -> list[HandleRef | ExecutorError]:
+        """What became of an operation on each of many, sent as many at once as the executor takes. What refuses a whole
+        message refuses each in it."""
+
+        async def sent(part: Sequence[Value]) -> Sequence[HandleRef | ExecutorError]:
+            try:
+                outcomes, pressure = await send(await self.transport(deadline), part)
+            except ExecutorError as error:
+                return [error] * len(part)
+            if pressure is not None:
+                self.saw(pressure)
+            return outcomes
+
+        if len(values) <= 1:
+            return [*await sent(values)] if values else []
+        most = len(values) if self._info is None else self._info.limits.max_batch_items
+        parts = [sent(values[first : first + most]) for first in range(0, len(values), most)]
+        return list(itertools.chain(*await asyncio.gather(*parts)))
 
     def met(self, instance_id: str) -> None:
         """A session was opened with this process: what another one was is forgotten."""

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.state import SequenceState, settled
+from ferrum_rpc.client.state import SequenceState, new_request_id, settled
+from ferrum_rpc.client.transport import Outcomes, Rollback, Transport
 from ferrum_rpc.core import HandleRef, Pressure
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
 
 
-async def truncate(link: Link, state: SequenceState, handle: HandleRef, length: int, deadline: Deadline) -> Pressure:
-    """Roll back; the state follows."""
-    content = ("truncate", handle, length)
-    request_id = state.request_id(content)
-    transport = await link.transport(deadline)
-    try:
-        [moved], pressure = await transport.truncate(handle, length, request_id, deadline)
-    except BaseException as error:
-        state.doubt = settled(state.doubt, error, content, request_id)
-        raise
-    state.moved(moved)
-    return link.saw(pressure)
+async def truncate(
+    link: Link, rollbacks: Sequence[tuple[SequenceState, HandleRef, int]], deadline: Deadline
+) -> list[ExecutorError | None]:
+    """Roll back, each to its length; the states follow. None: done. All have one request id, but for those whose
+    doubtful call for the same thing has one already."""
+    fresh = new_request_id()
+    calls: dict[str, list[int]] = {}
+    for at, (state, handle, length) in enumerate(rollbacks):
+        calls.setdefault(state.request_id(("truncate", handle, length), fresh), []).append(at)
+    refusals: list[ExecutorError | None] = [None] * len(rollbacks)
+
+    def over(at: int, request_id: str, outcome: HandleRef | BaseException) -> None:
+        state, handle, length = rollbacks[at]
+        if isinstance(outcome, BaseException):
+            state.doubt = settled(state.doubt, outcome, ("truncate", handle, length), request_id)
+            refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
+        else:
+            state.moved(outcome)
+
+    for request_id, group in calls.items():
+
+        async def send(transport: Transport, part: Sequence[Rollback], request_id: str = request_id) -> Outcomes:
+            return await transport.truncate(part, request_id, deadline)
+
+        try:
+            outcomes = await link.outcomes(send, [rollbacks[at][1:] for at in group], deadline)
+        except BaseException as error:
+            for at in group:
+                over(at, request_id, error)
+            raise
+        for at, outcome in zip(group, outcomes, strict=True):
+            over(at, request_id, outcome)
+    return refusals
 
 
 async def fork(

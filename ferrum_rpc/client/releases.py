@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id
+from ferrum_rpc.client.transport import Outcomes, Transport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 
 if TYPE_CHECKING:
     from ferrum_rpc.client.link import Link
-
-AT_ONCE = 64
-"""Releases that `Releases.all` sends before it waits."""
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -28,51 +27,60 @@ class Releases:
         self.timeout_s = timeout_s
         self.live: set[SequenceState] = set()
         self._link = link
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
-    async def release(self, state: SequenceState) -> None:
-        """Free a sequence and whatever a doubtful call of it may have created. Runs to its end, within ``timeout_s``,
-        even when the caller is cancelled."""
-        state.released = True
-        self.live.discard(state)
-        if state.handle is None and state.creation is None and state.fork is None:
-            return
-        task = asyncio.get_running_loop().create_task(self._release(state))
+    async def release(self, *states: SequenceState) -> list[ExecutorError | None]:
+        """Free sequences and whatever a doubtful call of theirs may have created. None: it is free. Runs to its end,
+        within ``timeout_s``, even when the caller is cancelled."""
+        for state in states:
+            state.released = True
+            self.live.discard(state)
+        if all(state.handle is None and state.creation is None and state.fork is None for state in states):
+            return [None] * len(states)
+        task = asyncio.get_running_loop().create_task(self._release(states))
         self._under_way.add(task)
         task.add_done_callback(self._over)
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _over(self, task: asyncio.Task[list[ExecutorError | None]]) -> None:
         self._under_way.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.debug("a sequence was not released: %s", error)
+        if not task.cancelled() and task.exception() is None:
+            for refusal in filter(None, task.result()):
+                log.debug("a sequence was not released: %s", refusal)
 
-    async def _release(self, state: SequenceState) -> None:
+    async def _release(self, states: Sequence[SequenceState]) -> list[ExecutorError | None]:
         deadline = Deadline.after(self.timeout_s)
-        handles = [] if state.handle is None else [state.handle]
-        for doubt in (state.creation, state.fork):
-            if doubt is not None and doubt.repeat is not None:
-                with suppress(ExecutorError):
-                    handles += await doubt.repeat(deadline)
-        for handle in handles:
-            await self.handle(handle, deadline)
+        held = [(at, state.handle) for at, state in enumerate(states) if state.handle is not None]
+        for at, state in enumerate(states):
+            for doubt in (state.creation, state.fork):
+                if doubt is not None and doubt.repeat is not None:
+                    with suppress(ExecutorError):
+                        held += [(at, handle) for handle in await doubt.repeat(deadline)]
+        refusals: list[ExecutorError | None] = [None] * len(states)
+        for (at, _), refusal in zip(held, await self.handles([each for _, each in held], deadline), strict=True):
+            refusals[at] = refusals[at] or refusal
+        return refusals
 
-    async def handle(self, handle: HandleRef, deadline: Deadline) -> None:
-        """Release at whatever version. What is gone already counts as released."""
-        link = self._link
-        request_id = new_request_id()
-        pause = 0.005
+    async def handles(self, handles: Sequence[HandleRef], deadline: Deadline) -> list[ExecutorError | None]:
+        """Release at whatever version. None: it is free; what is gone already counts as released."""
+        link, request_id = self._link, new_request_id()
+        refusals: list[ExecutorError | None] = [None] * len(handles)
+
+        async def send(transport: Transport, part: Sequence[HandleRef]) -> Outcomes:
+            return await transport.release(part, request_id, deadline)
+
+        left, pause = list(range(len(handles))), 0.005
         while True:
-            try:
-                transport = await link.transport(deadline)
-                link.saw(await transport.release(handle, request_id, deadline))
-                return
-            except SEQUENCE_GONE as error:
-                link.noticed(error)
-                return
-            except SequenceBusy:
-                if deadline.passed:
-                    raise
+            for at, outcome in zip(
+                left, await link.outcomes(send, [handles[at] for at in left], deadline), strict=True
+            ):
+                refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
+                if isinstance(outcome, SEQUENCE_GONE):
+                    link.noticed(outcome)
+                    refusals[at] = None
+            left = [at for at in left if isinstance(refusals[at], SequenceBusy)]
+            if not left or deadline.passed:
+                return refusals
             await asyncio.sleep(deadline.remaining(pause) or 0.0)
             pause = min(2 * pause, 0.25)
 
@@ -84,13 +92,10 @@ class Releases:
     async def all(self, deadline: Deadline, *, but_of_lease: str = "") -> None:
         """Release what is still live, apart from the sequences of a lease that is about to be revoked. Does not
         raise."""
-        waiting = []
-        for state in self.live:
-            if but_of_lease and state.lease_id == but_of_lease:
-                state.released = True
-            else:
-                waiting.append(state)
+        covered = {state for state in self.live if but_of_lease and state.lease_id == but_of_lease}
+        for state in covered:
+            state.released = True
+        waiting = self.live - covered
         self.live.clear()
-        while waiting and not deadline.passed:
-            batch, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-            await asyncio.gather(*(self.release(state) for state in batch), return_exceptions=True)
+        if waiting and not deadline.passed:
+            await self.release(*waiting)

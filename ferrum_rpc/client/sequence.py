@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TypeVar
@@ -19,7 +19,6 @@ from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
-from ferrum_rpc.errors import ExecutorError
 
 Result = TypeVar("Result")
 
@@ -204,9 +203,15 @@ class Sequence:
         length, deadline = as_number(length, "length"), self._link.deadline(timeout_s)
         with self._claimed("truncate"):
             self._must_exist("truncate")
-            return await self._surviving(
-                lambda handle: operations.truncate(self._link, self._state, handle, length, deadline), deadline
-            )
+
+            async def send(handle: HandleRef) -> Pressure:
+                [refusal] = await operations.truncate(self._link, [(self._state, handle, length)], deadline)
+                if refusal is not None:
+                    raise refusal
+                assert self._link.pressure is not None  # noqa: S101 - the answer told it
+                return self._link.pressure
+
+            return await self._surviving(send, deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
@@ -246,8 +251,7 @@ class Sequence:
             old = self._state.handle
             self._restart(listed)
             if old is not None:
-                with suppress(ExecutorError):
-                    await self._link.releases.handle(old, Deadline.after(self._link.releases.timeout_s))
+                await self._link.releases.handles([old], Deadline.after(self._link.releases.timeout_s))
             self._owed = self._prompt = None
             try:
                 chunk = await self._chunk(spec, len(listed), None, deadline)
@@ -262,11 +266,11 @@ class Sequence:
         """Free it, at whatever version it stands. What is gone already (restarted executor, expired lease, released)
         counts as released. Doing it twice is doing it once. Bounded by the client's ``release_timeout_s``, and carried
         through when the caller is cancelled meanwhile."""
-        if self._state.released:
-            return
-        if self._state.busy:
-            raise SequenceMisuseError(f"release while {self._state.busy} is in flight on the same sequence")
-        await self._link.releases.release(self._state)
+        if not self._state.released:
+            self._state.must_rest("release")
+            [refusal] = await self._link.releases.release(self._state)
+            if refusal is not None:
+                raise refusal
 
     async def __aenter__(self) -> Sequence:
         return self
@@ -276,11 +280,10 @@ class Sequence:
     ) -> None:
         if self._state.released:
             return
-        try:
-            await self._link.releases.release(self._state)
-        except ExecutorError as failure:
+        [refusal] = await self._link.releases.release(self._state)
+        if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
-            log.warning("a sequence could not be released: %s", failure)
+            log.warning("a sequence could not be released: %s", refusal)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -291,6 +294,17 @@ class Sequence:
             yield
         finally:
             self._state.unclaim()
+
+    @contextmanager
+    def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
+        """For a batch: the sequence claimed, and the handle that it stands at."""
+        with self._claimed("truncate"):
+            self._must_exist("truncate")
+            if self._owed is not None or self._state.handle is None:
+                raise SequenceMisuseError(
+                    "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
+                )
+            yield self._state, self._state.handle
 
     def _must_exist(self, what: str, *, keeps_prompt: bool = False) -> None:
         if self._state.handle is None and self._owed is None:

@@ -23,10 +23,10 @@ from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
-from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, UnaryTransport, timing_of
+from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport, timing_of
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import Draining, ExecutorError, TransportError
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
@@ -76,13 +76,14 @@ class SessionTransport:
         blocks = blocks_with_frames(answer.row_blocks, rows)
         return Forwarded(answer.results, blocks, answer.pressure, timing_of(answer))
 
-    async def truncate(self, handle: HandleRef, length: int, request_id: str, deadline: Deadline) -> Handles:
-        """Roll back."""
+    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
+        """Roll back, in one frame."""
         frame = Frame()
-        frame.truncate.handles.append(handle_to_proto(handle))
-        frame.truncate.lengths.append(length)
+        for handle, length in rollbacks:
+            frame.truncate.handles.append(handle_to_proto(handle))
+            frame.truncate.lengths.append(length)
         frame.truncate.request_id = request_id
-        return await self._handles(frame, deadline)
+        return await self._outcomes(frame, len(rollbacks), deadline)
 
     async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
         """Make children. In a session they live with its lease; with another, they are asked for in a unary call."""
@@ -96,12 +97,12 @@ class SessionTransport:
         frame.fork.request_id = request.request_id
         return await self._handles(frame, deadline)
 
-    async def release(self, handle: HandleRef, request_id: str, deadline: Deadline) -> types_pb2.KvPressure:
-        """Free. What was freed before counts as freed, so the frame needs no request id."""
+    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
+        """Free, in one frame. What was freed before counts as freed, so the frame needs no request id."""
         frame = Frame()
-        frame.release.handles.append(handle_to_proto(handle))
+        frame.release.handles.extend(map(handle_to_proto, handles))
         frame.release.any_version = True
-        return (await self._handles(frame, deadline))[1]
+        return await self._outcomes(frame, len(handles), deadline)
 
     async def renew(self, deadline: Deadline) -> float:
         """Renew the session's lease; returns for how many seconds. The stream must be open."""
@@ -147,6 +148,19 @@ class SessionTransport:
     async def _handles(self, frame: Frame, deadline: Deadline) -> Handles:
         answer = (await self._calls.mutate(self._ask_handles, Ask(frame=frame), deadline))[0].handles
         return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
+
+    async def _outcomes(self, frame: Frame, count: int, deadline: Deadline) -> Outcomes:
+        """The outcome of an operation for each of its handles; the refusal of a lone one is the call's."""
+        if count == 1:
+            return await self._handles(frame, deadline)
+        response, _ = cast(Answered, await self._calls.mutate(self._ask, Ask(frame=frame), deadline))
+        answer = response.handles
+        if len(answer.results) != count:
+            raise other_answer(f"{len(answer.results)} results for {count} handles")
+        return [
+            error_from_status(each.error) if each.HasField("error") else handle_from_proto(each.handle)
+            for each in answer.results
+        ], answer.pressure
 
     # --- opening ----------------------------------------------------------------------------------------------------
 

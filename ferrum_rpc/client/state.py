@@ -171,6 +171,11 @@ class SequenceState:
             )
         self.busy = what
 
+    def must_rest(self, what: str) -> None:
+        """Refuse what would free the sequence under a call."""
+        if self.busy:
+            raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
+
     def unclaim(self) -> None:
         """The call is over."""
         self.busy = ""
@@ -184,12 +189,12 @@ class SequenceState:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def request_id(self, content: tuple[object, ...]) -> str:
-        """A fresh id, or that of a doubtful call for the same thing."""
+    def request_id(self, content: tuple[object, ...], fresh: str = "") -> str:
+        """That of a doubtful call for the same thing, or a ``fresh`` one."""
         for doubt in (self.doubt, self.creation, self.fork):
             if doubt is not None and doubt.content == content:
                 return doubt.request_id
-        return new_request_id()
+        return fresh or new_request_id()
 
     def item(self, item_id: int, tokens: list[int], output: OutputSpec, truncate_to: int | None = None) -> Item:
         """An item on the handle as it is now."""

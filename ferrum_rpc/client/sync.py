@@ -21,7 +21,7 @@ from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import Output, Tokens
-from ferrum_rpc.client.background import ClientFacade, Facade
+from ferrum_rpc.client.background import ClientFacade, Facade, unwrapped
 from ferrum_rpc.client.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S, ChannelOption
 from ferrum_rpc.client.client import CacheMode
 from ferrum_rpc.client.facts import ExecutorInfo, ExecutorState, ExecutorStatus, SequenceInfo, WarmupReport
@@ -181,7 +181,8 @@ class ExecutorClient(ClientFacade):
     when renewals begin to fail, and when the lease is lost with its sequences; the next sequence then gets a new one.
     ``client_name`` names the client in the executor's lists and logs (default: host and process id).
     ``session``: requests go as frames of one stream, ``steps_in_flight`` at most at a time (the executor may grant
-    fewer, further ones wait), which costs less than a unary call each; executors without sessions get unary calls.
+    fewer, further ones wait), which costs less than a unary call each. Calls that are ready at the same time share a
+    frame. Executors without sessions get unary calls.
     ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
@@ -316,6 +317,19 @@ class ExecutorClient(ClientFacade):
             ),
             self._background,
         )
+
+    def truncate(
+        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
+    ) -> list[ExecutorError | None]:
+        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
+        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
+        an unknown fate the same call settles it."""
+        return self._background.run(self._async.truncate(unwrapped(rollbacks), timeout_s=timeout_s))
+
+    def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
+        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        return self._background.run(self._async.release(unwrapped(sequences)))
 
     def forward(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None

@@ -6,15 +6,17 @@ nothing above the link knows which one it is.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import timing_from_proto
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
@@ -53,6 +55,16 @@ Handles = tuple[list[HandleRef], types_pb2.KvPressure]
 """What an operation left: the sequence, or its children; and how full the executor is."""
 
 
+Rollback = tuple[HandleRef, int]
+"""A sequence, and the length to roll it back to."""
+
+Outcomes = tuple[Sequence[HandleRef | ExecutorError], types_pb2.KvPressure | None]
+"""What an operation on many left, one outcome for each; and how full the executor is, if it said so."""
+
+AT_ONCE: Final = 64
+"""Unary calls of one operation that are in flight at a time."""
+
+
 class Transport(Protocol):
     """A way to the executor. Every method sends again what is lost, as the client's policy says, and raises the
     `ExecutorError` of the answer."""
@@ -65,14 +77,14 @@ class Transport(Protocol):
     ) -> Forwarded:
         """A batch, in one forward pass."""
 
-    async def truncate(self, handle: HandleRef, length: int, request_id: str, deadline: Deadline) -> Handles:
-        """Roll back."""
+    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
+        """Roll back, each to a length of its own. The refusal of a lone one is raised, or returned."""
 
     async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
         """Make children."""
 
-    async def release(self, handle: HandleRef, request_id: str, deadline: Deadline) -> types_pb2.KvPressure:
-        """Free, at whatever version."""
+    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
+        """Free, at whatever version. The refusal of a lone one is raised, or returned."""
 
 
 class UnaryTransport:
@@ -95,25 +107,55 @@ class UnaryTransport:
         answer = await self._calls.mutate(feed.method, request, deadline)
         return Forwarded(answer.results, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
-    async def truncate(self, handle: HandleRef, length: int, request_id: str, deadline: Deadline) -> Handles:
-        """Through TruncateKv."""
-        request = model_executor_pb2.TruncateKvRequest(
-            handle=handle_to_proto(handle), length=length, request_id=request_id
-        )
-        answer = await self._calls.mutate(self._executor.TruncateKv, request, deadline)
-        return [handle_from_proto(answer.handle)], answer.pressure
+    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
+        """Through TruncateKv, a call each."""
+
+        async def one(rollback: Rollback) -> tuple[HandleRef, types_pb2.KvPressure]:
+            handle, length = rollback
+            request = model_executor_pb2.TruncateKvRequest(
+                handle=handle_to_proto(handle), length=length, request_id=request_id
+            )
+            answer = await self._calls.mutate(self._executor.TruncateKv, request, deadline)
+            return handle_from_proto(answer.handle), answer.pressure
+
+        return await _each(one, rollbacks)
 
     async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
         """Through ForkKv."""
         answer = await self._calls.mutate(self._executor.ForkKv, request, deadline)
         return [handle_from_proto(each) for each in answer.handles], answer.pressure
 
-    async def release(self, handle: HandleRef, request_id: str, deadline: Deadline) -> types_pb2.KvPressure:
-        """Through Release."""
-        request = model_executor_pb2.ReleaseRequest(
-            handle=handle_to_proto(handle), any_version=True, request_id=request_id
-        )
-        return (await self._calls.mutate(self._executor.Release, request, deadline)).pressure
+    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
+        """Through Release, a call each."""
+
+        async def one(handle: HandleRef) -> tuple[HandleRef, types_pb2.KvPressure]:
+            request = model_executor_pb2.ReleaseRequest(
+                handle=handle_to_proto(handle), any_version=True, request_id=request_id
+            )
+            return handle, (await self._calls.mutate(self._executor.Release, request, deadline)).pressure
+
+        return await _each(one, handles)
+
+
+Each = TypeVar("Each")
+
+
+async def _each(
+    call: Callable[[Each], Awaitable[tuple[HandleRef, types_pb2.KvPressure]]], values: Sequence[Each]
+) -> Outcomes:
+    """The outcome of a call for each value."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def settled(value: Each) -> tuple[HandleRef | ExecutorError, types_pb2.KvPressure | None]:
+        async with slots:
+            try:
+                return await call(value)
+            except ExecutorError as error:
+                return error, None
+
+    answers = await asyncio.gather(*map(settled, values))
+    pressures = [pressure for _, pressure in answers if pressure is not None]
+    return [outcome for outcome, _ in answers], pressures[-1] if pressures else None
 
 
 def timing_of(answer: Any) -> StepTiming | None:

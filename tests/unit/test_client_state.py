@@ -19,8 +19,16 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.releases import Releases
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QueueFull, SequenceBusy, TransportError
-from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
+from ferrum_rpc.errors import (
+    ExecutorError,
+    HandleReleased,
+    KvBlocksExhausted,
+    QueueFull,
+    SequenceBusy,
+    StepFailed,
+    TransportError,
+)
+from ferrum_rpc.executor.v1 import forward_pb2
 
 LOST = TransportError("lost", metadata={"grpc_code": "UNAVAILABLE"})
 SPEC = OutputSpec()
@@ -172,25 +180,24 @@ def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
 
 
 async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
-    outcomes: list[Any] = [SequenceBusy("no"), SequenceBusy("no"), types_pb2.KvPressure()]
-    sent: list[Any] = []
+    outcomes: list[list[Any]] = [[SequenceBusy("no"), HandleReleased("no"), StepFailed("no")], [SequenceBusy("no")]]
+    sent: list[tuple[int, str]] = []
 
     class Link:
-        async def transport(self, _: Any) -> Any:
-            return self
+        async def outcomes(self, send: Any, handles: Any, deadline: Any) -> Any:
+            await send(self, handles)
+            return outcomes.pop(0) if outcomes else list(handles)
 
-        async def release(self, _: Any, request_id: str, __: Any) -> Any:
-            sent.append(request_id)
-            outcome = outcomes.pop(0)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
+        async def release(self, handles: Any, request_id: str, _: Any) -> Any:
+            sent.append((len(handles), request_id))
 
-        def saw(self, _: Any) -> None:
+        def noticed(self, _: Any) -> None:
             return None
 
     link: Any = Link()
-    releases = Releases(link, 5.0)
-    await releases.release(state(handle=handle(3, 7)))
-    assert len(sent) == 3
-    assert len(set(sent)) == 1
+    states = [state(handle=handle(3, 7, name)) for name in (b"busy", b"gone", b"failed")]
+    refusals = await Releases(link, 5.0).release(*states)
+    assert [type(each) for each in refusals] == [type(None), type(None), StepFailed]
+    assert [count for count, _ in sent] == [3, 1, 1]
+    assert len({request_id for _, request_id in sent}) == 1
+    assert all(each.released for each in states)
