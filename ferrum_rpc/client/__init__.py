@@ -22,13 +22,18 @@
                     )
                     print(results[1].top_tokens.token_ids, client.pressure)
 
+                async for token in sequence.generate([results[0].token], max_tokens=8):  # a stream, where nothing is planned
+                    print(token)
+                await client.release([sequence, branch])        # many in one call, an outcome for each
+
     asyncio.run(main())
 
 Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
 classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. What was asked for comes back
 as numpy arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
 fate is unknown are sent again under the same one (`ResendPolicy`). A client's sequences live with its lease, which it
-renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream.
+renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream. `client.sync` is the same for
+programs without asyncio.
 """
 
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError
