@@ -81,21 +81,16 @@ async def generate(arguments: argparse.Namespace) -> int:
         prompt = tokenizer.encode(arguments.prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
-        room = facts.model.max_context - len(prompt)
         async with client.sequence() as sequence:
-            answer = await sequence.prefill(prompt)
             generated: list[int] = []
             shown = ""
-            while answer.token not in facts.model.eos_token_ids:
-                generated.append(answer.token)
+            async for token in sequence.generate(prompt, max_tokens=arguments.max_new_tokens):
+                generated.append(token)
                 text = tokenizer.decode(generated)
                 if not text.endswith("\ufffd"):  # a character whose bytes have not all come
                     sys.stdout.write(text[len(shown) :])
                     sys.stdout.flush()
                     shown = text
-                if len(generated) >= min(arguments.max_new_tokens, room):
-                    break
-                answer = await sequence.decode(generated[-1])
         sys.stdout.write("\n")
     return 0
 

@@ -22,7 +22,7 @@
                     )
                     print(results[1].top_tokens.token_ids, client.pressure)
 
-                async for token in sequence.generate([results[0].token], max_tokens=8):  # a stream, where nothing is planned
+                async for token in sequence.generate([results[0].token], max_tokens=8):  # a stream
                     print(token)
                 await client.release([sequence, branch])        # many in one call, an outcome for each
 
