@@ -434,7 +434,8 @@ class Limits:
     replay_bytes: int
     max_steps_in_flight: int = 8
     session_inline_bytes: int = 1 << 20
-    max_session_response_bytes: int = 1 << 30
+    max_session_response_bytes: int = 256 << 20
+    max_unread_bytes: int = 512 << 20
     lease_ttl_s: float = 30.0
     min_lease_ttl_s: float = 1.0
     max_lease_ttl_s: float = 3600.0

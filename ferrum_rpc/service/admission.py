@@ -51,12 +51,7 @@ def check_call(
     whole: no items, or too many."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
-    if len(items) > limits.max_batch_items:
-        raise InvalidRequest(
-            f"{len(items)} items exceed the limit of {limits.max_batch_items}",
-            field="items",
-            metadata={"max_batch_items": limits.max_batch_items},
-        )
+    check_count(len(items), limits)
     sound: list[Sound] = []
     size = 0
     alike: tuple[OutputSpec | None, int] = (None, 0)  # a batch mostly wants the same of each
@@ -76,6 +71,16 @@ def check_call(
             continue
         sound.append(named(Sound, (index, item, size)))
     return sound
+
+
+def check_count(items: int, limits: Limits) -> None:
+    """Refuse a call of too many items."""
+    if items > limits.max_batch_items:
+        raise InvalidRequest(
+            f"{items} items exceed the limit of {limits.max_batch_items}",
+            field="items",
+            metadata={"max_batch_items": limits.max_batch_items},
+        )
 
 
 def answer_bytes(item: WorkItem, vocab_size: int) -> int:

@@ -11,6 +11,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pressure
@@ -21,6 +22,7 @@ from ferrum_rpc.service.handles import Ending, HandleTable, Record
 from ferrum_rpc.service.leases import Lease, LeaseBook
 from ferrum_rpc.service.quotas import Quotas, Resource
 from ferrum_rpc.service.replay import ReplayLog, scope_of
+from ferrum_rpc.service.unread import Unread
 
 RETRY_AFTER_S: Final = 0.05
 """What a refusal for want of room suggests to wait: about a step."""
@@ -65,6 +67,7 @@ class Books:
         self.handles = HandleTable()
         self.quotas = Quotas(limits)
         self.leases = LeaseBook(limits, self.quotas, self.handles.instance_id)
+        self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.sessions = 0
         self.empty = asyncio.Event()
@@ -188,22 +191,20 @@ class Books:
 
     def release(self, records: Sequence[Record], ending: Ending = Ending.RELEASED) -> None:
         """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
-        numbers = [record.sequence for record in records if self.bury(record, ending)]
+        self._free(records, [record.sequence for record in records if self.bury(record, ending)])
 
-        def free() -> None:
-            self.engine.operate(Operation(Command("release", (numbers,)), freed))
-
-        def freed(result: object) -> None:
-            if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: nobody else asks again
-                asyncio.get_running_loop().call_later(RETRY_AFTER_S, free)
-                return
-            for record in records:
-                _mourn(record)
-
+    def _free(self, records: Sequence[Record], numbers: Sequence[int]) -> None:
         if numbers:
-            free()
+            self.engine.operate(Operation(Command("release", (numbers,)), partial(self._freed, records, numbers)))
         else:
-            freed(None)
+            self._freed(records, numbers, None)
+
+    def _freed(self, records: Sequence[Record], numbers: Sequence[int], result: object) -> None:
+        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: nobody else asks again
+            asyncio.get_running_loop().call_later(RETRY_AFTER_S, self._free, records, numbers)
+            return
+        for record in records:
+            _mourn(record)
 
     def end(self, records: Sequence[Record], ending: Ending) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -63,11 +63,11 @@ class ForwardAnswer:
 class Call(Transaction[ForwardAnswer]):
     """A forward call; its step and the calls that it repeats write into ``outcomes``.
 
-    ``bytes``: what its answer takes at most. ``submission``: what waits or runs for it, and counts in the caller's
-    ``account``. ``joined``: its places at calls
-    that are repeated, by item. ``echoes``: items that repeat another one of the same call. ``waits``: what has to end
-    before it has. ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the item whose
-    refusal refused the others, where the engine refused an atomic group.
+    ``bytes``: what its answer takes at most. ``submitted``: it went to the engine's queue; ``submission``: what waits
+    or runs there for it now, and counts in the caller's ``account``. ``joined``: its places at calls that are repeated,
+    by item. ``echoes``: items that repeat another one of the same call. ``waits``: what has to end before it has.
+    ``abandoned``: its caller was cancelled after the point of no return. ``culprit``: the item whose refusal refused
+    the others, where the engine refused an atomic group.
     """
 
     __slots__ = (
@@ -84,6 +84,7 @@ class Call(Transaction[ForwardAnswer]):
         "joined",
         "outcomes",
         "submission",
+        "submitted",
         "timing",
         "waits",
     )
@@ -103,6 +104,7 @@ class Call(Transaction[ForwardAnswer]):
         self.joined: dict[int, Ticket] = {}
         self.echoes: dict[int, int] = {}
         self.submission: Submission | None = None
+        self.submitted = False
         self.timing: StepTiming | None = None
         self.waits = 0
         self.abandoned = False
@@ -110,7 +112,7 @@ class Call(Transaction[ForwardAnswer]):
 
     def answer(self) -> ForwardAnswer:
         """The outcomes. Raises what refused the call as a whole."""
-        if self.submission is not None and not isinstance(self.refusal, Cancelled):
+        if self.submitted and not isinstance(self.refusal, Cancelled):
             self._path.failpoints.reach("before_reply")
         if self.refusal is not None:
             raise self.refusal
@@ -142,6 +144,7 @@ class ForwardPath:
         deadline: float | None = None,
         max_bytes: int | None = None,
         origin: object | None = None,
+        hold: Callable[[Account, int], object] | None = None,
     ) -> Call:
         """Begin a call that runs its items in one forward pass. It has claimed its sequences when this returns, and
         waits for nothing before.
@@ -149,22 +152,24 @@ class ForwardPath:
         An item that is an error already (malformed on the wire) is refused alone. The call as a whole is refused for
         its size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on
         `time.monotonic`. ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``:
-        the session that creates sequences.
+        the session that creates sequences. ``hold`` is called with the bytes that the answer takes at most, before
+        anything is submitted; what it raises refuses the call.
         """
         call = Call(self, self._books.quotas.account(caller), len(items), all_or_nothing, deadline)
         try:
-            self._begin(call, items, caller, max_bytes, origin)
+            self._begin(call, items, caller, max_bytes, origin, hold)
         except Exception as error:
             self._refuse(call, error)
         return call
 
-    def _begin(
+    def _begin(  # noqa: PLR0917 - called once, by `forward`
         self,
         call: Call,
         items: Sequence[WorkItem | ExecutorError],
         caller: Caller,
         max_bytes: int | None,
         origin: object | None,
+        hold: Callable[[Account, int], object] | None,
     ) -> None:
         """Admit the items, join what they repeat, submit. Raises what refuses the call."""
         books = self._books
@@ -192,6 +197,12 @@ class ForwardPath:
         if call.all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
             raise refusal
         admission.check_size(tokens, call.bytes, limits, max_bytes)
+        if hold is not None:
+            try:
+                hold(call.account, call.bytes)
+            except QueueFull:
+                books.counters.queue_full += 1
+                raise
         for index, ticket in call.joined.items():
             if ticket.pending is None:
                 outcomes[index] = _item_outcome(replay.read(ticket))
@@ -212,7 +223,7 @@ class ForwardPath:
         """Submit what was admitted, or end the call where nothing is left to wait for. An ``all_or_nothing`` call first
         waits for the calls in flight that it repeats: one of them that is refused refuses it. They began earlier than
         it did, so no two calls wait for each other."""
-        if not call.admitted or call.submission is not None:
+        if not call.admitted or call.submitted:
             if not call.waits:
                 self._finish(call)
         elif not (call.all_or_nothing and call.waits):
@@ -226,15 +237,16 @@ class ForwardPath:
             call.account.take(Resource.QUEUED_ITEMS, len(spans))
             call.account.take(Resource.QUEUED_TOKENS, submission.tokens)
             call.waits += 1
-            call.submission = submission
+            call.submitted, call.submission = True, submission
             self._books.engine.submit(submission)
 
     @staticmethod
     def _left(call: Call) -> None:
-        """Its submission waits and runs no more."""
+        """Its submission waits and runs no more. It refers to the call: whoever lets go of the one lets go of both."""
         if call.submission is not None:
             call.account.give(Resource.QUEUED_ITEMS, len(call.admitted))
             call.account.give(Resource.QUEUED_TOKENS, call.submission.tokens)
+            call.submission = None
 
     def _heard(self, call: Call, index: int, ticket: Ticket, _: object) -> None:
         """A call that an item repeats has ended."""
@@ -242,7 +254,7 @@ class ForwardPath:
             return
         call.outcomes[index] = outcome = _item_outcome(self._books.replay.read(ticket))
         call.waits -= 1
-        if call.submission is None and call.all_or_nothing and isinstance(outcome, ExecutorError):
+        if not call.submitted and call.all_or_nothing and isinstance(outcome, ExecutorError):
             self._refuse(call, _first_refusal({index: outcome}))
         else:
             self._proceed(call)
@@ -275,7 +287,7 @@ class ForwardPath:
         """See `Transaction`. A call that only repeats others has nothing to take back."""
         if call.ended or not call.admitted or any(each.entry and each.entry.waiters for each in call.admitted):
             return False
-        if call.submission is not None and not self._books.engine.cancel(call.submission):
+        if call.submitted and (call.submission is None or not self._books.engine.cancel(call.submission)):
             return False
         self._refuse(call, Cancelled("the call was cancelled before its step; nothing happened"))
         return True
@@ -285,7 +297,7 @@ class ForwardPath:
         if self.take_back(call):
             return
         call.abandoned = True
-        if call.submission is not None or not call.admitted:  # else a duplicate waits for what this one waits for
+        if call.submitted or not call.admitted:  # else a duplicate waits for what this one waits for
             self._leave(call)
 
     # --- admit ------------------------------------------------------------------------------------------------------
@@ -342,13 +354,15 @@ class ForwardPath:
         return record
 
     def check_room(self, items: Sequence[forward_pb2.ForwardItem], caller: Caller) -> None:
-        """Refuse a call that the queue has no room for before its items are looked at: under overload a refusal must
-        cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered, or that are too
-        large for an empty queue, are let through to hear so."""
+        """Refuse a call of too many items, or that the queue has no room for, before its items are looked at: under
+        overload a refusal must cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been
+        answered, or that are too large for an empty queue, are let through to hear so."""
         limits, knows = self._books.limits, self._books.replay.knows
         account = self._books.quotas.account(caller)
+        if len(items) > limits.max_batch_items:
+            admission.check_count(len(items), limits)
         # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
-        if len(items) > limits.max_batch_items or self._has_room(account, len(items), limits.max_batch_tokens):
+        if self._has_room(account, len(items), limits.max_batch_tokens):
             return
         tokens = sum(len(item.token_ids) for item in items)
         if tokens > limits.max_batch_tokens or self._has_room(account, len(items), tokens):

@@ -38,6 +38,7 @@ class Resource(enum.IntEnum):
     SESSIONS = 3
     QUEUED_ITEMS = 4
     QUEUED_TOKENS = 5
+    UNREAD_BYTES = 6
 
 
 class Account:
@@ -86,11 +87,13 @@ class Quotas:
             Resource.SESSIONS: limits.max_sessions,
             Resource.QUEUED_ITEMS: limits.max_queued_items,
             Resource.QUEUED_TOKENS: limits.max_queued_tokens,
+            Resource.UNREAD_BYTES: limits.max_unread_bytes,
         }
-        # A call at the limit of its size must find room in an empty queue.
+        # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {
             Resource.QUEUED_ITEMS: limits.max_batch_items,
             Resource.QUEUED_TOKENS: limits.max_batch_tokens,
+            Resource.UNREAD_BYTES: max(limits.max_response_bytes, limits.max_session_response_bytes),
         }
         self._accounts: dict[str, Account] = {}
         self._opened = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, TypeVar
 
 from ferrum_rpc import __version__
@@ -15,7 +16,9 @@ from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath
 from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service.quotas import Account
 from ferrum_rpc.service.session import Session, Sessions
+from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
 from ferrum_rpc.wire.framing import Apart, framed
 from ferrum_rpc.wire.items import (
@@ -105,7 +108,9 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         who, message = caller(), request.item
         self._forward.check_room((message,), who)
         item = item_from_proto(message, shape)
-        answer = await self._forward.forward((item,), caller=who, deadline=deadline_of(context))
+        answer = await self._forward.forward(
+            (item,), caller=who, deadline=deadline_of(context), hold=partial(self._hold, context)
+        )
         outcome = answer.outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
@@ -123,13 +128,24 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self._forward.check_room(request.items, who)
         items = items_from_proto(request.items, shape)
         answer = await self._forward.forward(
-            items, caller=who, all_or_nothing=request.all_or_nothing, deadline=deadline_of(context)
+            items,
+            caller=who,
+            all_or_nothing=request.all_or_nothing,
+            deadline=deadline_of(context),
+            hold=partial(self._hold, context),
         )
         self.calls.refused_items(f"{self.service}/{method}", answer.outcomes, context)
         apart: list[Apart] = []
         fill_results(response, request.items, answer.outcomes, apart)
         self._complete(response, answer)
         return framed(response, apart)
+
+    def _hold(self, context: Context, account: Account, size: int) -> None:
+        """Take room for a call's answer until the call is over, which it is when gRPC has sent the answer."""
+        if size > UNCOUNTED_BYTES:
+            give = self._books.unread.take(context.peer(), account, size)
+            done: Any = lambda _: give()  # noqa: E731 - the stubs want a class of theirs
+            context.add_done_callback(done)
 
     def _complete(self, response: Any, answer: ForwardAnswer) -> None:
         fill_pressure(response.pressure, self._books.pressure())

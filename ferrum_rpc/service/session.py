@@ -28,11 +28,12 @@ from ferrum_rpc.service.forward import Call, ForwardPath
 from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.leases import Lease
-from ferrum_rpc.service.quotas import Resource
+from ferrum_rpc.service.quotas import Account, Resource
 from ferrum_rpc.service.row_parts import row_parts
 from ferrum_rpc.service.session_cache import Begun as CacheBegun
 from ferrum_rpc.service.session_cache import SessionCache
 from ferrum_rpc.service.session_steps import Begun, Reply, Step, Steps
+from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
@@ -94,6 +95,7 @@ class Session:
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._steps = Steps(self._answer)
+        self._rooms: dict[int, Callable[[], None]] = {}  # gives back the room of a step's answer
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = books.limits.max_session_response_bytes
@@ -141,6 +143,10 @@ class Session:
         finally:
             self._steps.abandon()
             writer.cancel()
+            for give in self._rooms.values():
+                give()
+            self._rooms.clear()
+            del self._steps  # it refers to this session: answers that nobody read would live until the collector runs
             self._books.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
@@ -246,8 +252,14 @@ class Session:
             deadline=_deadline(request),
             max_bytes=self._max_bytes,
             origin=self._origin,
+            hold=partial(self._hold, step),
         )
         return (call,), partial(self._on_forward, step, request, call)
+
+    def _hold(self, step: int, account: Account, size: int) -> None:
+        """Take room for a step's answer until it is written."""
+        if size > UNCOUNTED_BYTES:
+            self._rooms[step] = self._books.unread.take(self._context.peer(), account, size)
 
     def _on_forward(self, step: int, request: session_pb2.SessionForward, call: Call) -> Reply:
         answer = call.answer()
@@ -286,6 +298,8 @@ class Session:
         """Answer a step that has ended."""
         assert step.reply is not None  # noqa: S101 - it has ended
         await self._send(*self._made(step.number, step.reply), leaving=True)
+        if (give := self._rooms.pop(step.number, None)) is not None:
+            give()
 
     def _made(self, step: int, reply: Callable[[], Reply]) -> Reply:
         """A step's answer, whatever it is."""

@@ -71,6 +71,7 @@ def limits_to_proto(limits: Limits) -> info_pb2.Limits:
         max_leases=limits.max_leases,
         max_sessions=limits.max_sessions,
         caller_share=limits.caller_share,
+        max_unread_bytes=limits.max_unread_bytes,
     )
     set_seconds(message.lease_ttl, limits.lease_ttl_s)
     set_seconds(message.min_lease_ttl, limits.min_lease_ttl_s)

@@ -28,6 +28,7 @@ from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.retries import r7_retries_are_safe
 from tests.faults.security import r11_only_the_right_certificates_get_in, r12_every_method_asks_who_calls
 from tests.faults.sizes import Size
+from tests.faults.unread import r22_the_dead_hold_nothing
 from tests.faults.weights import r13_weights_are_data
 
 PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
@@ -54,6 +55,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r19_health_tells_the_truth,
     r20_a_bad_item_harms_nobody,
     r21_frames_keep_their_order,
+    r22_the_dead_hold_nothing,
     r23_no_caller_starves_another,
     r30_a_neighbour_takes_its_share_alone,
 )

@@ -69,6 +69,10 @@ class Size:
     """R20: rounds of every bad item beside a good one."""
     frame_pairs: int
     """R21: pairs of frames on one sequence."""
+    unread_mib: int
+    unread_calls: int
+    unread_sessions: int
+    """R22: size of an answer, and calls and sessions that ask for it and do not read."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     absolute: bool
@@ -107,6 +111,9 @@ CI: Final = Size(
     hangs=1,
     bad_item_rounds=1,
     frame_pairs=288,
+    unread_mib=25,
+    unread_calls=12,
+    unread_sessions=4,
     outsider_calls=60,
     absolute=False,
 )
@@ -143,6 +150,9 @@ FULL: Final = Size(
     hangs=20,
     bad_item_rounds=100,
     frame_pairs=10_000,
+    unread_mib=25,
+    unread_calls=40,
+    unread_sessions=100,
     outsider_calls=1_000,
     absolute=True,
 )

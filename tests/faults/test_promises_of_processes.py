@@ -15,6 +15,7 @@ from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.sizes import CI
+from tests.faults.unread import r22_the_dead_hold_nothing
 
 
 async def test_r2_a_step_is_applied_exactly_once() -> None:
@@ -53,6 +54,10 @@ async def test_r9_overload_bends_and_never_breaks() -> None:
 
 async def test_r10_http2_abuse_does_not_hurt_others() -> None:
     (await r10_abuse_does_not_hurt_others(CI)).check()
+
+
+async def test_r22_the_dead_hold_nothing() -> None:
+    (await r22_the_dead_hold_nothing(CI)).check()
 
 
 async def test_r23_no_caller_starves_another() -> None:

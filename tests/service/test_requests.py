@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service import accept
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.server import ExecutorServer
-from tests.serving import LIMITS, serve_identity
+from tests.faults.raw_session import RawSession
+from tests.serving import LIMITS, Served, serve_identity
+from tests.wiring import full, item, until
 
 SERVICE = "/ferrum_rpc.executor.v1.ModelExecutor/"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -131,18 +134,40 @@ async def test_a_grpcio_whose_private_functions_differ_accepts_one_by_one(
     assert bool(accepted) is known
 
 
-@pytest.mark.parametrize("request_bytes", [b"\xff", DECODE_OF_NOTHING], ids=["no message", "refused"])
-async def test_a_refused_call_leaves_nothing_for_the_collector(request_bytes: bytes) -> None:
-    """An exception's frames hold the request and the exception: with large requests that is memory for a while."""
+async def refused_call(served: Served, request: bytes) -> None:
+    await code_of(call(served.channel, SERVICE + "Decode")(request))
+
+
+async def killed_session(served: Served) -> None:
+    """Cut off while the answer to a step is on its way."""
+    session = RawSession(served.executor.Session())
+    await session.open()
+    await session.send(forward=session_pb2.SessionForward(items=[item([1, 2, 3], output=full())]))
+    await session.leave()
+    await until(lambda: not served.server.books.sessions)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda served: refused_call(served, b"\xff"),
+        lambda served: refused_call(served, DECODE_OF_NOTHING),
+        killed_session,
+    ],
+    ids=["no message", "refused", "killed session"],
+)
+async def test_what_has_ended_leaves_nothing_for_the_collector(end: Callable[[Served], Awaitable[None]]) -> None:
+    """A circle of objects holds requests and answers until a collection, which may be gigabytes away."""
     async with serve_identity() as served:
-        decode = call(served.channel, SERVICE + "Decode")
-        await code_of(decode(request_bytes))
+        await end(served)
         gc.collect()
         gc.disable()
         try:
             for _ in range(8):
-                await code_of(decode(request_bytes))
-            await asyncio.sleep(0)
+                await end(served)
+            await until(lambda: not served.server.books.engine.queued_items)
+            for _ in range(8):  # tasks that are being cancelled
+                await asyncio.sleep(0)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
             ours = [each for each in gc.garbage if type(each).__module__.startswith("ferrum_rpc")]

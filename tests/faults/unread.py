@@ -1,0 +1,112 @@
+"""R22: the dead hold nothing. And the clients that ask for large answers and do not read, a program of its own:
+
+    python -m tests.faults.unread TARGET TOKENS CALLS SESSIONS
+
+asks for the rows of so many tokens in each call and each step, says ``asked`` when it has, and stops itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Final
+
+from ferrum_rpc.executor.v1 import output_pb2, session_pb2
+from tests.faults.figures import Figure, Figures, at_least, at_most
+from tests.faults.process import ServerProcess, dial, program, serving
+from tests.faults.raw_session import RawSession
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.wiring import full, item, pb
+
+MIB: Final = 1 << 20
+VOCABULARY: Final = 8192
+STEPS: Final = 4
+BOUND: Final = 100
+"""MiB that may wait in all."""
+HELD: Final = 3.0
+"""Times that bound which the server may take: the rows, their message, and what gRPC takes of it."""
+LEFT: Final = 50
+"""MiB that may be left, and in how many seconds without a call."""
+LEFT_S: Final = 2.0
+
+
+async def r22_the_dead_hold_nothing(size: Size) -> Figures:
+    """Answers that a stopped client does not read are bounded, and gone when it is."""
+    tokens = size.unread_mib * MIB // (4 * VOCABULARY)
+    flags = ("--identity-vocab-size", str(VOCABULARY), "--identity-layers", "1", "--max-unread-bytes", f"{BOUND}MiB")
+    limits = ("--max-response-bytes", "40MiB", "--max-session-response-bytes", "40MiB", "--replay-bytes", "1MiB")
+    figures: list[Figure] = []
+    facts: dict[str, object] = {"an answer": f"{size.unread_mib} MiB", "may wait": f"{BOUND} MiB"}
+    async with serving(*flags, *limits, kv_blocks=65_536) as server:
+        await _asked_and_killed(server, tokens, 1, 1)  # what libraries and allocators keep, they keep from now on
+        await _settled(server, 0)
+        for name, calls, sessions in (("unary calls", size.unread_calls, 0), ("sessions", 0, size.unread_sessions)):
+            before = server.rss_bytes()
+            most, refused = await _asked_and_killed(server, tokens, calls, sessions)
+            left, seconds = await _settled(server, before)
+            figures += [
+                at_most(f"memory of {name} that nobody reads", (most - before) / MIB, HELD * BOUND, "MiB"),
+                at_most(f"memory left after {name}", left / MIB, LEFT, "MiB"),
+                at_least(f"refused of {name}", refused, 1),
+            ]
+            facts[name] = {"asked": calls or sessions * STEPS, "refused": refused, "seconds until gone": seconds}
+        async with dial(server.target) as client:
+            status = await client.status()
+            figures.append(at_most("sessions left", status.sessions, 0))
+            facts["sequences that wait for their lease"] = status.pressure.sequences
+    return Figures("R22", "The dead hold nothing", tuple(figures), facts)
+
+
+async def _asked_and_killed(server: ServerProcess, tokens: int, calls: int, sessions: int) -> tuple[int, int]:
+    """The most memory that the server had while a client did not read, and how many of its calls were refused."""
+    arguments = (server.target, str(tokens), str(calls), str(sessions))
+    async with dial(server.target) as client, program("tests.faults.unread", *arguments) as clients:
+        assert clients.stdout is not None
+        assert await clients.stdout.readline() == b"asked\n"
+        most = server.rss_bytes()
+        # It stands still: what is still to come out of the engine's queue, comes. Then nothing changes any more.
+        idle = 0
+        while idle < 5:
+            pressure = (await client.status()).pressure
+            idle = idle + 1 if not pressure.queued_items else 0
+            most = max(most, server.rss_bytes())
+            await asyncio.sleep(0.05)
+        status = await client.status()
+    return most, status.counters.queue_full
+
+
+async def _settled(server: ServerProcess, before: int) -> tuple[int, float]:
+    """What is left of the memory after the time that it may take, without any call meanwhile; and when it was gone."""
+    seconds = LEFT_S
+    with suppress(TimeoutError):
+        seconds = await until(lambda: server.rss_bytes() - before <= LEFT * MIB, LEFT_S, every_s=0.02)
+    return server.rss_bytes() - before, seconds
+
+
+async def main(target: str, tokens: int, calls: int, sessions: int) -> None:
+    """Ask, unary calls on one connection and sessions on theirs, and stand still."""
+    asked = item([1] * tokens, output=full(positions=output_pb2.POSITIONS_ALL))
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(dial(target))
+        waiting: list[Any] = []
+        for _ in range(calls):
+            call = client.channel.stream_unary("/ferrum_rpc.executor.v1.ModelExecutor/Prefill")()
+            await call.write(pb.PrefillRequest(item=asked).SerializeToString())
+            waiting.append(call)
+        for _ in range(sessions):
+            client = await stack.enter_async_context(dial(target))
+            session = RawSession(client.executor.Session())
+            await session.open(steps_in_flight=STEPS)
+            for _ in range(STEPS):
+                _, answer = await session.send(forward=session_pb2.SessionForward(items=[asked]))
+                waiting.append(answer)
+        print("asked", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
