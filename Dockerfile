@@ -1,11 +1,15 @@
 # Two images from one file: `executor` (the default target; torch) and `scheduler` (the reference scheduler; the client
 # alone, no torch). `docker compose build` makes both; docker-compose.yml runs them.
 #
-#   BASE_IMAGE            any image with Python 3.11 and its venv module
-#   BUILD_IMAGE           one with the same Python and a C compiler, for the attention kernel; without a compiler the
-#                         images work all the same, and slower
-#   PIP_EXTRA_INDEX_URL   a further package index, e.g. one with CPU-only torch wheels (the default ones carry CUDA)
-#   build/wheels/         where this folder exists, packages come from it and no index is asked
+#   BASE_IMAGE       any image with Python 3.11 and its venv module. On a GPU it needs what BUILD_IMAGE has: Triton
+#                    compiles when it runs (docker-compose.gpu.yml)
+#   BUILD_IMAGE      one with the same Python, its headers and a C compiler, for the CPU's kernels; without a compiler the
+#                    images work all the same, and slower
+#   build/wheels/    where `make wheels` has made this folder, packages come from it and no index is asked: so an image
+#                    gets torch's build for CPUs, from wherever pip is configured to find it
+#
+# Both images can be named by digest, NAME:TAG@sha256:..., which a registry's answer to a pull tells; a tag may be moved.
+# Packages are taken by the hashes in locked/ (`make lock`), or in build/wheels/.
 #
 # No `# syntax=` line and nothing that only BuildKit knows: it builds on an engine without either.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
@@ -18,43 +22,28 @@ RUN groupadd --gid 10001 ferrum \
 ENV PATH=/app/bin:/opt/venv/bin:$PATH PYTHONPATH=/app HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /app
 
-# What each image needs, as lists of their own: an edit of pyproject.toml that leaves them alone installs nothing again.
-FROM base AS requirements
-WORKDIR /src
-COPY pyproject.toml ./
-RUN python3 -c "import pathlib, tomllib; \
-project = tomllib.loads(pathlib.Path('pyproject.toml').read_text())['project']; \
-[pathlib.Path(f'{extra}.txt').write_text('\n'.join(project['dependencies'] + project['optional-dependencies'][extra])) \
-for extra in ('server', 'uvloop', 'scheduler')]"
-
 FROM ${BUILD_IMAGE} AS build
-ENV PATH=/opt/venv/bin:$PATH
+ENV PATH=/opt/venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY constraints.txt build/wheel[s] /wheels/
+COPY locked build/wheel[s] ./
 RUN python3 -m venv /opt/venv \
-    && if ls /wheels/*.whl >/dev/null 2>&1; then \
-        printf '[global]\nno-index = true\nfind-links = /wheels\n' >/opt/venv/pip.conf; fi
-COPY constraints.txt ./
-ARG PIP_EXTRA_INDEX_URL=
-# The build backend comes in its pinned version too: older pips read the first of these for it, newer ones the second.
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
-    PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt
+    && if ls ./*.whl >/dev/null 2>&1; then printf '[global]\nno-index = true\nfind-links = /src\n' >/opt/venv/pip.conf; fi
 
 FROM build AS executor-packages
-COPY --from=requirements /src/server.txt /src/uvloop.txt ./
-RUN pip install --no-cache-dir -c constraints.txt -r server.txt -r uvloop.txt \
+RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r executor.txt \
     && pip uninstall --yes pip && rm -f /opt/venv/pip.conf
 
 FROM build AS scheduler-packages
-COPY --from=requirements /src/scheduler.txt ./
-RUN pip install --no-cache-dir -c constraints.txt -r scheduler.txt \
+RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r scheduler.txt \
     && pip uninstall --yes pip && rm -f /opt/venv/pip.conf
 
 # Our code lies beside the packages, in a layer of its own: a new version does not ship torch again.
 FROM build AS code
+RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r build.txt
+WORKDIR /src/ferrum-rpc
 COPY pyproject.toml README.md LICENSE ./
 COPY ferrum_rpc ferrum_rpc/
-RUN pip install --no-cache-dir --no-deps --target /app .
+RUN pip install --no-cache-dir --no-index --no-deps --no-build-isolation --target /app .
 COPY clients /clients/clients
 # Files keep the modes of the checkout they come from; the user who runs them is not the one who owns them.
 RUN chmod -R a+rX,go-w /app /clients

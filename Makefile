@@ -69,10 +69,10 @@ lock: .venv/.dev  ## Write locked/, what the images install with hashes, from co
 	@$(BIN)/python -m tools.lock
 
 compose-test:  ## Build the images and run the stack (needs a Docker engine; skips visibly without)
-	@$(PYTHON) tools/compose_test.py
+	@$(PYTHON) -m tools.compose_test
 
 wheels:  ## Collect the images' packages in build/wheels, for an engine without a network
-	@$(PYTHON) tools/compose_test.py --wheels
+	@$(PYTHON) -m tools.wheels
 
 compat: .venv/.dev  ## Load the stubs with the oldest and newest grpcio and protobuf that we promise
 	@$(BIN)/python tools/compat_check.py

@@ -7,15 +7,12 @@ that finds nothing wrong there proves nothing.
 
 Without a Docker engine it says SKIPPED and why, with exit status 0. A failed check is exit status 1.
 
-Packages: where pip is configured on this machine (an index or a folder of its own), an image build knows nothing of it.
-Then the wheels are collected here first, into build/wheels/, and the build needs no network; `--wheels` does only that,
-for an engine that is kept away from the network. `BASE_IMAGE`, `EXECUTOR_MODEL` and every other variable of
-docker-compose.yml apply.
+Where pip is configured on this machine, the packages are collected first (`tools/wheels.py`). `BASE_IMAGE`,
+`EXECUTOR_MODEL` and every other variable of docker-compose.yml apply.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -24,21 +21,18 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-WHEELS = ROOT / "build" / "wheels"
+from tools.commands import Failed, indent, run, tail
+from tools.wheels import collect_wheels
+
 PROJECT = "ferrum-compose-test"
 IMAGES = {"EXECUTOR_IMAGE": "ferrum-rpc/executor:compose-test", "SCHEDULER_IMAGE": "ferrum-rpc/scheduler:compose-test"}
-IMAGE_PYTHON = "3.11"
 DEFAULT_BUILD = "python:3.11-bookworm"
 DEFAULT_BASE = "python:3.11-slim-bookworm"
 LOCAL_BASE = "localhost/base:bookworm"
 """What a machine without a registry makes by `debootstrap | docker import`; used where the engine has only this one."""
-PIP_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
 UP_TIMEOUT_S = 180
 
 PROBE = r"""
@@ -70,13 +64,25 @@ print(json.dumps({
     "torch": importlib.util.find_spec("torch") is not None, "pip": importlib.util.find_spec("pip") is not None,
 }))
 """
+CACHE_PROBE = r"""
+import json, mmap, os
+from pathlib import Path
+
+def loads(folder):
+    file = Path(folder, "probe.so")
+    file.write_bytes(bytes(mmap.PAGESIZE))
+    with file.open("rb") as opened:
+        try:
+            mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except PermissionError:
+            return False
+    return True
+
+print(json.dumps({"cache": loads(os.environ["TRITON_CACHE_DIR"]), "/tmp": loads("/tmp")}))
+"""
 NO_CAPABILITIES = "0" * 16
 FAULTS = 6
 """Kinds of fault that `violations` knows."""
-
-
-class Failed(Exception):
-    """A check did not hold, or a command did not work."""
 
 
 def violations(found: Mapping[str, Any]) -> list[str]:
@@ -97,7 +103,7 @@ def findings(output: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(output)
     except ValueError:
-        raise Failed(f"the probe printed no findings:\n{_tail(output)}") from None
+        raise Failed(f"the probe printed no findings:\n{tail(output)}") from None
     return found
 
 
@@ -111,70 +117,6 @@ def obstacle() -> str | None:
             lines = (answer.stderr or answer.stdout).strip().splitlines() or ["no answer"]
             return f"needs {wanted}: {lines[0]}"
     return None
-
-
-def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120) -> str:
-    """What a command wrote to its output; raises `Failed` with the last lines of that and of its errors."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, timeout=timeout, capture_output=True, text=True, errors="replace", check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        output = b"".join(part for part in (error.stdout, error.stderr) if isinstance(part, bytes))
-        raise Failed(f"`{' '.join(command)}` took more than {timeout:.0f} s\n{_tail(output.decode())}") from None
-    if done.returncode:
-        raise Failed(f"`{' '.join(command)}` exited {done.returncode}\n{_tail(done.stdout + done.stderr)}")
-    return done.stdout
-
-
-def _tail(text: str, lines: int = 40) -> str:
-    return _indent("\n".join(text.strip().splitlines()[-lines:]))
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.strip().splitlines())
-
-
-def requirements() -> list[str]:
-    """What both images install, and what their build needs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["server"], *extras["uvloop"], *extras["scheduler"]]
-    return sorted({*wanted, *project["build-system"]["requires"]})
-
-
-def collect_wheels() -> str:
-    """Fill build/wheels/ where the image build could not; returns what was done."""
-    pip = [sys.executable, "-m", "pip"]
-    configured = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=False).stdout
-    here = any(re.search(rf"\.{key}=", configured) for key in PIP_SOURCES)
-    if not here or sys.platform != "linux":
-        if WHEELS.exists():
-            return "from build/wheels/, which is there; remove it to use pip's default index"
-        return "from pip's default index, by the image build"
-    fresh = WHEELS.with_name("wheels.new")
-    command = [*pip, "download", "--quiet", "--dest", str(fresh), "-c", "constraints.txt"]
-    command += ["--python-version", IMAGE_PYTHON, "--only-binary=:all:", *requirements()]
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:  # what an earlier run collected may still do
-        run([*command, "--no-index", "--find-links", str(WHEELS)], env=_without_pip_sources(), timeout=600)
-    except Failed:
-        shutil.rmtree(fresh, ignore_errors=True)
-        try:
-            run(command, timeout=1800)
-        except Failed as error:
-            raise Failed(f"{error}\ncollect them where pip reaches its index: {Path(__file__).name} --wheels") from None
-    shutil.rmtree(WHEELS, ignore_errors=True)
-    fresh.rename(WHEELS)
-    files = list(WHEELS.glob("*.whl"))
-    size = sum(file.stat().st_size for file in files) / 2**20
-    return f"{len(files)} wheels, {size:.0f} MiB, collected in build/wheels/: the build needs no network"
-
-
-def _without_pip_sources() -> dict[str, str]:
-    """The environment, with pip told to read no configuration."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def base_image() -> str:
@@ -261,7 +203,7 @@ class Stack:
     def job(self) -> str:
         """Run the scheduler to its end against the executor."""
         output = self.compose("run", "--rm", "--no-TTY", "scheduler", timeout=300)
-        print(_tail(output, 30))
+        print(tail(output, 30))
         served = re.search(r"^requests +(\d+) of (\d+)$", output, re.MULTILINE)
         generated = re.search(r"^generated +([\d,]+) tokens", output, re.MULTILINE)
         if served is None or generated is None:
@@ -279,7 +221,7 @@ class Stack:
         }
         for service, found in probes.items():
             if wrong := violations(found):
-                raise Failed(f"{service}: {'; '.join(wrong)}\n{_indent(json.dumps(found, indent=1))}")
+                raise Failed(f"{service}: {'; '.join(wrong)}\n{indent(json.dumps(found, indent=1))}")
             if found["pip"] or found["torch"] != (service == "executor"):
                 raise Failed(f"{service}: pip {found['pip']}, torch {found['torch']}")
         container = self.inspect()
@@ -300,7 +242,8 @@ class Stack:
         )
 
     def gpu_file_adds_only_the_gpu(self) -> str:
-        """Let compose merge the GPU file: nothing of the protection is lost."""
+        """Let compose merge the GPU file: nothing of the protection is lost, and what is written can be loaded as a
+        library from the cache alone."""
         plain, gpu = (
             json.loads(self.compose("config", "--format", "json", gpu=gpu))["services"]["executor"]
             for gpu in (False, True)
@@ -309,9 +252,20 @@ class Stack:
         if devices != [{"capabilities": ["gpu"], "driver": "nvidia", "count": 1}]:
             raise Failed(f"devices: {devices}")
         changed = {key for key in gpu if gpu[key] != plain.get(key)}
-        if changed != {"deploy", "environment"} or gpu["environment"].get("FERRUM_DEVICE") != "cuda":
+        if (
+            changed - {"build"} != {"deploy", "environment", "tmpfs"}
+            or gpu["environment"].get("FERRUM_DEVICE") != "cuda"
+        ):
             raise Failed(f"the GPU file changes {sorted(changed)}, environment {gpu['environment']}")
-        return "merges; adds the device, changes environment and memory, nothing else (not run: no GPU asked for)"
+        if gpu["build"]["args"]["BASE_IMAGE"] != self.env["BUILD_IMAGE"]:
+            raise Failed(f"the image for a GPU is built on {gpu['build']['args']['BASE_IMAGE']}")
+        mounts = [part for mount in gpu["tmpfs"] for part in ("--tmpfs", mount)]
+        command = ["docker", "run", "--rm", "--read-only", "--cap-drop", "ALL", *mounts]
+        command += ["--env", f"TRITON_CACHE_DIR={gpu['environment']['TRITON_CACHE_DIR']}", "--entrypoint", "python"]
+        loads = json.loads(run([*command, IMAGES["EXECUTOR_IMAGE"], "-c", CACHE_PROBE]))
+        if loads != {"cache": True, "/tmp": False}:  # noqa: S108 (the container's own)
+            raise Failed(f"where a library can be loaded from with the GPU file: {loads}")
+        return "merges; adds the device, a compiler's image and a cache that may execute (not run: no GPU asked for)"
 
     def stop(self) -> str:
         """SIGTERM ends the executor with status 0, well inside its grace."""
@@ -325,7 +279,7 @@ class Stack:
         try:
             events = [json.loads(line).get("event") for line in lines]
         except ValueError:
-            raise Failed(f"the log is not JSON alone:\n{_tail(chr(10).join(lines))}") from None
+            raise Failed(f"the log is not JSON alone:\n{tail(chr(10).join(lines))}") from None
         if "serving" not in events or "stopping" not in events:
             raise Failed(f"events in the log: {events}")
         return f"SIGTERM, exit 0 in {took:.1f} s, {len(lines)} log lines, all JSON"
@@ -347,15 +301,6 @@ class Stack:
 
 def main() -> int:
     """Run every check in order; the first that fails ends the run."""
-    parser = argparse.ArgumentParser(description="Build the images, run the stack, check the containers.")
-    parser.add_argument("--wheels", action="store_true", help="only collect the packages; needs no engine")
-    if parser.parse_args().wheels:
-        try:
-            print(f"packages: {collect_wheels()}")
-        except Failed as error:
-            print(f"packages: FAILED: {error}")
-            return 1
-        return 0
     if why := obstacle():
         print(f"compose-test: SKIPPED: {why}")
         return 0
@@ -382,7 +327,7 @@ def main() -> int:
     except Failed as error:
         print(f"compose-test: {name}: FAILED: {error}")
         with contextlib.suppress(Failed):
-            print(f"the executor's last lines:\n{_tail(stack.logs())}")
+            print(f"the executor's last lines:\n{tail(stack.logs())}")
         print(f"compose-test: FAILED at {name} after {time.monotonic() - begin:.0f} s")
         return 1
     finally:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from tools.environment import versions
+from tools.wheels import IMAGE_PYTHON, LOCKED
 
 ROOT = Path(__file__).resolve().parent.parent
 UV: Final = (sys.executable, "-m", "uv")
@@ -32,7 +33,6 @@ COMPILE: Final = ("pip", "compile", "--quiet", "--native-tls", "--no-header", "-
 INSTALLATIONS: Final = {"make demo": ("server", "uvloop"), "make test": ("server", "dev")}
 """Extras by the command that installs them."""
 PLATFORM: Final = "x86_64-manylinux_2_28"
-IMAGE_PYTHON: Final = "3.11"
 IMAGES: Final = {"executor": ("server", "uvloop"), "scheduler": ("scheduler",)}
 """Extras by the list that is locked for them; `build` is what builds our own package."""
 UNREACHABLE: Final = "client error (Connect)"
@@ -93,7 +93,7 @@ def lock(name: str) -> Answer:
 
 def path_of(name: str) -> Path:
     """A list's file."""
-    return ROOT / "locked" / f"{name}.txt"
+    return LOCKED / f"{name}.txt"
 
 
 def pins(text: str) -> set[str]:

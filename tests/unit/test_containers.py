@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import ENV_PREFIX, ServeSettings
+from tools.wheels import lists, normal
 
 ROOT = Path(__file__).parents[2]
 FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
@@ -154,7 +156,17 @@ def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:
 def test_gpu_file_takes_no_protection_away() -> None:
     gpu = compose("docker-compose.gpu.yml")["services"]
     assert set(gpu) == {"executor"}
-    assert set(gpu["executor"]) == {"image", "environment", "deploy"}
+    assert set(gpu["executor"]) == {"image", "build", "environment", "tmpfs", "deploy"}
+
+
+def test_on_a_gpu_triton_finds_a_compiler_and_one_place_that_may_execute() -> None:
+    gpu = compose("docker-compose.gpu.yml")["services"]["executor"]
+    assert gpu["build"] == {"args": {"BASE_IMAGE": service("executor")["build"]["args"]["BUILD_IMAGE"]}}
+    (mount,) = gpu["tmpfs"]
+    folder, _, options = mount.partition(":")
+    assert folder == gpu["environment"]["TRITON_CACHE_DIR"]
+    assert {"exec", "nosuid", "nodev", "uid=10001", "gid=10001", "mode=0700"} <= set(options.split(","))
+    assert "size=" in options
 
 
 def test_images_to_build_from_are_arguments_with_the_same_pinned_defaults_everywhere() -> None:
@@ -168,13 +180,45 @@ def test_images_to_build_from_are_arguments_with_the_same_pinned_defaults_everyw
     assert roots - stages == {"${BASE_IMAGE}", "${BUILD_IMAGE}"}
 
 
-def test_every_package_is_installed_by_the_constraints() -> None:
+def test_every_package_is_installed_by_its_hash() -> None:
     installs = [rest for what, rest in instructions() if what == "RUN" and "pip install" in rest]
-    assert installs
-    assert all("-c constraints.txt" in rest or "--no-deps" in rest for rest in installs)
-    assert any(
-        what == "ENV" and "PIP_CONSTRAINT=" in rest and "PIP_BUILD_CONSTRAINT=" in rest for what, rest in stage("build")
+    assert len(installs) == 4
+    ours = [rest for rest in installs if "--require-hashes --only-binary=:all: -r " not in rest]
+    assert len(ours) == 1
+    assert "--no-index --no-deps --no-build-isolation --target /app ." in ours[0]
+    named = {f"{name}.txt" for rest in installs for name in re.findall(r"-r (\w+)\.txt", rest)}
+    assert named == {path.name for path in (ROOT / "locked").iterdir()}
+
+
+@pytest.mark.parametrize("name", ["executor", "scheduler", "build"])
+def test_what_is_locked_is_what_the_constraints_say(name: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {normal(line.partition("==")[0]): line for line in lines if line and not line.startswith("#")}
+    text = (ROOT / "locked" / f"{name}.txt").read_text()
+    releases = re.findall(r"^([\w.-]+)==([^ ;]+)(.*(?:\n +--hash=sha256:[0-9a-f]{64}.*)*)", text, re.MULTILINE)
+    assert releases
+    for package, version, rest in releases:
+        assert "--hash=sha256:" in rest, package
+        if normal(package) in pinned:
+            assert pinned[normal(package)].partition("==")[2] == version, package
+
+
+def test_wheels_that_were_collected_are_listed_by_their_own_hashes(tmp_path: Path) -> None:
+    names = (
+        "numpy-2.4.6-py3.whl",
+        "torch-2.13.0+cpu-py3.whl",
+        "pydantic_core-2.5-py3.whl",
+        "setuptools-84-py3.whl",
     )
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    made = lists(list(tmp_path.iterdir()))
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    assert made["build.txt"] == f"setuptools==84 --hash=sha256:{hashes[names[3]]}\n"
+    assert made["scheduler.txt"] == f"numpy==2.4.6 --hash=sha256:{hashes[names[0]]}\n"
+    assert f"torch==2.13.0+cpu --hash=sha256:{hashes[names[1]]}\n" in made["executor.txt"]
+    assert "pydantic_core==2.5 " in made["executor.txt"]
+    assert "nvidia" not in made["executor.txt"]
 
 
 def test_dockerfile_needs_no_buildkit() -> None:
@@ -200,16 +244,16 @@ def test_build_context_is_what_the_dockerfile_copies_and_nothing_else() -> None:
     assert "**/__pycache__" in lines
 
 
-@pytest.mark.parametrize("name", [*FILES, "tools/compose_test.py"])
+@pytest.mark.parametrize("name", [*FILES, "tools/compose_test.py", "tools/wheels.py"])
 def test_no_file_names_a_registry_host_or_a_folder_of_some_machine(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
     assert not re.search(r"https?://|\b[\w-]+\.(io|com|org|dev|net)/|/home/|/work/|/opt/(?!venv)", text)
 
 
 def test_compose_test_skips_visibly_without_an_engine(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "tools/compose_test.py")]
+    script = [sys.executable, "-m", "tools.compose_test"]
     done = subprocess.run(
-        script, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        script, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
     assert done.stdout.startswith("compose-test: SKIPPED: no `docker` command")
