@@ -60,6 +60,18 @@ def test_windows_and_caps_across_blocks_and_tiles(device, window, softcap):
     assert step.error(attend(step, kernels(step, 8, FINE))) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("position", [0, 17, 40])
+def test_what_is_no_number_in_an_owned_slot_shows(device, which, position):
+    step = paged_step(SMALL, [(40, 1), (20, 1)], device=device)
+    clean = attend(step, kernels(step, 8, FINE)).cpu()
+    block = step.geometry.entries[step.geometry.table_start[0] + position // 16]
+    getattr(step, which)[int(block), position % 16, 1] = torch.nan
+    answer = attend(step, kernels(step, 8, FINE)).cpu()
+    assert answer[0, 2:].isnan().all()
+    assert torch.equal(answer[0, :2], clean[0, :2]) and torch.equal(answer[1], clean[1])
+
+
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 20])
 def test_group_sizes(device, group):
     step = paged_step(AttentionSpec(2 * group, 2, 16, 0.3), [(20, 1), (3, 6), (0, 1), (40, 2)], device=device)

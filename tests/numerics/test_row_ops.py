@@ -101,6 +101,13 @@ def test_what_is_not_a_number_stays_none():
         rows = draw(1, 320, dtype=torch.bfloat16)
         rows[0, 7] = torch.nan
         assert ops.gate(rows).isnan().nonzero().tolist() == [[0, 7]]
+        for norm in (None, draw(8, 32, seed=5)):
+            qkv = draw(1, 320, dtype=torch.bfloat16)
+            qkv[0, 32 + 3] = torch.nan
+            query, key, value = ops.heads(qkv, norm, *Rotary(RopeSpec(), 32, CPU)(torch.tensor([9])))
+            lost = query[0, 1].isnan().nonzero().flatten().tolist()
+            assert lost == ([3, 19] if norm is None else [*range(32)])
+            assert query[0, 2:].isfinite().all() and key.isfinite().all() and value.isfinite().all()
 
 
 @pytest.mark.parametrize(
