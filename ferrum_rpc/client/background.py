@@ -95,7 +95,8 @@ class Background:
                     return
                 yield item
         finally:
-            if not self._stopped:
+            # What the collector finds in the loop's own thread, the loop closes by itself.
+            if not self._stopped and threading.current_thread() is not self._thread:
                 self.run(stream.aclose())
 
     def stop(self) -> None:

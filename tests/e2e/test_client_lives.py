@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
 from ferrum_rpc.client.policy import fate_unknown
+from ferrum_rpc.client.session import OPENINGS
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError
 from ferrum_rpc.models.identity import IdentityConfig
@@ -32,9 +33,9 @@ async def counts(client: ExecutorClient) -> dict[str, int]:
 class Loading:
     """A server whose model is there when ``go`` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.go = threading.Event()
-        self.server = ExecutorServer(self._build, LIMITS)
+        self.server = ExecutorServer(self._build, LIMITS, port=port)
 
     def _build(self) -> Any:
         assert self.go.wait(30)
@@ -100,6 +101,26 @@ async def test_who_gives_up_while_the_model_loads_gives_up_for_itself_alone(load
         loading.go.set()
         assert (await patient).model.name == "identity"
         assert cancelled.cancelled() or cancelled.cancelling()
+
+
+async def test_a_session_waits_while_the_successor_of_its_executor_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "RETRY_ELSEWHERE_S", 0.001)
+    async with serve_identity() as first, ExecutorClient(first.target, session=True) as client:
+        sequence = client.sequence(rebuild=True)
+        await sequence.prefill([1, 2])
+        await first.server.stop()
+        successor = Loading(first.server.port)
+        await successor.server.start()
+        try:
+            call = asyncio.ensure_future(sequence.decode(3))
+            await successor.asked("Session", OPENINGS + 2)  # a session's openings where nobody answers at all
+            assert not call.done()
+            successor.go.set()
+            assert (await call).length == 3
+        finally:
+            successor.go.set()
+            await successor.server.ready()
+            await successor.server.stop()
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
