@@ -38,6 +38,7 @@ from ferrum_rpc.engine.work import (
     Operation,
     State,
     Submission,
+    completed,
     lost,
 )
 from ferrum_rpc.errors import Draining, ExecutorError
@@ -251,16 +252,16 @@ class EngineProcess:
         self.counters, self.cache = turn.counters, turn.cache
         self._slots.extend(turn.free)
         if turn.news is not None:
-            self._program.on_news(turn.news)
+            completed(self._loop, self._program.on_news, turn.news)
         for slot, result in turn.results:
             operation = self._close(slot)
             if isinstance(operation, Operation):
-                operation.done(result)
+                completed(self._loop, operation.done, result)
         timings = []
         for slot, outcomes, timing in turn.answers:
             submission = self._close(slot)
             if isinstance(submission, Submission):
-                submission.done(outcomes, timing)
+                completed(self._loop, submission.done, outcomes, timing)
                 if timing is not None:
                     timings.append(timing)
         if timings:  # behind whatever the answers wake: callers do not wait for the meters
@@ -304,9 +305,9 @@ class EngineProcess:
         error = self._last_words()
         for work in owed.values():
             if isinstance(work, Submission):
-                work.done((error,) * len(work.spans), None)
+                completed(self._loop, work.done, (error,) * len(work.spans), None)
             else:
-                work.done(error)
+                completed(self._loop, work.done, error)
 
     def _status(self) -> str:
         """It closed its pipe: it is dead, or about to be; but a driver may take seconds over it."""

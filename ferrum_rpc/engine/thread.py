@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission
+from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, completed
 
 
 class ModelThread(EngineLoop):
@@ -128,7 +128,7 @@ class ModelThread(EngineLoop):
     def _deliver(self, finished: Finished) -> None:
         def run() -> None:
             for each in finished:
-                each()
+                completed(self._loop, each)
 
         if finished and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(run)

@@ -7,6 +7,7 @@ else's business.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from collections.abc import Callable
@@ -153,6 +154,14 @@ class Engine(Protocol):
 
     async def stop(self) -> bool:
         """Finish what is queued, then end. False: it hung, and did not end by itself."""
+
+
+def completed(loop: asyncio.AbstractEventLoop, done: Callable[..., object], *result: object) -> None:
+    """Tell one caller. What that raises goes to the loop's exception handler: the others are told all the same."""
+    try:
+        done(*result)
+    except Exception as error:
+        loop.call_exception_handler({"message": "an answer of the engine could not be taken", "exception": error})
 
 
 def lost(error: BaseException) -> DeviceLost:

@@ -22,6 +22,7 @@ from ferrum_rpc.service.handles import Ending, HandleTable, Record
 from ferrum_rpc.service.leases import Lease, LeaseBook
 from ferrum_rpc.service.quotas import Quotas, Resource
 from ferrum_rpc.service.replay import ReplayLog, scope_of
+from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.service.unread import Unread
 
 RETRY_AFTER_S: Final = 0.05
@@ -64,6 +65,7 @@ class Books:
     def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self.limits = limits
         self.failpoints = failpoints
+        self.supervisor = Supervisor()
         self.handles = HandleTable()
         self.quotas = Quotas(limits)
         self.leases = LeaseBook(limits, self.quotas, self.handles.instance_id)

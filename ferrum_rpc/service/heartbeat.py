@@ -14,6 +14,7 @@ import structlog
 
 from ferrum_rpc.engine.work import Engine
 from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.supervisor import Background, Supervisor
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -25,14 +26,15 @@ much older than the look that acts on it: 1.7 s in the worst case, with 2 s prom
 class HeartbeatMonitor:
     """Watches ``engine`` for ``board`` from `start` to `stop`."""
 
-    def __init__(self, engine: Engine, board: HealthBoard) -> None:
+    def __init__(self, engine: Engine, board: HealthBoard, supervisor: Supervisor) -> None:
         self._engine = engine
+        self._supervisor = supervisor
         self._board = board
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to look."""
-        self._task = asyncio.create_task(self._watch(), name="ferrum-heartbeat")
+        self._task = self._supervisor.every(Background.HEARTBEAT, PERIOD_S, self.look)
 
     async def stop(self) -> None:
         """Look no longer."""
@@ -40,11 +42,6 @@ class HeartbeatMonitor:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            self.look()
 
     def look(self) -> None:
         """Ask once; log when it changes what the health service says."""

@@ -21,6 +21,7 @@ from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
 from ferrum_rpc.service.handles import Ending, Record
 from ferrum_rpc.service.health import HealthBoard
 from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.supervisor import Background
 
 log = structlog.get_logger("ferrum_rpc.lifecycle")
 
@@ -41,22 +42,20 @@ class Sweeper:
     def start(self) -> None:
         """Begin to sweep."""
         self._due = time.monotonic() + self._every_s
-        self._task = asyncio.create_task(self._run(), name="ferrum-sweeper")
+        self._task = self._books.supervisor.every(Background.SWEEP, self._every_s, self._turn)
 
     def stop(self) -> None:
         """Sweep no more."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            now = time.monotonic()
-            late = now - self._due
-            self._due = now + self._every_s
-            if late > FORGIVEN_FROM_S:
-                self.forgive(late)
-                continue  # what arrived meanwhile stands in the sockets: hear it first
+    def _turn(self) -> None:
+        now = time.monotonic()
+        late = now - self._due
+        self._due = now + self._every_s
+        if late > FORGIVEN_FROM_S:
+            self.forgive(late)  # what arrived meanwhile stands in the sockets: hear it first
+        else:
             self.sweep(now)
 
     def forgive(self, seconds: float) -> None:
@@ -133,7 +132,7 @@ class Drain:
             sessions=len(self._sessions),
             action="let schedulers move on: new sequences are refused, owned ones are served until the grace is over",
         )
-        self._task = asyncio.create_task(self._run(), name="ferrum-drain")
+        self._task = self._books.supervisor.start(Background.DRAIN, self._run)
 
     async def _run(self) -> None:
         books = self._books

@@ -66,6 +66,8 @@ class Metrics(Collector):
         states = {state.value: float(state is books.state) for state in Lifecycle}
         yield _gauges("executor_state", "1 for the state that the executor is in.", "state", states)
         yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self._lines_dropped())
+        failures = books.supervisor.failures
+        yield _counters("background_failures", "Failures of background tasks, which go on.", "task", failures)
         if self._failpoints:
             yield _counters("failpoints_fired", "Failures that were asked for.", "name", self._failpoints)
 

@@ -98,7 +98,7 @@ class ExecutorServer:
         self._security = security
         self._heartbeat = heartbeat
         self._monitor: HeartbeatMonitor | None = None
-        self.health = HealthBoard(lambda: self.books.state is Lifecycle.SERVING, SERVICES)
+        self.health = HealthBoard(self._serves, SERVICES)
         self.sessions = Sessions()
         self.draining = Drain(self.books, self.health, self.sessions)
         self._sweeper = Sweeper(self.books)
@@ -141,15 +141,20 @@ class ExecutorServer:
         acceptors = Acceptors(server, registry.handlers)
         self.port = open_port(server, self._host, self.port, self._security)
         self._server = server
+        self.books.supervisor.on_change = self.health.update
+        self.books.supervisor.watch(asyncio.get_running_loop())
         engine = self._engine()
         self.books.attach(engine)
         await server.start()
         acceptors.start()
         engine.start()
-        self._monitor = HeartbeatMonitor(engine, self.health)
+        self._monitor = HeartbeatMonitor(engine, self.health, self.books.supervisor)
         self._monitor.start()
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
+
+    def _serves(self) -> bool:
+        return self.books.state is Lifecycle.SERVING and not self.books.supervisor.stuck
 
     def _engine(self) -> Engine:
         about: Any = {

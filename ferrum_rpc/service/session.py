@@ -33,6 +33,7 @@ from ferrum_rpc.service.row_parts import row_parts
 from ferrum_rpc.service.session_cache import Begun as CacheBegun
 from ferrum_rpc.service.session_cache import SessionCache
 from ferrum_rpc.service.session_steps import Begun, Reply, Step, Steps
+from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
@@ -131,7 +132,7 @@ class Session:
 
     async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
-        writer = asyncio.create_task(self._steps.run())
+        writer = self._books.supervisor.start(Background.SESSION, self._steps.run, self._writer_failed)
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
@@ -315,8 +316,12 @@ class Session:
                 for part in row_parts(response, self._inline):
                     await self._write(part)
             await self._write(response, leaving)
-        except Exception as error:  # the stream is over: nobody is there to be told
+        except grpc.aio.BaseError as error:  # the stream is over: nobody is there to be told
             log.debug("session_answer_not_written", step=response.step_id, error=repr(error))
+
+    def _writer_failed(self, _: Exception) -> None:
+        """An answer was lost, and its client would wait for it: better the stream ends, and the client asks again."""
+        self.end(InternalError("the session failed internally; its log says more"))
 
     async def _write(self, answer: Answer, leaving: bool = False) -> None:
         async with self._writing:

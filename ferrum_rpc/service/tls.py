@@ -51,7 +51,7 @@ class ServerCertificates:
                 if stamps == self._stamps:
                     return None
                 self._stamps, self._current = self._read()
-            except (OSError, SecurityError) as error:
+            except Exception as error:
                 if stamps != self._stamps:  # once for each state of the files
                     self._stamps = stamps
                     action = "correct the files; until then the certificates that were read before are used"

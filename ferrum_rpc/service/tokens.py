@@ -60,7 +60,7 @@ class TokenFile:
             if stamp == self._stamp:
                 return
             self._stamp, self._callers = self._read()
-        except (OSError, SecurityError) as error:
+        except Exception as error:
             if stamp != self._stamp:  # once for each state of the file, not once a second
                 self._stamp = stamp
                 action = "correct the file; until then the tokens that were read before are accepted"

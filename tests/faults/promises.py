@@ -7,6 +7,7 @@ from typing import Final
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
+from tests.faults.background import r26_a_background_task_never_dies_silently
 from tests.faults.bad_items import r20_a_bad_item_harms_nobody
 from tests.faults.crash_points import r16_a_crash_is_survivable
 from tests.faults.crowd import r23_no_caller_starves_another
@@ -57,6 +58,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r21_frames_keep_their_order,
     r22_the_dead_hold_nothing,
     r23_no_caller_starves_another,
+    r26_a_background_task_never_dies_silently,
     r30_a_neighbour_takes_its_share_alone,
 )
 """In the order of their numbers."""

@@ -73,6 +73,8 @@ class Size:
     unread_calls: int
     unread_sessions: int
     """R22: size of an answer, and calls and sessions that ask for it and do not read."""
+    background_rounds: int
+    """R26: rounds of an exception in every loop."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     absolute: bool
@@ -114,6 +116,7 @@ CI: Final = Size(
     unread_mib=25,
     unread_calls=12,
     unread_sessions=4,
+    background_rounds=1,
     outsider_calls=60,
     absolute=False,
 )
@@ -153,6 +156,7 @@ FULL: Final = Size(
     unread_mib=25,
     unread_calls=40,
     unread_sessions=100,
+    background_rounds=50,
     outsider_calls=1_000,
     absolute=True,
 )

@@ -1,0 +1,105 @@
+"""The background tasks of a server: none of them ends in silence.
+
+Whatever such a task raises is logged and counted, and the task goes on. One that fails `STUCK_AFTER` times in a row and
+that the server cannot do without makes the health service say NOT_SERVING, until it has gone well once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import structlog
+
+log = structlog.get_logger("ferrum_rpc.server")
+
+RESTART_AFTER_S: Final = 0.1
+STUCK_AFTER: Final = 3
+
+
+class Background(enum.StrEnum):
+    """What runs in the background; the value is its name in the metrics."""
+
+    SWEEP = "sweep"
+    HEARTBEAT = "heartbeat"
+    DRAIN = "drain"
+    SESSION = "session"
+    CALLBACK = "callback"
+    """A callback of the event loop, or a task that nobody awaits: an engine's answer that could not be taken is one."""
+
+
+class Supervisor:
+    """Runs background tasks and counts what they fail of, in ``failures``. ``on_change`` is called when `stuck` may
+    have changed."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, int] = dict.fromkeys((each.value for each in Background), 0)
+        self.on_change: Callable[[], object] = lambda: None
+        self._in_a_row: dict[Background, int] = {}
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a task that the server cannot do without fails again and again."""
+        return any(count >= STUCK_AFTER for count in self._in_a_row.values())
+
+    def every(self, task: Background, seconds: float, turn: Callable[[], object]) -> asyncio.Task[None]:
+        """Call ``turn`` every so many seconds, until cancelled. The server cannot do without it."""
+
+        async def run() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                try:
+                    turn()
+                except Exception as error:
+                    self._in_a_row[task] = self._in_a_row.get(task, 0) + 1
+                    self.note(task, error)
+                    self.on_change()
+                else:
+                    if self._in_a_row.pop(task, 0) >= STUCK_AFTER:
+                        self.on_change()
+
+        return asyncio.create_task(run(), name=f"ferrum-{task.value}")
+
+    def start(
+        self,
+        task: Background,
+        run: Callable[[], Awaitable[None]],
+        failed: Callable[[Exception], object] = lambda error: None,
+    ) -> asyncio.Task[None]:
+        """Run it until it returns or is cancelled. When it raises, ``failed`` hears of it, and it is run again."""
+
+        async def again_and_again() -> None:
+            while True:
+                try:
+                    await run()
+                except Exception as error:
+                    self.note(task, error)
+                    failed(error)
+                    await asyncio.sleep(RESTART_AFTER_S)
+                else:
+                    return
+
+        return asyncio.create_task(again_and_again(), name=f"ferrum-{task.value}")
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hear of what callbacks and tasks of the loop raise that nobody else does."""
+        loop.set_exception_handler(self._unheard)
+
+    def note(self, task: Background, error: BaseException) -> None:
+        """It failed of this."""
+        self.failures[task.value] += 1
+        log.error(
+            "background_task_failed",
+            task=task.value,
+            exc_info=error,
+            action="report this stack trace: it is a bug in the executor; the task goes on",
+        )
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None:
+            loop.default_exception_handler(context)
+        else:
+            self.note(Background.CALLBACK, error)

@@ -1,0 +1,180 @@
+"""R26: a background task never dies silently. An exception in each of a server's loops: it is logged and counted, and
+the loop does its work again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.service import supervisor
+from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.heartbeat import HeartbeatMonitor
+from ferrum_rpc.service.lifecycle import Drain, Sweeper
+from ferrum_rpc.service.session import Session
+from ferrum_rpc.service.session_steps import Steps
+from ferrum_rpc.service.supervisor import STUCK_AFTER, Background
+from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.raw_session import raw_session
+from tests.faults.sizes import Size
+from tests.faults.waiting import until
+from tests.serving import Served, serve_identity
+from tests.wiring import item, pb, prefill
+
+EVERY_S: Final = 0.001
+
+
+class Injected(RuntimeError):
+    """An exception that nobody expects."""
+
+
+@contextmanager
+def failing(owner: Any, name: str, times: int | None = None) -> Iterator[mock.Mock]:
+    """``owner.name`` raises, so many times or always, and then does what it does."""
+    original = getattr(owner, name)
+    calls = 0
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if times is None or calls <= times:
+            raise Injected(name)
+        return original(*arguments, **named)
+
+    with mock.patch.object(owner, name, side_effect=fail, autospec=isinstance(owner, type)) as patched:
+        yield patched
+
+
+async def _serving(served: Served) -> bool:
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    return bool((await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def sweep(served: Served) -> bool:
+    """A lease that runs out after the sweep has failed still ends."""
+    books = served.server.books
+    lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    sweeper = Sweeper(books, EVERY_S)
+    with failing(books.leases, "due", times=1):
+        sweeper.start()
+        try:
+            await until(lambda: books.supervisor.failures[Background.SWEEP] > 0)
+            next(each for each in books.leases.due(float("inf")) if each.id == lease).expires = 0.0
+            await until(lambda: not len(books.leases))
+        finally:
+            sweeper.stop()
+    return True
+
+
+async def heartbeat(served: Served) -> bool:
+    """While the engine cannot be asked, health does not say SERVING; afterwards it does again."""
+    server = served.server
+    with mock.patch("ferrum_rpc.service.heartbeat.PERIOD_S", EVERY_S):
+        monitor = HeartbeatMonitor(server.books.engine, server.health, server.books.supervisor)
+        monitor.start()
+    try:
+        with failing(server.books.engine, "trouble"):
+            await until(lambda: server.books.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
+            told = await _serving(served)
+        await until(lambda: not server.books.supervisor.stuck)
+        return not told and await _serving(served)
+    finally:
+        await monitor.stop()
+
+
+async def drain(served: Served) -> bool:
+    """A drain that failed comes to its end."""
+    draining = Drain(served.server.books, served.server.health, served.server.sessions)
+    with (
+        mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S),
+        mock.patch.multiple(served.server.books, close=mock.DEFAULT, drain=mock.DEFAULT) as patched,
+    ):
+        patched["close"].side_effect = [Injected("close"), None]
+        draining.begin(0.0)
+        await asyncio.wait_for(draining.done.wait(), 20)
+    return True
+
+
+async def writer(served: Served) -> bool:
+    """A session whose answer is lost ends with a status, and its sequence goes on."""
+    frame = session_pb2.SessionForward(items=[item([1, 2, 3], request_id="first")])
+    with failing(Session, "_answer", times=1):
+        async with raw_session(served.executor) as session:
+            lease = session.welcome.lease_id
+            await session.send(forward=frame)
+            code = await asyncio.wait_for(session.call.code(), 20)
+    async with raw_session(served.executor, lease_id=lease) as again:
+        [result] = (await again.ask(forward=frame)).forward.results
+        await again.ask(close=session_pb2.SessionClose(release_sequences=True))
+    served.server.books.leases.remove(served.server.books.leases.find(lease, ""), expired=False)
+    await served.executor.Release(pb.ReleaseRequest(handle=result.output.handle, any_version=True))
+    return code is grpc.StatusCode.INTERNAL and result.output.replayed
+
+
+async def writer_loop(served: Served) -> bool:
+    """A writer that fails before it has begun is begun again."""
+    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(Steps, "run", times=1):
+        async with raw_session(served.executor) as session:
+            return await asyncio.wait_for(session.call.code(), 20) is grpc.StatusCode.INTERNAL
+
+
+async def completion(served: Served) -> bool:
+    """Of two calls that end in one turn, one whose end fails does not take the other's answer along."""
+    one, other = await prefill(served, [1]), await prefill(served, [2])
+    with failing(ForwardPath, "_commit", times=1):
+        calls = [
+            asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([5], each))))
+            for each in (one, other)
+        ]
+        done, lost = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for each in lost:
+            each.cancel()
+    return len(done) == 1
+
+
+LOOPS: Final[dict[str, tuple[Background, Callable[[Served], Awaitable[bool]]]]] = {
+    "the sweep of leases": (Background.SWEEP, sweep),
+    "the look at the engine": (Background.HEARTBEAT, heartbeat),
+    "the drain": (Background.DRAIN, drain),
+    "an answer of a session": (Background.SESSION, writer),
+    "a session's writer": (Background.SESSION, writer_loop),
+    "the end of a call": (Background.CALLBACK, completion),
+}
+
+
+async def survives(name: str) -> tuple[bool, bool]:
+    """Inject one: whether the loop did its work again, and whether the failure was counted."""
+    task, inject = LOOPS[name]
+    async with serve_identity() as served:
+        survived = await inject(served)
+        counted = served.server.books.supervisor.failures[task] > 0
+    return survived, counted
+
+
+async def r26_a_background_task_never_dies_silently(size: Size) -> Figures:
+    """An exception in every loop, in a server of its own each."""
+    dead, silent, tried = [], [], 0
+    for _ in range(size.background_rounds):
+        for name in LOOPS:
+            survived, counted = await survives(name)
+            tried += 1
+            if not survived:
+                dead.append(name)
+            if not counted:
+                silent.append(name)
+    return Figures(
+        "R26",
+        "A background task never dies silently",
+        (
+            exactly("loops that did not go on", len(dead), 0),
+            exactly("failures that were not counted", len(silent), 0),
+            at_least("kinds of loops", len(LOOPS), 6),
+        ),
+        {"exceptions": tried, "wrong": sorted({*dead, *silent})},
+    )
