@@ -85,7 +85,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
         if not draining.done():
             runner = await loading
             if settings.warmup:
-                await CacheOperations(server.books).warm_up(WARMUP_BATCH, WARMUP_PREFILL)
+                await warm_up(server)
             gc.collect()
             gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
             _banner(server, runner)
@@ -97,6 +97,15 @@ async def _serve(model: str, settings: ServeSettings) -> int:
         log.info("stopping", grace_s=settings.grace_s, in_flight=server.calls.in_flight)
         await server.stop(settings.grace_s)
         await observation.end()
+
+
+async def warm_up(server: ExecutorServer) -> None:
+    """Run typical shapes. A server that refuses them serves all the same; its first calls are slower."""
+    try:
+        await CacheOperations(server.books).warm_up(WARMUP_BATCH, WARMUP_PREFILL)
+    except ExecutorError as error:
+        action = "nothing, if the executor is told to stop; else look at what refuses: the first calls are slower"
+        log.warning("warm_up_refused", error=str(error), action=action)
 
 
 def _engine(model: str, settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:

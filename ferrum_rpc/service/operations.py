@@ -281,7 +281,7 @@ class CacheOperations:
 
     async def warm_up(self, batch_size: int, prefill_tokens: int) -> int:
         """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
-        returns how many steps ran."""
+        returns how many steps ran. They are the engine's alone, so they count against no limit and no quota."""
         # A task of its own, so that a cancelled caller leaves no sequences behind.
         task = asyncio.create_task(self._warm_up(batch_size, prefill_tokens))
         self._warming.add(task)
@@ -292,24 +292,18 @@ class CacheOperations:
         model, limits = self._books.model, self._books.limits
         batch_size = min(batch_size, limits.max_batch_items)
         prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
-        records = self._books.mint(batch_size)
+        numbers = [self._books.handles.mint().sequence for _ in range(batch_size)]
         one = np.zeros(1, dtype=np.int32)
         prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
         spec = OutputSpec(Positions.LAST)
-        spans = [
-            Span(record.sequence, tokens, 0, spec, create=True) for record, tokens in zip(records, prompts, strict=True)
-        ]
-        try:
-            outcomes = await self._steps(spans)
-            made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
-            if not made:
-                return 0
-            await self._steps([Span(span.sequence, one, span.end, spec) for span in made])
-            await self._between_steps(Command("release", ([span.sequence for span in made],)))
-            return 2
-        finally:
-            for record in records:
-                self._books.stillborn(record)
+        spans = [Span(number, tokens, 0, spec, create=True) for number, tokens in zip(numbers, prompts, strict=True)]
+        outcomes = await self._steps(spans)
+        made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
+        if not made:
+            return 0
+        await self._steps([Span(span.sequence, one, span.end, spec) for span in made])
+        await self._between_steps(Command("release", ([span.sequence for span in made],)))
+        return 2
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
