@@ -15,7 +15,7 @@ from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.text import TokenizerError, tokenizer_for
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, Sampler
-from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,4 +95,5 @@ def _explained(error: ExecutorError, target: str) -> str:
     """One line. Of gRPC's own long chains of reasons only the last is the reason."""
     if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE":
         return f"cannot reach an executor at {target}: {error.message.rpartition(': ')[2]}"
-    return f"{target} answers {error.reason}: {error.message}"
+    how = "; name a file with a token, --token-file FILE" if isinstance(error, Unauthenticated) else ""
+    return f"{target} answers {error.reason}: {error.message}{how}"

@@ -21,6 +21,7 @@ from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy, Sampler, Sampling
 from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.errors import Unauthenticated
 from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied
 from tests.faults.proxy import proxied as relayed
@@ -520,6 +521,19 @@ def test_without_an_executor_the_program_says_so_in_one_line(capsys: pytest.Capt
     assert main(["--target", "127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert error == "error: cannot reach an executor at 127.0.0.1:1: Connection refused\n"
+
+
+def test_without_a_token_the_program_says_how_to_name_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(_: object) -> None:
+        raise Unauthenticated("no token")
+
+    monkeypatch.setattr("clients.scheduler.program.serve", refuse)
+    assert main(["--target", "here"]) == 1
+    assert capsys.readouterr().err == (
+        "error: here answers UNAUTHENTICATED: no token; name a file with a token, --token-file FILE\n"
+    )
 
 
 async def test_without_a_tokenizer_for_the_model_the_program_says_what_to_do(
