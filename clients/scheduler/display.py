@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from clients.scheduler.report import Summary
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.text import TextStream, Tokenizer, printable
-from ferrum_rpc.terminal import moves
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -225,8 +225,8 @@ def _ending(request: Request) -> str:
 
 
 def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:
-    """Panels on a terminal, lines elsewhere, when asked, or where rich is not installed."""
-    if plain or not moves(sys.stdout):
+    """Panels on a terminal that can draw them, lines elsewhere, when asked, or where rich is not installed."""
+    if plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return PlainDisplay(requests, tokenizer)
     try:
         return LiveDisplay(requests, tokenizer)

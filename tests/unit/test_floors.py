@@ -89,7 +89,7 @@ FLOORS: dict[str, Floor] = {
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client terminal", "numpy rich"),
     "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling terminal"),
-    "clients": Floor("core errors client terminal", "numpy rich tokenizers"),
+    "clients": Floor("core errors client", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
 
