@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import structlog
@@ -41,29 +42,32 @@ def test_who_gets_moving_lines_and_colours(
 
 
 @pytest.mark.parametrize(
-    ("stream", "variables", "coloured"),
+    ("pair", "variables", "coloured"),
     [
-        (Screen, {}, True),
-        (Screen, {"NO_COLOR": "1"}, False),
-        (Screen, {"TERM": "dumb"}, False),
-        (io.StringIO, {}, False),
+        (os.openpty, {}, True),
+        (os.openpty, {"NO_COLOR": "1"}, False),
+        (os.openpty, {"TERM": "dumb"}, False),
+        (os.pipe, {}, False),
     ],
 )
 def test_the_console_log_is_coloured_where_it_may_be(
-    stream: type[io.StringIO], variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+    pair: Callable[[], tuple[int, int]], variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = stream()
-    monkeypatch.setattr(sys, "stderr", written)
+    reads, writes = pair()
     for name, value in {"TERM": "xterm", "NO_COLOR": "", **variables}.items():
         monkeypatch.setenv(name, value)
     before = structlog.get_config()
-    try:
-        configure_logging("console")
-        structlog.get_logger("here").info("an_event")
-    finally:
-        structlog.configure(**before)
-    assert "an_event" in written.getvalue()
-    assert ("\x1b[" in written.getvalue()) is coloured
+    with open(reads, "rb", buffering=0) as reader, open(writes, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        try:
+            configure_logging("console")
+            structlog.get_logger("here").info("an_event")
+        finally:
+            structlog.configure(**before)
+        written = reader.read(4096).decode()
+        monkeypatch.undo()
+    assert "an_event" in written
+    assert ("\x1b[" in written) is coloured
 
 
 async def test_a_dumb_terminal_gets_no_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
