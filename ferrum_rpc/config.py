@@ -177,7 +177,13 @@ class ServeSettings(BaseSettings):
 
     def limits(self) -> Limits:
         """The part that the service floor enforces and GetInfo tells."""
-        return Limits(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)})
+        return Limits(
+            **{
+                field.name: getattr(self, field.name)
+                for field in dataclasses.fields(Limits)
+                if field.name != "exact_span_tokens"
+            }
+        )
 
 
 def read_file(path: Path) -> dict[str, Any]:

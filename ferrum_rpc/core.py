@@ -406,7 +406,9 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why)."""
+    """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why).
+    ``exact_span_tokens``: spans up to so many tokens give the very bits of single decodes, whatever the neighbours; 0:
+    nothing is promised."""
 
     kind: str
     name: str
@@ -414,13 +416,14 @@ class DeviceInfo:
     threads: int
     attention_backend: str
     choices: tuple[tuple[str, str], ...] = ()
+    exact_span_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place."""
+    in its place. ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo tells it here."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -445,6 +448,7 @@ class Limits:
     caller_share: float = 0.5
     max_sequences_per_caller: int = 0
     max_blocks_per_caller: int = 0
+    exact_span_tokens: int = 0
 
     @property
     def max_selected_tokens_of_a_call(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence as ListOf
+from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
@@ -97,7 +98,7 @@ class Driver:
         self._client = client
         self._max_context = info.model.max_context
         self._most_blocks = info.limits.max_blocks_per_caller
-        self._budget = budget
+        self._budget = replace(budget, exact=info.limits.exact_span_tokens)
         self._sampler = sampler
         self._stop = stop_tokens
         self._observer = observer
@@ -191,7 +192,7 @@ class Driver:
 
     def _fed(self, feed: Feed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
-        request.cached = answer.length
+        request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
         if not completes:
             return

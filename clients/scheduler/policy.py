@@ -24,12 +24,14 @@ from clients.scheduler.request import Request
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of a step: ``tokens`` and ``items`` in it, requests ``running`` at a time, and the ``headroom`` tokens
-    that every running request should be able to grow by before another is admitted."""
+    that every running request should be able to grow by before another is admitted. ``exact``: what was computed before
+    is computed again in the spans that it was, above so many tokens, and in spans of so many; 0: in any."""
 
     tokens: int
     items: int
     running: int
     headroom: int = 32
+    exact: int = 0
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.items, self.running) < 1 or self.headroom < 0:
@@ -136,12 +138,14 @@ class _Step:
         """Prompts can hold all blocks between them and none go on: the youngest make way for the oldest."""
         while self.kept and not self.feeds:
             oldest = self.kept[0]
-            if self.pool.room(oldest.cached, self.free) > 0:
-                self._feed_some(oldest)
-            elif self.kept[-1] is oldest:
-                self._step_aside(oldest)
-            else:
+            if self._feed_some(oldest):
+                return
+            if self.kept[-1] is not oldest:
                 self._preempt(self.kept[-1])
+            elif (count := self._most(oldest)) > 0:
+                self._feed(oldest, min(count, oldest.owed))  # better not to the last bit than never
+            else:
+                self._step_aside(oldest)
 
     def admit(self, waiting: Sequence[Request]) -> None:
         for request in waiting:
@@ -152,6 +156,8 @@ class _Step:
                 return
             headroom = self.budget.headroom if self.kept else 0  # alone, it may as well try
             if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
+                return
+            if self.kept and request.span(self._most(request), self.budget.exact) == 0:
                 return
             self.kept.append(request)
             self.admitted.append(request)
@@ -169,10 +175,14 @@ class _Step:
     def _has_room(self) -> bool:
         return self.tokens > 0 and len(self.feeds) < self.budget.items
 
-    def _feed_some(self, request: Request) -> None:
-        count = min(request.owed, self.tokens, self.pool.room(request.cached, self.free))
+    def _most(self, request: Request) -> int:
+        return min(self.tokens, self.pool.room(request.cached, self.free))
+
+    def _feed_some(self, request: Request) -> bool:
+        count = request.span(self._most(request), self.budget.exact)
         if count > 0:
             self._feed(request, count)
+        return count > 0
 
     def _feed(self, request: Request, count: int) -> None:
         self.free -= self.pool.growth(request.cached, count)

@@ -34,6 +34,10 @@ class Ending(enum.Enum):
 class Request:
     """One prompt. ``index`` is the order of arrival: the older is served first and preempted last.
 
+    ``computed``: tokens that have been in the cache, now or before a preemption; ``long``: where spans above the
+    executor's ``exact_span_tokens`` began, and of how many tokens they were. Computed again in the same spans, and in
+    short ones between them, they have the same bits.
+
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
 
@@ -43,6 +47,8 @@ class Request:
     text: str = ""
     generated: list[int] = field(default_factory=list)
     cached: int = 0
+    computed: int = 0
+    long: list[tuple[int, int]] = field(default_factory=list)
     stage: Stage = Stage.WAITING
     ending: Ending | None = None
     error: str = ""
@@ -61,6 +67,27 @@ class Request:
     def owed(self) -> int:
         """Known tokens that the executor does not hold. At least one for a request that wants another token."""
         return self.known - self.cached
+
+    def span(self, most: int, exact: int) -> int:
+        """How many owed tokens go next, ``most`` at most. 0: they go in a longer span or not exactly. ``exact``: the
+        executor's ``exact_span_tokens``, 0 where nothing is promised."""
+        start, count = self.cached, min(self.owed, most)
+        if exact == 0 or start >= self.computed:
+            return count
+        for first, fed in self.long:
+            if first == start:
+                return fed if fed <= count else 0
+            if first > start:
+                return min(count, exact, first - start)
+        return min(count, exact, self.computed - start)
+
+    def fed(self, count: int, length: int, exact: int) -> None:
+        """``count`` tokens went, and ``length`` are in the cache."""
+        if length > self.computed:
+            if 0 < exact < count:
+                self.long.append((length - count, count))
+            self.computed = length
+        self.cached = length
 
     def next_tokens(self, count: int) -> list[int]:
         """The first ``count`` tokens that are owed."""

@@ -47,6 +47,7 @@ class NativePagedAttention:
     tests; else the best of the machine. Raises OSError where the kernel is not built or does not take such heads."""
 
     name = "native"
+    exact_span_tokens = SHORT
 
     def __init__(
         self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], isa: str | None = None

@@ -35,6 +35,7 @@ class TorchPagedAttention:
     for all layers; queries have that dtype."""
 
     name = "torch"
+    exact_span_tokens = 0
 
     def __init__(self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor]) -> None:
         if not len(specs) == len(keys) == len(values):

@@ -72,6 +72,7 @@ class TritonPagedAttention:
     decide how work is cut; they default to what the device has. Launches go to the calling thread's stream."""
 
     name = "triton"
+    exact_span_tokens = 0
 
     def __init__(
         self,

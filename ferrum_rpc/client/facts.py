@@ -187,8 +187,9 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         limits=_limits_from_proto(proto.limits),
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=DeviceInfo(
-            **_scalars(device, DeviceInfo, leave_out={"choices"}),
+            **_scalars(device, DeviceInfo, leave_out={"choices", "exact_span_tokens"}),
             choices=tuple((each.choice, each.reason) for each in device.choices),
+            exact_span_tokens=proto.limits.exact_span_tokens,
         ),
     )
 

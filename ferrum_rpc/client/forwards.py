@@ -137,7 +137,7 @@ class Forwards:
         timing: StepTiming | None,
     ) -> Answer:
         handle = handle_from_proto(output.handle)
-        item.state.committed(item, handle)
+        item.state.committed(item, handle, self._link.exact_span_tokens)
         if item.handle is None:
             self._link.releases.live.add(item.state)
             self._link.calls.draining = False  # it takes new sequences: another process stands there now

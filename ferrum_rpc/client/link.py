@@ -124,6 +124,11 @@ class Link:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     @property
+    def exact_span_tokens(self) -> int:
+        """As the executor told; 1, which decides nothing, before it did."""
+        return 1 if self._info is None else self._info.limits.exact_span_tokens
+
+    @property
     def standing(self) -> Transport | None:
         """The session, where one is open."""
         return self.session if self.session is not None and self.session.is_open else None

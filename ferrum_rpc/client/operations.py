@@ -80,6 +80,7 @@ def _child(link: Link, parent: SequenceState, handle: HandleRef) -> SequenceStat
     tokens = None if parent.tokens is None else parent.tokens[: handle.seq_len]
     state = SequenceState(parent.create, handle=handle, tokens=tokens)
     state.lease_id = parent.lease_id
+    state.pieces = parent.pieces.upto(handle.seq_len)
     link.releases.live.add(state)
     return state
 

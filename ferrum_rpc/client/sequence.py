@@ -14,6 +14,7 @@ from ferrum_rpc.client.answer import Answer, joined_rows
 from ferrum_rpc.client.arguments import Output, Tokens, as_list, as_number, as_output, as_tokens
 from ferrum_rpc.client.generation import GREEDILY, generated
 from ferrum_rpc.client.link import Link
+from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
@@ -41,6 +42,18 @@ class _Prompt:
     rows: list[Rows] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Debt:
+    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
+    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
+
+    tokens: list[int]
+    known: int
+    long: Pieces
+    pieces: list[Piece] | None = None
+    done: int = 0
+
+
 class Sequence:
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
@@ -56,7 +69,7 @@ class Sequence:
         self._link = link
         self._state = state
         self._rebuild = rebuild
-        self._owed: list[int] | None = None  # what a lost sequence held and has not been fed again yet
+        self._owed: _Debt | None = None  # what a lost sequence held and has not been fed again yet
         self._prompt: _Prompt | None = None
 
     def __repr__(self) -> str:
@@ -72,7 +85,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        return self._state.length if self._owed is None else len(self._owed)
+        return self._state.length if self._owed is None else len(self._owed.tokens)
 
     @property
     def version(self) -> int:
@@ -87,7 +100,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        tokens = self._owed if self._owed is not None else self._state.tokens
+        tokens = self._owed.tokens if self._owed is not None else self._state.tokens
         if tokens is None:
             raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
         return list(tokens)
@@ -203,15 +216,7 @@ class Sequence:
         length, deadline = as_number(length, "length"), self._link.deadline(timeout_s)
         with self._claimed("truncate"):
             self._must_exist("truncate")
-
-            async def send(handle: HandleRef) -> Pressure:
-                [refusal] = await operations.truncate(self._link, [(self._state, handle, length)], deadline)
-                if refusal is not None:
-                    raise refusal
-                assert self._link.pressure is not None  # noqa: S101 - the answer told it
-                return self._link.pressure
-
-            return await self._surviving(send, deadline)
+            return await self._surviving(lambda handle: self._roll_back(handle, length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
@@ -244,7 +249,11 @@ class Sequence:
     ) -> Answer:
         """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
         that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
-        goes on with the same tokens. Whatever is left of the old sequence is released."""
+        goes on with the same tokens. Whatever is left of the old sequence is released.
+
+        Pieces longer than ``limits.exact_span_tokens`` are fed as they were, the rest in pieces of that many: on the
+        same build with the same choices the cache is the same to the last bit. Where that limit is 0 it is so within
+        rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._link.deadline(timeout_s)
         with self._claimed("rebuild"):
@@ -252,13 +261,8 @@ class Sequence:
             self._restart(listed)
             if old is not None:
                 await self._link.releases.handles([old], Deadline.after(self._link.releases.timeout_s))
-            self._owed = self._prompt = None
-            try:
-                chunk = await self._chunk(spec, len(listed), None, deadline)
-                return await self._prefill(listed, spec, chunk, deadline)
-            except BaseException:
-                self._owed = listed
-                raise
+            self._prompt = None
+            return await self._settle_debt(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -311,6 +315,13 @@ class Sequence:
             raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
         if not keeps_prompt:
             self._prompt = None
+
+    async def _roll_back(self, handle: HandleRef, length: int, deadline: Deadline) -> Pressure:
+        [refusal] = await operations.truncate(self._link, [(self._state, handle, length)], deadline)
+        if refusal is not None:
+            raise refusal
+        assert self._link.pressure is not None  # noqa: S101 - the answer told it
+        return self._link.pressure
 
     async def _chunk(self, output: OutputSpec, tokens: int, chunk: int | None, deadline: Deadline) -> int:
         """Tokens of one call: what the caller says, or what the executor takes and can answer in one message."""
@@ -370,30 +381,56 @@ class Sequence:
     ) -> Result:
         """Send; if the sequence is gone and may be rebuilt, feed its tokens to a new one and send again, once."""
         try:
-            await self._settle_debt(deadline)
+            if self._owed is not None:
+                await self._settle_debt(deadline)
             return await send()
         except SEQUENCE_GONE:
             if not self._rebuild or self._state.handle is None:
                 raise
             self._restart(self.tokens[:truncate_to])
-        await self._settle_debt(deadline)
+        if self._owed is not None and self._owed.tokens:
+            await self._settle_debt(deadline)
+        self._owed = None
         return await send()
 
     def _restart(self, tokens: list[int]) -> None:
-        self._owed = tokens
+        owed = self._owed
+        if owed is None:
+            owed = _Debt(tokens, self._state.length, self._state.pieces)
+        self._owed = _Debt(tokens, min(owed.known, len(tokens)), owed.long)
         self._state.restart()
 
-    async def _settle_debt(self, deadline: Deadline) -> None:
-        """Feed what a lost sequence held."""
-        while self._owed is not None:
-            rest = self._owed[self._state.length :]
-            if rest:
-                part = rest[: await self._chunk(_NO_ROWS, len(rest), None, deadline)]
-                await self._link.forwards.feed(
-                    self._link.prefill, self._link.item(self._state, part, _NO_ROWS), deadline
-                )
-            else:
-                self._owed = None
+    async def _settle_debt(self, deadline: Deadline, output: OutputSpec = _NO_ROWS) -> Answer:
+        """Feed what a lost sequence held. The answer is the last piece's, with the rows of all that were asked."""
+        debt, state = self._owed, self._state
+        assert debt is not None  # noqa: S101 - the callers looked
+        if debt.pieces is None:
+            most = await self._chunk(output, len(debt.tokens), None, deadline)
+            exact = (await self._link.info(deadline)).limits.exact_span_tokens
+            debt.pieces = debt.long.again(len(debt.tokens), debt.known, exact, most)
+        answer: Answer | None = None
+        rows: list[Rows] = []
+        cached = 0
+        last = len(debt.pieces) - 1
+        for number in range(min(debt.done, last), last + 1):
+            piece = debt.pieces[number]
+            wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
+            filled = piece.filled and wanted is not Positions.NONE
+            spec = replace(output, positions=Positions.ALL if filled else wanted)
+            truncate_to = piece.start if state.length > piece.start else None
+            item = self._link.item(state, piece.tokens(debt.tokens), spec, truncate_to)
+            answer = await self._link.forwards.feed(self._link.prefill, item, deadline)
+            debt.done = number + 1
+            cached += answer.cached_tokens
+            if answer.rows is not None:
+                rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
+        assert answer is not None  # noqa: S101 - a debt has at least one piece
+        if state.handle is not None and state.length > len(debt.tokens):
+            await self._roll_back(state.handle, len(debt.tokens), deadline)
+        self._owed = None
+        return replace(
+            answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
+        )
 
 
 def _as_rollback(truncate_to: int | None) -> int | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
@@ -127,6 +128,7 @@ class SequenceState:
         "handle",
         "last_request_id",
         "lease_id",
+        "pieces",
         "released",
         "tokens",
     )
@@ -141,6 +143,7 @@ class SequenceState:
         self.released = False
         self.last_request_id = ""
         self.lease_id = ""
+        self.pieces = Pieces()
         self.doubt: Doubt | None = None
         self.creation: Doubt | None = None
         self.fork: Doubt | None = None
@@ -184,6 +187,7 @@ class SequenceState:
         """Forget the handle and what the sequence held: its content will be fed again."""
         self.handle = None
         self.doubt = None
+        self.pieces = Pieces()
         if self.tokens is not None:
             self.tokens = []
 
@@ -220,11 +224,12 @@ class SequenceState:
 
     # --- outcomes -----------------------------------------------------------------------------------------------
 
-    def committed(self, item: Item, handle: HandleRef) -> None:
-        """The executor ran the item, now or when it was sent before."""
+    def committed(self, item: Item, handle: HandleRef, exact_span_tokens: int) -> None:
+        """The executor ran the item, now or when it was sent before. ``exact_span_tokens``: the executor's limit."""
         if self.handle is None or (handle.id == self.handle.id and handle.version > self.handle.version):
             self.handle = handle
             self.last_request_id = item.request_id
+            self.pieces.fed(item.start, len(item.tokens), exact_span_tokens)
             if self.tokens is not None:
                 self.tokens[item.start :] = item.tokens
         self.doubt = None
@@ -242,5 +247,6 @@ class SequenceState:
         """The sequence changed without being fed: it was rolled back."""
         self.handle = handle
         self.doubt = None
+        self.pieces.cut(handle.seq_len)
         if self.tokens is not None:
             del self.tokens[handle.seq_len :]

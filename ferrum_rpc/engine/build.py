@@ -129,6 +129,7 @@ def _assemble(
             threads=torch.get_num_threads(),
             attention_backend=name,
             choices=tuple(choices),
+            exact_span_tokens=compute.exact_span_tokens,
         ),
         stage=stage,
         compute=compute,

@@ -38,6 +38,11 @@ class Compute:
         if isinstance(model, NativeModel) and model.native and isinstance(attention, NativeAttention):
             self._native = model, attention
 
+    @property
+    def exact_span_tokens(self) -> int:
+        """Spans of up to so many tokens give the very bits of single ones, whatever the neighbours; 0: not said."""
+        return self.attention.exact_span_tokens if self.model.rowwise else 0
+
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer, or before
         as many as are done in a moment."""

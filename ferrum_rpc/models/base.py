@@ -35,6 +35,10 @@ class Model(Protocol):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per layer. All layers share ``kv_heads`` and ``head_dim``."""
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether, attention aside, a row depends on nothing but itself, bit for bit: not on how many there are."""
+
     def info(self, name: str) -> ModelInfo:
         """The facts that a scheduler needs, under the name that the operator gave the model."""
 

@@ -139,6 +139,11 @@ class Decoder:
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     @property
+    def rowwise(self) -> bool:
+        """See `Model.rowwise`. No other products but ours say so."""
+        return self.native
+
+    @property
     def native(self) -> bool:
         """See `NativeModel.native`."""
         return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)

@@ -63,6 +63,11 @@ class IdentityModel:
         spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         self.attention_specs = (spec,) * config.layers
 
+    @property
+    def rowwise(self) -> bool:
+        """See `Model.rowwise`."""
+        return True
+
     def info(self, name: str) -> ModelInfo:
         """See `Model.info`."""
         config = self.config

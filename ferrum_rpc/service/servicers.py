@@ -264,7 +264,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             kv_cache=info_pb2.KvCacheInfo(
                 block_size=cache.block_size, total_blocks=cache.total_blocks, bytes_per_token=model.kv_bytes_per_token
             ),
-            limits=limits_to_proto(self._books.quotas.limits(self._books.limits, caller())),
+            limits=limits_to_proto(self._books.quotas.limits(self._books.limits, caller()), self._books.device),
             capabilities=CAPABILITIES,
             device=device_to_proto(self._books.device),
         )

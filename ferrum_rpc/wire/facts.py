@@ -50,7 +50,7 @@ def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
     )
 
 
-def limits_to_proto(limits: Limits) -> info_pb2.Limits:
+def limits_to_proto(limits: Limits, device: DeviceInfo) -> info_pb2.Limits:
     """Domain to wire."""
     message = info_pb2.Limits(
         max_batch_items=limits.max_batch_items,
@@ -71,6 +71,7 @@ def limits_to_proto(limits: Limits) -> info_pb2.Limits:
         max_leases=limits.max_leases,
         max_sessions=limits.max_sessions,
         caller_share=limits.caller_share,
+        exact_span_tokens=device.exact_span_tokens,
         max_unread_bytes=limits.max_unread_bytes,
     )
     set_seconds(message.lease_ttl, limits.lease_ttl_s)

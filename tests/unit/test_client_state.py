@@ -55,7 +55,7 @@ def test_the_handle_advances_with_an_answer_and_with_nothing_else() -> None:
     first = item(sequence, [1, 2])
     sequence.failed(first, KvBlocksExhausted("no"), no_repeat)
     assert sequence.handle is None
-    sequence.committed(first, handle(1, 2))
+    sequence.committed(first, handle(1, 2), 0)
     assert (sequence.handle, sequence.length) == (handle(1, 2), 2)
     sequence.failed(item(sequence, [3]), LOST, no_repeat)
     assert sequence.handle == handle(1, 2)
@@ -64,10 +64,10 @@ def test_the_handle_advances_with_an_answer_and_with_nothing_else() -> None:
 def test_a_late_replay_of_an_older_answer_does_not_turn_the_handle_back() -> None:
     sequence = state(tokens=[])
     first = item(sequence, [1])
-    sequence.committed(first, handle(1, 1))
+    sequence.committed(first, handle(1, 1), 0)
     second = item(sequence, [2])
-    sequence.committed(second, handle(2, 2))
-    sequence.committed(first, handle(1, 1))
+    sequence.committed(second, handle(2, 2), 0)
+    sequence.committed(first, handle(1, 1), 0)
     assert sequence.handle == handle(2, 2)
     assert sequence.tokens == [1, 2]
 
@@ -87,7 +87,7 @@ def test_the_same_call_after_an_unknown_fate_carries_the_same_request_id(error: 
     assert item(sequence, [7]).request_id == lost.request_id
     assert item(sequence, [8]).request_id != lost.request_id
     assert item(sequence, [7], truncate_to=2).request_id != lost.request_id
-    sequence.committed(lost, handle(2, 5))
+    sequence.committed(lost, handle(2, 5), 0)
     assert item(sequence, [7]).request_id != lost.request_id
 
 
@@ -107,7 +107,7 @@ def test_a_doubtful_creation_stays_known_until_it_is_settled() -> None:
     other = item(sequence, [2])
     sequence.failed(other, QueueFull("no"), no_repeat)
     assert sequence.creation.request_id == lost.request_id, "it may have created a sequence; the other one did not"
-    sequence.committed(lost, handle(1, 1))
+    sequence.committed(lost, handle(1, 1), 0)
     assert sequence.creation is None
 
 
@@ -129,8 +129,8 @@ def test_what_another_call_is_told_does_not_settle_an_unknown_fate(error: Execut
 
 def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
     sequence = state(tokens=[])
-    sequence.committed(item(sequence, [1, 2, 3]), handle(1, 3))
-    sequence.committed(item(sequence, [9], truncate_to=1), handle(2, 2))
+    sequence.committed(item(sequence, [1, 2, 3]), handle(1, 3), 0)
+    sequence.committed(item(sequence, [9], truncate_to=1), handle(2, 2), 0)
     assert sequence.tokens == [1, 9]
     sequence.moved(handle(3, 1))
     assert sequence.tokens == [1]
@@ -139,7 +139,7 @@ def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
 def test_an_item_that_the_sequence_has_left_behind_is_refused_but_the_last_one_may_be_sent_again() -> None:
     sequence = state(handle=handle(1, 4))
     stale, last = item(sequence, [1]), item(sequence, [2])
-    sequence.committed(last, handle(2, 5))
+    sequence.committed(last, handle(2, 5), 0)
     sequence.check(last)
     with pytest.raises(SequenceMisuseError, match="moved on"):
         sequence.check(stale)
@@ -162,7 +162,7 @@ def test_creation_options_travel_only_with_the_creation() -> None:
     sequence = SequenceState(forward_pb2.CreateOptions(reserve_tokens=9))
     creation = item(sequence, [1])
     assert creation.proto.create.reserve_tokens == 9
-    sequence.committed(creation, handle(1, 1))
+    sequence.committed(creation, handle(1, 1), 0)
     assert not item(sequence, [2]).proto.HasField("create")
     assert not item(state(), [1]).proto.HasField("create")
 

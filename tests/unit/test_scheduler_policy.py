@@ -226,7 +226,7 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
     total = data.draw(st.integers(4, 25))
     budget = Budget(
         tokens=data.draw(st.integers(1, 30)), items=8, running=data.draw(st.integers(1, 8)),
-        headroom=data.draw(st.integers(0, 12)),
+        headroom=data.draw(st.integers(0, 12)), exact=data.draw(st.integers(0, 6)),
     )  # fmt: skip
     wanted = [
         Request(at, tuple(range(data.draw(st.integers(1, 40)))), data.draw(st.integers(1, 20)))
@@ -251,7 +251,7 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
             waiting.remove(each)
             running.append(each)
         for feed in step.feeds:
-            _run(feed, running)
+            _run(feed, running, budget.exact)
         assert sum(-(-each.cached // size) for each in running) <= total
     assert not waiting
     assert not running
@@ -260,15 +260,39 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
         assert each not in cut or -(-(each.known + 1) // size) > total
 
 
-def _run(feed: Feed, running: list[Request]) -> None:
+def _run(feed: Feed, running: list[Request], exact: int) -> None:
     request = feed.request
     completes = feed.completes
-    request.cached += feed.count
+    request.fed(feed.count, request.cached + feed.count, exact)
     if completes:
         request.generated.append(0)
         if len(request.generated) == request.max_new_tokens:
             running.remove(request)
             request.cached = 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 6), st.lists(st.integers(1, 12)))
+def test_what_is_computed_again_goes_in_the_spans_that_it_was_or_in_short_ones(
+    spans: list[int], exact: int, room: list[int]
+) -> None:
+    """``kind[i]``: the span that computed token i, where it was longer than ``exact``."""
+
+    def run(request: Request, count: int) -> list[tuple[int, int] | None]:
+        start = request.cached
+        request.fed(count, start + count, exact)
+        return [(start, count) if count > exact else None] * count
+
+    request = Request(0, tuple(range(sum(spans))), 1)
+    kind = [each for count in spans for each in run(request, count)]
+    request.cached = 0
+    again: list[tuple[int, int] | None] = []
+    while request.owed:
+        most = room.pop() if room else 12
+        count = request.span(most, exact)
+        assert count <= most
+        again += run(request, count) if count else []
+    assert again == kind
 
 
 # --- requests -------------------------------------------------------------------------------------------------------

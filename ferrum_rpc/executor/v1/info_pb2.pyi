@@ -121,7 +121,7 @@ class KvCacheInfo(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "max_unread_bytes")
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes")
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Limits(_message.Message):
     MIN_LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CALLER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    EXACT_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_batch_items: int
     max_batch_tokens: int
@@ -167,8 +168,9 @@ class Limits(_message.Message):
     min_lease_ttl: _duration_pb2.Duration
     max_sessions: int
     caller_share: float
+    exact_span_tokens: int
     max_unread_bytes: int
-    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., max_unread_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ...) -> None: ...
 
 class DeviceInfo(_message.Message):
     __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")

@@ -1,0 +1,86 @@
+"""In which pieces a sequence was fed, where that decides its last bits, and the pieces that rebuild it.
+
+Spans of up to ``limits.exact_span_tokens`` tokens give the very bits of single decodes; longer ones need not. So only
+the longer ones are remembered, and what lies between them is fed again in spans of that many. A rolled back piece is
+fed as long as it was, with tokens in place of those that are gone: nothing before them sees them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ferrum_rpc.core import Positions, Rows
+
+
+class Piece(NamedTuple):
+    """Tokens ``start .. end`` of a sequence, fed in one span of ``fed`` tokens."""
+
+    start: int
+    end: int
+    fed: int
+
+    @property
+    def filled(self) -> bool:
+        """Whether tokens stand in place of some that are gone."""
+        return self.fed > self.end - self.start
+
+    def rows(self, rows: Rows, positions: Positions) -> Rows:
+        """Of the rows of all that was fed, those that were wanted."""
+        count = self.end - self.start
+        if positions is Positions.ALL:
+            return Rows(rows.block, rows.first, count)
+        return Rows(rows.block, rows.first + count - 1, 1)
+
+    def tokens(self, sequence: Sequence[int]) -> list[int]:
+        """What to feed, of a ``sequence``'s tokens."""
+        return [*sequence[self.start : self.end], *([sequence[self.end - 1]] * (self.fed - (self.end - self.start)))]
+
+
+class Pieces:
+    """The long pieces of one sequence, in their order."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self._pieces = list(pieces)
+
+    def cut(self, length: int) -> None:
+        """The sequence was rolled back to ``length``."""
+        pieces = self._pieces
+        while pieces and pieces[-1].start >= length:
+            pieces.pop()
+        if pieces and pieces[-1].end > length:
+            pieces[-1] = pieces[-1]._replace(end=length)
+
+    def fed(self, start: int, count: int, exact: int) -> None:
+        """``count`` tokens were fed at ``start``, behind all others. ``exact``: `limits.exact_span_tokens`, 0 where
+        pieces do not matter."""
+        self.cut(start)
+        if 0 < exact < count:
+            self._pieces.append(Piece(start, start + count, count))
+
+    def upto(self, length: int) -> Pieces:
+        """Of the first ``length`` tokens."""
+        copy = Pieces(self._pieces)
+        copy.cut(length)
+        return copy
+
+    def again(self, length: int, known: int, exact: int, most: int) -> list[Piece]:
+        """How to feed ``length`` tokens again of which the first ``known`` were in the cache, ``most`` tokens in a call
+        at most. What was never there, and everything where nothing is promised, goes in pieces of that many."""
+        known = min(length, known) if exact > 0 else 0
+        found: list[Piece] = []
+        at = 0
+        for piece in (*self.upto(known)._pieces, Piece(known, known, 0)):
+            found += _parts(at, piece.start, min(exact, most) or most)
+            if piece.fed:
+                found.append(piece) if piece.fed <= most else found.extend(_parts(piece.start, piece.end, most))
+            at = piece.end
+        return found + _parts(known, length, most)
+
+
+def _parts(start: int, end: int, size: int) -> list[Piece]:
+    cuts = [*range(start, end, size), end]
+    return [Piece(a, b, b - a) for a, b in itertools.pairwise(cuts)]

@@ -1,0 +1,103 @@
+"""Rebuilt to the last bit, where the executor promises it: after a lost lease and a restart, and after a preemption."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from clients.scheduler.driver import Driver
+from clients.scheduler.policy import Budget
+from ferrum_rpc.client import Answer, ExecutorClient, ExecutorInfo, FullLogits, OutputSpec, Positions, Sampler, Sampling
+from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.models import linear
+from ferrum_rpc.native import cpu
+from tests.e2e.test_scheduler_runs import DEMO, Watcher, prompts, requests
+from tests.serving import Served, serve_model
+
+PROMPT = [int(each) for each in np.random.default_rng(2).integers(0, 250, size=70)]
+GENERATED = [int(each) for each in np.random.default_rng(3).integers(0, 250, size=45)]
+Rows = npt.NDArray[np.float32]
+
+
+@asynccontextmanager
+async def exact(monkeypatch: pytest.MonkeyPatch, **options: int) -> AsyncIterator[Served]:
+    """The demo model in bfloat16 with our products, which a CPU with a matrix unit would not choose by itself."""
+    if not (DEMO / "model.safetensors").is_file():
+        pytest.skip("the demo model has not been built")
+    flags = cpu.flags() - {linear.AMX}
+    monkeypatch.setattr(cpu, "flags", lambda: flags)
+    config = BuildConfig(model=str(DEMO), device="cpu", dtype="bfloat16", **options)
+    async with serve_model(config) as served, ExecutorClient(served.target) as client:
+        if (await client.info()).limits.exact_span_tokens == 0:
+            pytest.skip("this CPU does not multiply bfloat16 in vectors, or nothing was compiled")
+        yield served
+
+
+async def test_a_rebuilt_sequence_goes_on_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with exact(monkeypatch, kv_blocks=128) as served, ExecutorClient(served.target) as client:
+        rows: dict[str, Rows] = {}
+        for name in ("whole", "rebuilt", "carefree"):
+            sequence = client.sequence(keep_tokens=True, rebuild=name == "carefree")
+            await sequence.prefill(PROMPT, chunk=50)
+            await sequence.truncate(60)  # within the second piece, of 20 tokens
+            await sequence.verify(PROMPT[:40])
+            await sequence.truncate(67)  # within a long one: 7 of its 40 tokens are left
+            for token in GENERATED:
+                await sequence.decode(token)
+            if name != "whole":
+                await client.reset()
+            if name == "rebuilt":
+                await sequence.rebuild()
+            rows[name] = (await sequence.decode(1, FullLogits())).logits
+            assert sequence.tokens == [*PROMPT[:60], *PROMPT[:7], *GENERATED, 1]
+        assert np.array_equal(rows["rebuilt"], rows["whole"])
+        assert np.array_equal(rows["carefree"], rows["whole"])
+
+
+async def test_the_rows_of_a_rebuilding_are_those_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        exact(monkeypatch, kv_blocks=128) as served,
+        ExecutorClient(served.target) as client,
+        client.sequence(keep_tokens=True) as sequence,
+    ):
+        await sequence.prefill(PROMPT)
+        await sequence.truncate(65)
+        last = (await sequence.decode(PROMPT[65], FullLogits())).logits
+        await sequence.truncate(65)
+        [row] = (await sequence.rebuild(output=FullLogits())).logits
+        answer = await sequence.decode(PROMPT[65], FullLogits())
+        assert answer.length == 66
+        assert np.array_equal(answer.logits, last)
+        fresh = client.sequence()
+        expected = (await fresh.prefill(PROMPT[:65], FullLogits())).logits[0]
+        assert np.allclose(row, expected, atol=0.3)
+
+
+class Recorder(Sampler):
+    """Greedy, and remembers the bits of every row."""
+
+    def __init__(self, info: ExecutorInfo) -> None:
+        super().__init__(Sampling(temperature=0), info)
+        self.output = OutputSpec(Positions.LAST, FullLogits())
+        self.rows: dict[tuple[int, int], bytes] = {}
+
+    def pick(self, answer: Answer, *, request: int, position: int) -> int:
+        self.rows[request, position] = answer.logits.tobytes()
+        return int(answer.logits[0].argmax())
+
+
+async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for blocks in (512, 30):
+        async with exact(monkeypatch, kv_blocks=blocks) as served, ExecutorClient(served.target) as client:
+            info = await client.info()
+            recorder, budget = Recorder(info), Budget(tokens=2048, items=32, running=16, headroom=0)
+            driver = Driver(client, info, budget=budget, sampler=recorder, stop_tokens=frozenset(), observer=Watcher())
+            run = await driver.run(requests(prompts(16, seed=1, longest=60), 48))
+            assert (run.preemptions > 0) == (blocks == 30)
+            rows.append(recorder.rows)
+    assert rows[1] == rows[0]

@@ -1,0 +1,79 @@
+"""`exact_span_tokens`: spans of up to so many tokens give the very bits of single decodes, whatever the neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.loading import load_identity
+from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from tests.numerics.harness import CPU, Executor, native, rounded_model
+from tests.numerics.test_native_layers import decoder
+
+RNG = np.random.default_rng(11)
+PROMPT = RNG.integers(0, 250, size=70)
+GENERATED = RNG.integers(0, 250, size=75)
+TOKENS = np.concatenate([PROMPT, GENERATED])
+NEIGHBOURS = RNG.integers(0, 250, size=(2, 200))
+PIECES = [32, 1, 2, 31, 9]
+MODELS = {
+    "bfloat16": lambda: decoder(PairFactory),
+    "int8": lambda: decoder(ByteFactory),
+    "identity": lambda: load_identity(IdentityConfig(head_dim=32), CPU),
+    "identity, positional": lambda: load_identity(IdentityConfig(head_dim=32, positional=True), CPU),
+}
+
+
+def bits(executor: Executor, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows, and what the cache holds of sequence 0 and its neighbours' blocks aside."""
+    slots = executor.tables[0].tolist()
+    store = executor.store
+    cached = [each[slots].flatten(0, 1)[: executor.lengths[0]] for each in (*store.keys, *store.values)]
+    return [torch.cat(rows), *cached]
+
+
+def singly(model) -> list[torch.Tensor]:
+    executor = Executor(model)
+    executor.step({0: PROMPT})
+    return bits(executor, [executor.step({0: [token]})[0] for token in GENERATED])
+
+
+def in_pieces(model) -> list[torch.Tensor]:
+    """The prompt as it was fed, the rest in short pieces, beside long and short neighbours."""
+    executor, rows, at = Executor(model), [], 0
+    executor.step({0: PROMPT, 1: NEIGHBOURS[0][:90]})
+    for number, count in enumerate(PIECES):
+        spans = {0: GENERATED[at : at + count], 1: NEIGHBOURS[0][90 + number : 91 + number]}
+        if number in {1, 3}:
+            spans[2] = NEIGHBOURS[1][number * 40 : number * 40 + 40]
+        rows.append(executor.step(spans)[0])
+        at += count
+    assert at == len(GENERATED)
+    return bits(executor, rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_pieces_have_the_bits_of_single_tokens(name):
+    model = MODELS[name]()
+    promised = Executor(model).compute.exact_span_tokens
+    if promised == 0:
+        pytest.skip("no attention kernel of ours takes such heads here")
+    assert promised == max(PIECES)
+    for one, other in zip(singly(model), in_pieces(model), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "linear"), [(torch.float32, "auto"), (torch.bfloat16, "plain")], ids=str)
+def test_nothing_is_promised_of_products_that_are_not_ours(dtype, linear):
+    assert Executor(native(rounded_model("qwen3", dtype), dtype, linear)).compute.exact_span_tokens == 0
+
+
+def test_the_build_tells_what_its_choices_promise():
+    config = BuildConfig(model="identity", device="cpu", kv_blocks=8, identity=IdentityConfig(head_dim=32))
+    runner = build_runner(config)
+    assert runner.device.exact_span_tokens == runner.compute.exact_span_tokens
+    promised = {"native": 32, "torch": 0}
+    assert runner.device.exact_span_tokens == promised[runner.device.attention_backend]
