@@ -20,6 +20,7 @@ from tests.faults.figures import Figures
 from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
+from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.leaks import r15_nothing_leaks
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
@@ -59,6 +60,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r22_the_dead_hold_nothing,
     r23_no_caller_starves_another,
     r26_a_background_task_never_dies_silently,
+    r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
 )
 """In the order of their numbers."""

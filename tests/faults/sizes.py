@@ -75,6 +75,8 @@ class Size:
     """R22: size of an answer, and calls and sessions that ask for it and do not read."""
     background_rounds: int
     """R26: rounds of an exception in every loop."""
+    hostile_messages: int
+    """R30: messages of each kind that unfold into much."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     absolute: bool
@@ -117,6 +119,7 @@ CI: Final = Size(
     unread_calls=12,
     unread_sessions=4,
     background_rounds=1,
+    hostile_messages=6,
     outsider_calls=60,
     absolute=False,
 )
@@ -157,6 +160,7 @@ FULL: Final = Size(
     unread_calls=40,
     unread_sessions=100,
     background_rounds=50,
+    hostile_messages=300,
     outsider_calls=1_000,
     absolute=True,
 )

@@ -9,6 +9,7 @@ from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
+from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
@@ -62,6 +63,10 @@ async def test_r22_the_dead_hold_nothing() -> None:
 
 async def test_r23_no_caller_starves_another() -> None:
     (await r23_no_caller_starves_another(CI)).check()
+
+
+async def test_r30_no_caller_stops_the_server() -> None:
+    (await r30_no_caller_stops_the_server(CI)).check()
 
 
 async def test_r30_a_neighbour_takes_its_share_alone() -> None:
