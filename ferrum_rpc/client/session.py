@@ -25,7 +25,7 @@ from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport, timing_of
 from ferrum_rpc.core import HandleRef
-from ferrum_rpc.errors import Draining, ExecutorError, TransportError
+from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -188,8 +188,8 @@ class SessionTransport:
         for attempt in range(OPENINGS):
             try:
                 return await self._hello(deadline)
-            except (TransportError, Draining) as error:
-                if isinstance(error, TransportError) and error.metadata.get("grpc_code") != "UNAVAILABLE":
+            except TransportError as error:
+                if error.metadata.get("grpc_code") != "UNAVAILABLE":
                     raise
                 if attempt == OPENINGS - 1 or deadline.passed:
                     raise
