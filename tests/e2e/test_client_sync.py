@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -253,9 +254,11 @@ def test_a_program_that_never_closes_it_still_ends_without_a_word(server: Server
     assert "Exception" not in done.stderr
 
 
-def test_a_client_that_cannot_be_opened_leaves_no_thread() -> None:
+def test_a_client_that_nobody_answers_leaves_no_thread() -> None:
     before = loops()
-    client = sync.ExecutorClient("127.0.0.1:1", timeout_s=1)
-    with client, pytest.raises(TransportError):
-        client.status()
+    with socket.socket() as taken:  # bound and not listening: refused, and nobody else's
+        taken.bind(("127.0.0.1", 0))
+        client = sync.ExecutorClient(f"127.0.0.1:{taken.getsockname()[1]}")
+        with client, pytest.raises(TransportError):
+            client.status()
     assert loops() == before
