@@ -158,7 +158,11 @@ class Sequence(Facade[async_sequence.Sequence]):
     ) -> Answer:
         """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
         that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
-        goes on with the same tokens. Whatever is left of the old sequence is released."""
+        goes on with the same tokens. Whatever is left of the old sequence is released.
+
+        Pieces longer than ``limits.exact_span_tokens`` are fed as they were, the rest in pieces of that many: on the
+        same build with the same choices the cache is the same to the last bit. Where that limit is 0 it is so within
+        rounding, and everything goes in pieces as large as the executor takes."""
         return self._background.run(self._async.rebuild(tokens, output, timeout_s=timeout_s))
 
     def release(self) -> None:
