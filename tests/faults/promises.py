@@ -31,7 +31,7 @@ from tests.faults.retries import r7_retries_are_safe
 from tests.faults.security import r11_only_the_right_certificates_get_in, r12_every_method_asks_who_calls
 from tests.faults.sizes import Size
 from tests.faults.unread import r22_the_dead_hold_nothing
-from tests.faults.weights import r13_weights_are_data
+from tests.faults.weights import r13_weights_are_data, r24_a_configuration_is_honoured_or_refused
 
 PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r1_handles_cannot_be_forged,
@@ -59,6 +59,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r21_frames_keep_their_order,
     r22_the_dead_hold_nothing,
     r23_no_caller_starves_another,
+    r24_a_configuration_is_honoured_or_refused,
     r26_a_background_task_never_dies_silently,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,

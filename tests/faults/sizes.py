@@ -79,6 +79,8 @@ class Size:
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
+    configurations: int
+    """R24: configurations with other values of several keys."""
     absolute: bool
     """Whether times in seconds are held to what is promised: where tests share two cores, they are not ours."""
 
@@ -121,6 +123,7 @@ CI: Final = Size(
     background_rounds=1,
     hostile_messages=6,
     outsider_calls=60,
+    configurations=40,
     absolute=False,
 )
 
@@ -162,5 +165,6 @@ FULL: Final = Size(
     background_rounds=50,
     hostile_messages=300,
     outsider_calls=1_000,
+    configurations=5_000,
     absolute=True,
 )

@@ -1,4 +1,5 @@
-"""R13, safe weight files, at the size of the soak: the fuzz test with more rounds, in a process of its own."""
+"""R13, safe weight files, and R24, a configuration that is honoured or refused, at the size of the soak: their tests
+with more rounds, in a process of their own."""
 
 from __future__ import annotations
 
@@ -11,22 +12,41 @@ from tests.faults.figures import Figures, exactly
 from tests.faults.process import ROOT, environment
 from tests.faults.sizes import Size
 
-TEST: Final = "tests/unit/test_weights_fuzz.py"
+FUZZ: Final = ("tests/unit/test_weights_fuzz.py",)
+CONFIGURATIONS: Final = ("tests/numerics/test_config_keys.py", "tests/unit/test_weights_checkpoint.py")
 
 
 async def r13_weights_are_data(size: Size) -> Figures:
     """Run the fuzz of headers, offsets, configurations and index files."""
+    status, said = await _run(FUZZ, FERRUM_FUZZ_ROUNDS=size.weight_files)
+    return Figures(
+        "R13",
+        "Weight files are data",
+        (exactly("exit status of the fuzz", status, 0),),
+        {"files": size.weight_files, "said": said},
+    )
+
+
+async def r24_a_configuration_is_honoured_or_refused(size: Size) -> Figures:
+    """Other values of every key of transformers' classes, alone and together; sizes, heads and weights that are not
+    what the configuration says."""
+    status, said = await _run(CONFIGURATIONS, FERRUM_CONFIG_ROUNDS=size.configurations)
+    return Figures(
+        "R24",
+        "A configuration is honoured or refused",
+        (exactly("exit status of the tests", status, 0),),
+        {"configurations of several keys": size.configurations, "said": said},
+    )
+
+
+async def _run(tests: tuple[str, ...], **rounds: int) -> tuple[int, list[str]]:
+    """Exit status and last line."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pytest", "-q", TEST),
+        *(sys.executable, "-m", "pytest", "-q", *tests),
         cwd=ROOT,
-        env={**environment(), "FERRUM_FUZZ_ROUNDS": str(size.weight_files), "PATH": os.environ["PATH"]},
+        env={**environment(), **{name: str(count) for name, count in rounds.items()}, "PATH": os.environ["PATH"]},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await process.communicate()
-    return Figures(
-        "R13",
-        "Weight files are data",
-        (exactly("exit status of the fuzz", process.returncode or 0, 0),),
-        {"files": size.weight_files, "said": output.decode(errors="replace").splitlines()[-1:]},
-    )
+    return process.returncode or 0, output.decode(errors="replace").splitlines()[-1:]

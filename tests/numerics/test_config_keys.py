@@ -7,6 +7,8 @@ here until somebody decides what it means.
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from ferrum_rpc.models.rope import SUPPORTED, RopeSpec, inverse_frequencies
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import FAMILIES, TINY, make_model
 from tests.numerics.harness import Executor, native, reference_logits, worst
+
+ROUNDS = int(os.environ.get("FERRUM_CONFIG_ROUNDS", "40"))
 
 TOKENS = np.random.default_rng(7).integers(0, 200, size=24)
 
@@ -84,20 +88,36 @@ def test_every_key_of_transformers_is_tried(family):
 
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family in FAMILIES for key in sorted(keys_of(family))])
 def test_another_value_gives_what_transformers_gives_or_is_refused_by_name(family, key):
+    compare(family, [key])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_values_of_several_keys_at_once_too(family):
+    rng = random.Random(f"{family} {ROUNDS}")
+    keys = sorted(keys_of(family) - {"architectures", "model_type", "is_encoder_decoder"})
+    honoured = [compare(family, rng.sample(keys, rng.randint(2, 5))) for _ in range(-(-ROUNDS // len(FAMILIES)))]
+    assert any(honoured)
+
+
+def compare(family, keys):
+    """Whether a configuration with other values of ``keys`` is honoured; fails where it is not, and is not refused by
+    one of their names."""
     base = make_model(family, **WINDOWS.get(family, {})).config.to_dict()
     base["architectures"] = [f"{FAMILIES[family]}ForCausalLM"]
     base.pop("layer_types", None)
-    data = base | {key: OTHERWISE[key]}
+    others = {key: OTHERWISE[key] for key in keys}
+    data = base | others
     try:
         ModelSpec.from_config(data)
     except ExecutorError as refusal:
-        assert refusal.field == key
-        return
+        assert refusal.field in keys
+        return False
     named = {name: value for name, value in data.items() if name != "model_type"}
-    reference = make_model(family, **named | {name: value for name, value in FORM.items() if name == key})
+    reference = make_model(family, **named | {name: value for name, value in FORM.items() if name in keys})
     truth = reference_logits(reference.double(), TOKENS, torch.float64)
-    reference.config.update({key: OTHERWISE[key]})
+    reference.config.update(others)
     assert worst(Executor(native(reference)).run(TOKENS, [len(TOKENS)]), truth) <= 2e-5
+    return True
 
 
 PARTS = {
