@@ -60,6 +60,10 @@ class Keepalive:
     timeout_s: float = 10.0
 
 
+PENDING_CALLS: Final = 4096
+"""Calls that may wait to be accepted, of all connections."""
+
+
 class ExecutorServer:
     """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
     does so in a process of its own.
@@ -132,6 +136,10 @@ class ExecutorServer:
                 # A connection that says nothing holds a descriptor: gRPC would wait two minutes for its handshake.
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.max_concurrent_streams", self._max_streams),
+                # Of calls that wait to be accepted, gRPC resets some beyond 1,000 and all beyond 3,000: a scheduler's
+                # 2,000 sessions are no attack. What one connection may open is bounded above.
+                ("grpc.server.max_pending_requests", PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
                 # What nobody reads may take 64 KiB a call; gRPC would raise that to megabytes on a fast connection.
                 ("grpc.http2.bdp_probe", 0),
             )

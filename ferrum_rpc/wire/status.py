@@ -14,7 +14,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ferrum_rpc.errors import (
     ERROR_BY_REASON,
-    Cancelled,
     DeadlineExceeded,
     ExecutorError,
     InvalidRequest,
@@ -62,7 +61,6 @@ CODE_BY_REASON: Final[dict[Reason, grpc.StatusCode]] = {
 
 _BARE_STATUS: Final[dict[grpc.StatusCode, type[ExecutorError]]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNIMPLEMENTED: NotSupported,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutputTooLarge,
@@ -131,12 +129,15 @@ def error_from_status(status: status_pb2.Status) -> ExecutorError:
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> ExecutorError:
     """The typed error behind a failed call. Without the executor's own details it is what gRPC itself says: the
-    deadline passed, the call was cancelled, or the connection failed (`TransportError`: nobody knows what happened)."""
+    deadline passed, or the connection failed (`TransportError`: nobody knows what happened)."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_METADATA_KEY:
             status = status_pb2.Status()
             status.ParseFromString(value if isinstance(value, bytes) else value.encode())
             return error_from_status(status)
+    if error.code() is grpc.StatusCode.CANCELLED:
+        # grpc.aio tells a caller of its own cancellation otherwise: this one is the peer's, which reset the stream.
+        return TransportError("the peer reset the call", metadata={"grpc_code": grpc.StatusCode.UNAVAILABLE.name})
     message = error.details() or error.code().name
     metadata = {"grpc_code": error.code().name}
     if message.startswith(_REQUEST_TOO_LARGE):

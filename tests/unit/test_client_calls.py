@@ -15,7 +15,6 @@ from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, keepal
 from ferrum_rpc.client.policy import Deadline, fate_unknown
 from ferrum_rpc.errors import (
     ERROR_BY_REASON,
-    Cancelled,
     DeadlineExceeded,
     Draining,
     ExecutorError,
@@ -182,9 +181,10 @@ async def test_a_closed_channel_is_an_error_and_not_a_cancellation_of_the_caller
 async def test_a_call_that_the_executor_cancels_as_it_goes_is_of_unknown_fate_and_sent_again() -> None:
     script = Script(bare(grpc.StatusCode.CANCELLED), "answer")
     assert await mutate(script) == "answer"
-    with pytest.raises(Cancelled) as cancelled:
+    with pytest.raises(TransportError) as reset:
         await mutate(Script(bare(grpc.StatusCode.CANCELLED)), NEVER_RESEND)
-    assert fate_unknown(cancelled.value)
+    assert fate_unknown(reset.value)
+    assert reset.value.metadata["grpc_code"] == "UNAVAILABLE", "not this client's own doing"
 
 
 async def test_a_lost_connection_to_an_executor_that_was_draining_says_so_and_its_fate_is_as_unknown() -> None:

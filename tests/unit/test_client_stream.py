@@ -45,7 +45,7 @@ class Executor(grpc.GenericRpcHandler):
         self.hello: Reply | ExecutorError | None = Reply(welcome=session_pb2.SessionWelcome(steps_in_flight=SLOTS))
         self.streams = 0
         self._told = asyncio.Condition()
-        self._replies: asyncio.Queue[Reply | ExecutorError | None] = asyncio.Queue()
+        self._replies: asyncio.Queue[Reply | ExecutorError | grpc.StatusCode | None] = asyncio.Queue()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         assert details.method == METHOD
@@ -57,6 +57,8 @@ class Executor(grpc.GenericRpcHandler):
         reading = asyncio.ensure_future(self._read(context))
         try:
             while (reply := await self._replies.get()) is not None:
+                if isinstance(reply, grpc.StatusCode):
+                    await context.abort(reply)
                 if isinstance(reply, ExecutorError):
                     details = status_from_error(reply).SerializeToString()
                     await context.abort(CODE_BY_REASON[reply.reason], "no", ((STATUS_METADATA_KEY, details),))
@@ -84,7 +86,7 @@ class Executor(grpc.GenericRpcHandler):
     def of(self, kind: str) -> list[Frame]:
         return [each for each in self.frames if each.WhichOneof("frame") == kind]
 
-    def reply(self, reply: Reply | ExecutorError | None) -> None:
+    def reply(self, reply: Reply | ExecutorError | grpc.StatusCode | None) -> None:
         """Send a frame, fail the stream, or end it."""
         self._replies.put_nowait(reply)
 
@@ -315,6 +317,17 @@ async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: E
         assert not stream._steps
         with pytest.raises(lost):
             await stream.say(Frame(keep_alive=session_pb2.SessionKeepAlive()), FOREVER)
+
+
+async def test_a_stream_that_the_peer_resets_was_not_cancelled_by_this_client() -> None:
+    async with opened() as (fake, stream):
+        call = asyncio.create_task(step(stream))
+        await fake.received("forward")
+        fake.reply(grpc.StatusCode.CANCELLED)
+        with pytest.raises(TransportError) as reset:
+            await call
+        assert reset.value.metadata["grpc_code"] == "UNAVAILABLE", "it may be sent again, on another stream"
+        assert fate_unknown(reset.value)
 
 
 async def test_an_answer_to_nothing_is_nobodys() -> None:
