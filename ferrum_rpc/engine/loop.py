@@ -283,7 +283,7 @@ class EngineLoop(ABC):
             last = first + len(work.spans)
             timing = None
             if ran:
-                timing = StepTiming(counters.steps, ran, tokens, turn - work.enqueued, result.forward_s)
+                timing = StepTiming(counters.steps, ran, tokens, turn - work.arrived, result.forward_s)
                 timings.append(timing)
             finished.append(partial(work.done, result.outcomes[first:last], timing))
             first = last

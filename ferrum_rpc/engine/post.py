@@ -51,7 +51,7 @@ INLINE_BYTES: Final = 16 << 10
 ACTUAL: Final = 0xFFFF
 """The number of a specification that is written out where it is used."""
 
-_WORK: Final = Struct("<IBddII")  # slot, all or nothing, deadline (NaN: none), enqueued, caller, spans
+_WORK: Final = Struct("<IBddII")  # slot, all or nothing, deadline (NaN: none), arrived, caller, spans
 _SPAN: Final = Struct("<QIIHBI")  # sequence, start, tokens, output's number, create, reserved
 _TURN: Final = Struct("<QQQQd" + "IIIQ" + "III")  # counters, cache, numbers of blocks, answers, results
 _ARRAY: Final = Struct("<BIIq")  # type, rows, columns (0: it has none), offset in the arena (-1: inline)
@@ -142,7 +142,7 @@ class Arrived(NamedTuple):
     spans: tuple[Span, ...]
     all_or_nothing: bool
     deadline: float | None
-    enqueued: float
+    arrived: float
     caller: int
 
 
@@ -155,7 +155,7 @@ class WorkWriter:
     def write(self, slot: int, work: Submission) -> bytes:
         """Frames of one submission."""
         deadline = math.nan if work.deadline is None else work.deadline
-        head = _WORK.pack(slot, work.all_or_nothing, deadline, work.enqueued, work.caller, len(work.spans))
+        head = _WORK.pack(slot, work.all_or_nothing, deadline, work.arrived, work.caller, len(work.spans))
         known, parts = b"", [head]
         for sequence, tokens, start, output, create, reserved in work.spans:
             number = self._numbers.get(output)
@@ -184,7 +184,7 @@ class WorkReader:
 
     def read(self, body: memoryview) -> Arrived:
         """A WORK frame."""
-        slot, all_or_nothing, deadline, enqueued, caller, count = _WORK.unpack_from(body)
+        slot, all_or_nothing, deadline, arrived, caller, count = _WORK.unpack_from(body)
         at, spans = _WORK.size, []
         for _ in range(count):
             sequence, start, tokens, number, create, reserved = _SPAN.unpack_from(body, at)
@@ -203,7 +203,7 @@ class WorkReader:
             tuple(spans),
             bool(all_or_nothing),
             None if math.isnan(deadline) else deadline,
-            enqueued,
+            arrived,
             caller,
         )
 

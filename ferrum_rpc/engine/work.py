@@ -70,20 +70,20 @@ class State(enum.Enum):
 class Submission:
     """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
     one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
-    whose it is: callers share the steps."""
+    whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0."""
 
     spans: tuple[Span, ...]
     done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
     all_or_nothing: bool = False
     deadline: float | None = None
     caller: int = 0
+    arrived: float = 0.0
     tokens: int = field(init=False)
-    enqueued: float = field(init=False)
     state: State = State.QUEUED
 
     def __post_init__(self) -> None:
         self.tokens = sum([len(span.tokens) for span in self.spans])
-        self.enqueued = time.monotonic()
+        self.arrived = self.arrived or time.monotonic()
 
 
 @dataclass(slots=True, eq=False)

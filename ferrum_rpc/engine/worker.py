@@ -60,7 +60,7 @@ class SentSubmission(SharedState, Submission):
     def __init__(self, arrived: Arrived, states: memoryview, done: Callable[..., None]) -> None:
         self.slot, self.states = arrived.slot, states
         self.spans: tuple[Span, ...] = arrived.spans
-        self.all_or_nothing, self.deadline, self.enqueued = arrived.all_or_nothing, arrived.deadline, arrived.enqueued
+        self.all_or_nothing, self.deadline, self.arrived = arrived.all_or_nothing, arrived.deadline, arrived.arrived
         self.caller = arrived.caller
         self.tokens = sum([len(span.tokens) for span in arrived.spans])
         self.done = partial(done, arrived.slot)

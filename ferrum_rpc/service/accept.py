@@ -10,6 +10,7 @@ grpc.aio's loop alone and says so.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -17,6 +18,8 @@ from typing import Any, Final
 import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined] # the stubs leave it out
+
+from ferrum_rpc.service.identity import ARRIVED
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -70,6 +73,7 @@ class Acceptors:
                 state = await pending()
             except private._RequestCallError:
                 return
+            ARRIVED.set(time.monotonic())  # the task's context is a copy of this one
             task = loop.create_task(schedule(handle(handler, state, loop), state, loop, path))
             calls.add(task)
             task.add_done_callback(calls.discard)

@@ -37,6 +37,7 @@ from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.identity import ARRIVED
 from ferrum_rpc.service.quotas import Account, Resource
 from ferrum_rpc.service.replay import Entry, Recorded, Ticket, item_fingerprint, scope_of
 from ferrum_rpc.service.transaction import Transaction
@@ -229,7 +230,12 @@ class ForwardPath:
         elif not (call.all_or_nothing and call.waits):
             spans = tuple([each.span for each in call.admitted])
             submission = Submission(
-                spans, partial(self._commit, call), call.all_or_nothing, call.deadline, call.account.number
+                spans,
+                partial(self._commit, call),
+                call.all_or_nothing,
+                call.deadline,
+                call.account.number,
+                ARRIVED.get(),
             )
             if not self._has_room(call.account, len(spans), submission.tokens):
                 self._refuse(call, self._queue_full(call.account))

@@ -8,6 +8,7 @@ before anybody has looked at the headers, and parse it before the handler runs, 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.service.bodies import Bodies
 from ferrum_rpc.service.calls import UNKNOWN_METHOD, CallLog, Context
 from ferrum_rpc.service.guard import OPEN_SERVICES, Guard
+from ferrum_rpc.service.identity import ARRIVED
 from ferrum_rpc.wire.framing import serializing
 from ferrum_rpc.wire.unfolding import Budget, check
 
@@ -98,6 +100,8 @@ class Registry(grpc.GenericRpcHandler):
         serve = _serving(_behaviour(handler))
 
         async def admitted(requests: Any, context: Context) -> Any:
+            if not ARRIVED.get():  # grpc.aio itself accepted it
+                ARRIVED.set(time.monotonic())
             try:
                 if guard is not None:
                     guard.admit(service, context)

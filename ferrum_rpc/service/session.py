@@ -26,7 +26,7 @@ from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.calls import CallLog, Context
 from ferrum_rpc.service.forward import Call, ForwardPath
 from ferrum_rpc.service.handles import Ending
-from ferrum_rpc.service.identity import caller
+from ferrum_rpc.service.identity import ARRIVED, caller
 from ferrum_rpc.service.leases import Lease
 from ferrum_rpc.service.quotas import Account, Resource
 from ferrum_rpc.service.row_parts import row_parts
@@ -207,7 +207,9 @@ class Session:
         if frame.step_id <= self._last:
             raise InvalidRequest(f"step_id must grow: {frame.step_id} after {self._last}", field="step_id")
         self._last = step = frame.step_id
-        self._lease.renew(time.monotonic())
+        now = time.monotonic()
+        ARRIVED.set(now)
+        self._lease.renew(now)
         match kind:
             case "forward":
                 await self._begin(step, lambda: self._begin_forward(step, frame.forward))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service import accept
+from ferrum_rpc.service.bodies import Bodies
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.server import ExecutorServer
 from tests.faults.raw_session import RawSession
 from tests.serving import LIMITS, Served, serve_identity
-from tests.wiring import full, item, until
+from tests.wiring import full, item, pb, prefill, until
 
 SERVICE = "/ferrum_rpc.executor.v1.ModelExecutor/"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -132,6 +134,28 @@ async def test_a_grpcio_whose_private_functions_differ_accepts_one_by_one(
     async with serve_identity() as served:
         await asyncio.gather(*(call(served.channel, SERVICE + "GetStatus")(b"") for _ in range(32)))
     assert bool(accepted) is known
+
+
+async def test_the_time_before_a_call_is_queued_counts_as_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when the event loop took the call: here its body comes late."""
+    read, taken = Bodies.read, asyncio.Event()
+
+    async def noted(self: Bodies, context: Any) -> bytes:
+        taken.set()
+        return await read(self, context)
+
+    async with serve_identity() as served:
+        handle = await prefill(served, [1, 2])
+        monkeypatch.setattr(Bodies, "read", noted)
+        stream = served.channel.stream_unary(SERVICE + "Decode")()
+        await taken.wait()
+        began = time.monotonic()
+        for _ in range(100):
+            await served.executor.GetStatus(pb.GetStatusRequest())
+        late = time.monotonic() - began
+        await stream.write(pb.DecodeRequest(item=item([3], handle)).SerializeToString())
+        answer = pb.DecodeResponse.FromString(await stream)
+        assert answer.timing.queue_micros >= late * 1e6
 
 
 async def refused_call(served: Served, request: bytes) -> None:

@@ -90,7 +90,7 @@ def test_work_arrives_as_it_was_sent(sent: list[Submission], sizes: list[int]) -
             arrived.append(reader.read(memoryview(body)))
     assert [each.slot for each in arrived] == list(range(len(sent)))
     for each, wanted in zip(arrived, sent, strict=True):
-        for name in ("all_or_nothing", "deadline", "enqueued", "caller"):
+        for name in ("all_or_nothing", "deadline", "arrived", "caller"):
             assert getattr(each, name) == getattr(wanted, name)
         for found, span in zip(each.spans, wanted.spans, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
