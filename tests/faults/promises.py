@@ -26,6 +26,7 @@ from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
+from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.retries import r7_retries_are_safe
 from tests.faults.security import r11_only_the_right_certificates_get_in, r12_every_method_asks_who_calls
@@ -60,6 +61,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r22_the_dead_hold_nothing,
     r23_no_caller_starves_another,
     r24_a_configuration_is_honoured_or_refused,
+    r25_a_lost_sequence_is_rebuilt_exactly,
     r26_a_background_task_never_dies_silently,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,

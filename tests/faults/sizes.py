@@ -75,6 +75,9 @@ class Size:
     """R22: size of an answer, and calls and sessions that ask for it and do not read."""
     background_rounds: int
     """R26: rounds of an exception in every loop."""
+    rebuilt_histories: int
+    restarts: int
+    """R25: rounds of histories that are lost and rebuilt, within a process and over its end."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
@@ -121,6 +124,8 @@ CI: Final = Size(
     unread_calls=12,
     unread_sessions=4,
     background_rounds=1,
+    rebuilt_histories=2,
+    restarts=1,
     hostile_messages=6,
     outsider_calls=60,
     configurations=40,
@@ -163,6 +168,8 @@ FULL: Final = Size(
     unread_calls=40,
     unread_sessions=100,
     background_rounds=50,
+    rebuilt_histories=300,
+    restarts=50,
     hostile_messages=300,
     outsider_calls=1_000,
     configurations=5_000,

@@ -14,6 +14,7 @@ from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
+from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.sizes import CI
 from tests.faults.unread import r22_the_dead_hold_nothing
@@ -63,6 +64,10 @@ async def test_r22_the_dead_hold_nothing() -> None:
 
 async def test_r23_no_caller_starves_another() -> None:
     (await r23_no_caller_starves_another(CI)).check()
+
+
+async def test_r25_a_lost_sequence_is_rebuilt_exactly() -> None:
+    (await r25_a_lost_sequence_is_rebuilt_exactly(CI)).check()
 
 
 async def test_r30_no_caller_stops_the_server() -> None:

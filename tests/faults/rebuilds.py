@@ -1,0 +1,117 @@
+"""R25: a lost sequence is rebuilt exactly, where the executor promises it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import ferrum_rpc
+from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence
+from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.models import linear
+from ferrum_rpc.native import cpu
+from ferrum_rpc.service.handles import Ending
+from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.process import serving
+from tests.faults.sizes import Size
+from tests.serving import Served, serve_model
+
+DEMO: Final = Path(ferrum_rpc.__file__).parent / "assets" / "demo"
+NOTHING: Final = "this machine's kernels promise nothing"
+LONGEST: Final = 90
+HELD: Final = 4
+"""Sequences at a time: they meet in steps, and what stands beside a span must not show in it."""
+
+
+async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
+    """Sequences of random histories, each with a fork that is asked for its next row; then the sequence is lost, the
+    client rebuilds it, and its next row must be the same bits. Lost by a reset and with its lease, in bfloat16; by kill
+    -9 and a restart, in float32."""
+    dice, outcomes = random.Random(25), Counter[str]()
+    hidden = cpu.flags() - {linear.AMX}  # a CPU with a matrix unit would choose products that promise nothing
+    flags, cpu.flags = cpu.flags, lambda: hidden
+    try:
+        async with serve_model(BuildConfig(model=str(DEMO), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
+            for _ in range(size.rebuilt_histories):
+                await _lost_and_rebuilt(served.target, dice, outcomes, "bfloat16", lambda: _forget(served, dice))
+    finally:
+        cpu.flags = flags
+    server = serving("--identity-positional")
+    running = await server.__aenter__()
+    port = running.port
+    try:
+        for _ in range(size.restarts):
+
+            async def restart() -> None:
+                nonlocal server, running
+                await running.kill()
+                await server.__aexit__(None, None, None)
+                server = serving("--identity-positional", port=port)
+                running = await server.__aenter__()
+
+            await _lost_and_rebuilt(running.target, dice, outcomes, "float32", restart)
+    finally:
+        await server.__aexit__(None, None, None)
+    return Figures(
+        "R25",
+        "A lost sequence is rebuilt exactly",
+        (
+            exactly("rows of rebuilt sequences with other bits", outcomes["different"], 0),
+            *[
+                at_least(f"rows compared in {name}", outcomes[name], 1)
+                for name in ("bfloat16", "float32")
+                if not outcomes[f"{name}: {NOTHING}"]
+            ],
+        ),
+        dict(outcomes),
+    )
+
+
+async def _lost_and_rebuilt(
+    target: str, dice: random.Random, outcomes: Counter[str], name: str, lose: Callable[[], Awaitable[None]]
+) -> None:
+    async with ExecutorClient(target, timeout_s=60.0) as client:
+        if not (await client.info()).limits.exact_span_tokens:
+            outcomes[f"{name}: {NOTHING}"] += 1
+            return
+        sequences = [client.sequence(rebuild=True) for _ in range(HELD)]
+        for sequence in sequences:
+            await _live(sequence, dice)
+        token, expected = dice.randrange(250), []
+        for sequence in sequences:
+            [twin] = await sequence.fork()
+            expected.append((await twin.decode(token, FullLogits())).logits.tobytes())
+        await lose()
+        for sequence, row in zip(sequences, expected, strict=True):
+            got = (await sequence.decode(token, FullLogits())).logits.tobytes()
+            outcomes[name] += 1
+            outcomes["different"] += got != row
+
+
+async def _live(sequence: Sequence, dice: random.Random) -> None:
+    """A prompt in pieces, then steps, drafts and roll-backs."""
+    prompt = [dice.randrange(250) for _ in range(dice.randint(1, LONGEST))]
+    await sequence.prefill(prompt, chunk=dice.choice((7, 33, LONGEST)))
+    for _ in range(dice.randint(1, 24)):
+        match dice.randrange(5):
+            case 0:
+                await sequence.truncate(dice.randint(1, sequence.length))
+            case 1:
+                await sequence.verify([dice.randrange(250) for _ in range(dice.randint(1, 40))])
+            case _:
+                await sequence.decode(dice.randrange(250))
+
+
+async def _forget(served: Served, dice: random.Random) -> None:
+    """Lose every sequence, by a reset or because the leases ran out."""
+    books = served.server.books
+    if dice.random() < 0.5:
+        for lease in books.leases.due(math.inf):
+            await books.ended(books.end_lease(lease, expired=True), Ending.EXPIRED)
+    else:
+        async with ExecutorClient(served.target) as operator:
+            await operator.reset()
