@@ -26,6 +26,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.errors import DeviceLost
+from ferrum_rpc.logs import drain
 
 log = structlog.get_logger("ferrum_rpc.failpoints")
 
@@ -135,6 +136,7 @@ class Failpoints:
             case Action.DEVICE_LOST:
                 raise DeviceLost("the device was lost at a failpoint; the executor must be restarted")
             case Action.CRASH:
+                drain()  # or the line above would go with the process
                 os.kill(os.getpid(), signal.SIGKILL)
             case Action.HANG:
                 self._released.wait()

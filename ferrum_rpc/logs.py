@@ -92,6 +92,15 @@ def lines_dropped() -> int:
     return sum(writer.dropped for writer in _writers)
 
 
+def drain(timeout_s: float = FLUSH_S) -> None:
+    """Wait until what was logged is written, but no longer than that: the process is about to end on the spot."""
+    for writer in _writers:
+        writer.drain(timeout_s)
+
+
+atexit.register(drain)
+
+
 def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     """``log_format``: auto, console or json. Logs go to standard error; answers of commands to standard output."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
@@ -109,7 +118,6 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
         processors += [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
     writer = LineWriter(sys.stderr.fileno(), _tell)
     _writers.append(writer)
-    atexit.register(writer.drain)
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

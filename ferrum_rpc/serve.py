@@ -22,7 +22,7 @@ from ferrum_rpc.engine.work import Described, Runner
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
-from ferrum_rpc.logs import configure_logging, lines_dropped
+from ferrum_rpc.logs import configure_logging, drain, lines_dropped
 from ferrum_rpc.polling import polled
 from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
 from ferrum_rpc.service.listen import PortInUse
@@ -34,6 +34,9 @@ from ferrum_rpc.service.tracing import TracingError
 from ferrum_rpc.usage import TOKEN_VARIABLE
 
 log = structlog.get_logger("ferrum_rpc.serve")
+
+SECOND_SIGNAL_S = 0.2
+"""What a second signal waits for the log's reader before it ends the process."""
 
 
 def serve(model: str, settings: ServeSettings) -> int:
@@ -137,6 +140,7 @@ def _drain_on_signals(server: ExecutorServer) -> None:
 
     def on_signal(number: int) -> None:
         if told:
+            drain(SECOND_SIGNAL_S)
             os._exit(128 + number)
         told.append(number)
         server.drain()

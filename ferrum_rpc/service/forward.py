@@ -188,9 +188,9 @@ class ForwardPath:
                 outcomes[index] = error
                 continue
             call.bytes += size
+            tokens += len(item.tokens)
             if isinstance(found, Admitted):
                 call.admitted.append(found)
-                tokens += len(item.tokens)
             elif (twin := next((each for each in call.admitted if each.entry is found), None)) is not None:
                 call.echoes[index] = twin.place  # a repetition within the call waits for nobody else
             else:

@@ -11,6 +11,7 @@ its own state, and tells what every item's answer must be.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -257,11 +258,11 @@ class Blocks:
         self._fit_spares(sequence, length)
 
     def fork(self, parent: Sequence, child: Sequence, at: int) -> bool:
-        """False: the parent's promise needs one block more than there is."""
+        """False: the parent's promise needs more blocks than there are, for what it now shares."""
         shared = parent.blocks[: self.blocks_for(at)]
         for block in shared:
             block.holders += 1
-        missing = max(0, self._spares_wanted(parent, parent.promised_end) - parent.spares)
+        missing = max(0, self._spares_wanted(parent, parent.promised_from, parent.promised) - parent.spares)
         if missing > self.free:
             for block in shared:
                 block.holders -= 1
@@ -273,7 +274,7 @@ class Blocks:
 
     def promise(self, sequence: Sequence, tokens: int) -> bool:
         """Hold spares for ``tokens`` more. False: there are too few."""
-        wanted = self._spares_wanted(sequence, sequence.length + tokens)
+        wanted = self._spares_wanted(sequence, sequence.length, tokens)
         missing = max(0, wanted - sequence.spares)
         if missing > self.free:
             return False
@@ -282,10 +283,14 @@ class Blocks:
         sequence.promised_from, sequence.promised = sequence.length, tokens
         return True
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, others: Iterable[Sequence] = ()) -> None:
+        """Blocks that ``others`` shared with it are theirs alone: they need no spares for them any more."""
         self._cut(sequence, 0)
         self.free += sequence.spares
         sequence.spares = 0
+        for other in others:
+            if other is not sequence and other.promised:
+                self._give_back(other, self._spares_wanted(other, other.promised_from, other.promised))
 
     def _drop(self, block: Block) -> None:
         block.holders -= 1
@@ -297,29 +302,33 @@ class Blocks:
             self._drop(block)
         del sequence.blocks[keep:]
 
-    def _copies_last(self, sequence: Sequence) -> bool:
-        return sequence.length % self.size != 0 and sequence.blocks[-1].holders > 1
-
-    def _spares_wanted(self, sequence: Sequence, end: int) -> int:
-        if end <= sequence.length:
+    def _spares_wanted(self, sequence: Sequence, start: int, tokens: int) -> int:
+        """Blocks that it takes to write all of a promise once more: those that are not there, and those shared."""
+        if not tokens:
             return 0
-        return self.blocks_for(end) - len(sequence.blocks) + self._copies_last(sequence)
+        first, last, have = start // self.size, self.blocks_for(start + tokens), len(sequence.blocks)
+        return max(0, last - have) + sum(block.holders > 1 for block in sequence.blocks[first:last])
 
     def _fit_spares(self, sequence: Sequence, lowest: int) -> None:
-        """A promise counts from the lowest length since; what a fork still holds cuts it short if nothing is free."""
+        """A promise counts from the lowest length since; what a fork still holds cuts it short, block by block, if
+        nothing is free."""
         if not sequence.promised:
             return
         sequence.promised_from = min(sequence.promised_from, lowest)
-        wanted = self._spares_wanted(sequence, sequence.promised_end)
+        wanted = self._spares_wanted(sequence, sequence.promised_from, sequence.promised)
         taken = min(max(0, wanted - sequence.spares), self.free)
         self.free -= taken
         sequence.spares += taken
+        while wanted > sequence.spares:
+            whole = (sequence.promised_end - 1) // self.size * self.size
+            sequence.promised = max(0, whole - sequence.promised_from)
+            wanted = self._spares_wanted(sequence, sequence.promised_from, sequence.promised)
+        self._give_back(sequence, wanted)
+
+    def _give_back(self, sequence: Sequence, wanted: int) -> None:
         surplus = max(0, sequence.spares - wanted)
         self.free += surplus
         sequence.spares -= surplus
-        if sequence.spares < wanted:
-            room = (len(sequence.blocks) + sequence.spares - self._copies_last(sequence)) * self.size
-            sequence.promised = max(0, room - sequence.promised_from)
 
 
 # --- what must be answered ------------------------------------------------------------------------------------------
@@ -409,7 +418,7 @@ class Oracle:
         return Sequence(self._names)
 
     def bury(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence)
+        self.blocks.release(sequence, self.live.values())
         del self.live[sequence.handle.id]
         self.gone[sequence.handle.id] = sequence
         self.forget_rows(sequence.handle.id)
@@ -432,6 +441,8 @@ class Oracle:
         own status, if it was refused as a whole; `Refused` says that it had to be. ``failing``: the stage at which the
         step was made to fail. With several ``calls`` the items are of calls that met in a step."""
         must, may = self._call_faults(items, shape) if calls == 1 else (set(), set())
+        if all_or_nothing and any(self._item_faults(item, shape, 0)[0] for item in items):
+            must, may = set(), must | may  # the item's refusal is the call's, and may come first
         if refused in must | may or must:
             return Refused(frozenset(must | may))
         outcomes, admitted, shared = self._admit(items, shape)

@@ -440,7 +440,7 @@ async def test_a_batch_with_a_retry_of_its_own_is_cancelled_like_any_other(sched
 async def test_a_deadline_that_passes_in_the_queue_means_nothing_happened(scheduler):
     handle = await scheduler.new(1, 2, 3)
     async with scheduler.busy():
-        calls = [scheduler.decode(handle, 7, "one", timeout=0.05), scheduler.prefill(4, 5, timeout=0.05)]
+        calls = [scheduler.decode(handle, 7, "one", timeout=0.5), scheduler.prefill(4, 5, timeout=0.5)]
         assert [await reason(call) for call in calls] == ["DEADLINE_EXCEEDED"] * 2
         await scheduler.in_flight(1)
     answer = await scheduler.decode(handle, 7)
@@ -452,7 +452,7 @@ async def test_a_deadline_that_passes_in_the_queue_means_nothing_happened(schedu
 @pytest.mark.parametrize("ending", ["cancelled", "too late"])
 @patiently
 async def test_an_abandoned_creation_without_request_id_leaves_no_sequence(scheduler, queued, ending):
-    how = {} if ending == "cancelled" else {"timeout": 0.05}
+    how = {} if ending == "cancelled" else {"timeout": 0.5}
 
     async def abandon(running: int) -> None:
         call = scheduler.prefill(4, 5, **how)
@@ -524,7 +524,7 @@ async def test_a_batch_that_waits_for_a_queued_call_is_not_told_of_its_cancellat
 async def test_an_operation_abandoned_before_dispatch_did_not_happen(scheduler, kind, ending, request_id):
     """`Cancel or deadline before dispatch: nothing happened` is not said of forward calls only."""
     handle = await scheduler.new(1, 2, 3)
-    how: dict[str, Any] = {"request_id": request_id} | ({} if ending == "cancelled" else {"timeout": 0.05})
+    how: dict[str, Any] = {"request_id": request_id} | ({} if ending == "cancelled" else {"timeout": 0.5})
     async with scheduler.busy():
         match kind:
             case "truncate":

@@ -32,7 +32,9 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc": Floor(),
     "ferrum_rpc.errors": Floor(),
     "ferrum_rpc.core": Floor("errors", "numpy"),
-    "ferrum_rpc.failpoints": Floor("errors", "structlog"),
+    "ferrum_rpc.terminal": Floor(),
+    "ferrum_rpc.logs": Floor("terminal", "structlog"),
+    "ferrum_rpc.failpoints": Floor("errors logs", "structlog"),
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
@@ -68,8 +70,6 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
     # programs
-    "ferrum_rpc.terminal": Floor(),
-    "ferrum_rpc.logs": Floor("terminal", "structlog"),
     "ferrum_rpc.usage": Floor(),
     "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic pydantic_settings"),
     "ferrum_rpc.event_loop": Floor("usage", "uvloop"),

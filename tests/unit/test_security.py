@@ -25,10 +25,11 @@ from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.guard import Authenticator, Guard, guard_of
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
-from ferrum_rpc.service.methods import MethodTable
+from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.service.tokens import TokenFile, parse
+from tests.serving import LIMITS
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
 
 
 def test_where_nothing_is_asked_there_is_no_guard() -> None:
-    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k")), CallLog()) is None
+    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k"))) is None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
     (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
     server = grpc.aio.server()
     calls = CallLog()
-    table = MethodTable(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens")), calls))
+    table = Registry(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens"))), LIMITS)
     table.add_registered_method_handlers(
         "s",
         {
@@ -408,7 +409,7 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
 
 
 def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
-    table = MethodTable(CallLog(), Guard(Authenticator(None), CallLog()))
+    table = Registry(CallLog(), Guard(Authenticator(None)), LIMITS)
     with pytest.raises(TypeError, match="no async handler"):
         table.add_registered_method_handlers(
             "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
