@@ -24,7 +24,7 @@ from ferrum_rpc.service.identity import ARRIVED
 log = structlog.get_logger("ferrum_rpc.server")
 
 AT_ONCE: Final = 8
-"""Pending accepts of a method: 64 callers beside 8 busy sessions wait no longer with more."""
+"""Pending accepts of a method, beside grpc.aio's own one."""
 
 _SIGNATURES: Final = {
     "_handle_stream_unary_rpc": ("method_handler", "rpc_state", "loop"),
@@ -72,6 +72,9 @@ class Acceptors:
             try:
                 state = await pending()
             except private._RequestCallError:
+                return
+            except Exception:
+                log.exception("accept_failed", method=path, action="calls wait longer; report this stack trace")
                 return
             ARRIVED.set(time.monotonic())  # the task's context is a copy of this one
             task = loop.create_task(schedule(handle(handler, state, loop), state, loop, path))
