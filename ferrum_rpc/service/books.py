@@ -18,9 +18,10 @@ from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pres
 from ferrum_rpc.engine.work import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.service.handles import Ending, HandleTable, Record
-from ferrum_rpc.service.leases import Lease, LeaseBook
-from ferrum_rpc.service.quotas import Quotas, Resource
+from ferrum_rpc.service.handles import HandleTable
+from ferrum_rpc.service.leases import LeaseBook
+from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.records import Ending, Lease, Record, Resource
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.service.unread import Unread

@@ -14,8 +14,8 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.books import Books, Lifecycle
 from ferrum_rpc.service.calls import CallLog, Context, Servicer, answers
-from ferrum_rpc.service.handles import Record
 from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service.records import Record
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import pressure_to_proto
 

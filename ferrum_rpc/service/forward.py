@@ -36,9 +36,8 @@ from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRe
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.handles import Ending, Record
 from ferrum_rpc.service.identity import ARRIVED
-from ferrum_rpc.service.quotas import Account, Resource
+from ferrum_rpc.service.records import Account, Ending, Record, Resource
 from ferrum_rpc.service.replay import Entry, Recorded, Ticket, item_fingerprint, scope_of
 from ferrum_rpc.service.transaction import Transaction
 

@@ -9,15 +9,11 @@ reads as unknown. The engine never sees a handle: it knows integers.
 
 from __future__ import annotations
 
-import enum
 import secrets
-import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from ferrum_rpc.core import HandleRef, named
+from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import (
     ExecutorError,
     HandleReleased,
@@ -28,25 +24,11 @@ from ferrum_rpc.errors import (
     SequenceBusy,
     SequenceVersionMismatch,
 )
-
-if TYPE_CHECKING:
-    from ferrum_rpc.service.leases import Lease
-    from ferrum_rpc.service.quotas import Account
+from ferrum_rpc.service.records import Ending, Record
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
 TOMBSTONES: Final = 65_536
-
-
-class Ending(enum.Enum):
-    """Why a sequence is gone. The value is the word of metrics and logs."""
-
-    RELEASED = "released"
-    REVOKED = "lease_revoked"
-    EXPIRED = "lease_expired"
-    IDLE = "idle"
-    RESET = "reset"
-    ABANDONED = "abandoned"
 
 
 ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
@@ -58,46 +40,6 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
     Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
 }
 """What the handle of a sequence answers that is gone."""
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
-
-    ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
-    ``doom`` asks whoever finishes that call to end it; ``mourners`` are called when its blocks are free. ``used`` is
-    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays
-    for, and ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
-    """
-
-    sequence: int
-    id: bytes
-    owner: str = ""
-    length: int = 0
-    version: int = 0
-    busy: bool = False
-    doom: Ending | None = None
-    lease: Lease | None = None
-    used: float = 0.0
-    account: Account = field(init=False, repr=False)
-    charged: int = 0
-    held_to: int = 0
-    origin: object | None = None
-    mourners: list[Callable[[], None]] = field(default_factory=list)
-
-    def touch(self, now: float | None = None) -> None:
-        """It was used: its lease is renewed, or its idle time begins anew. ``now``: on `time.monotonic`, from whoever
-        touches many and asked once."""
-        if now is None:
-            now = time.monotonic()
-        self.used = now
-        if self.lease is not None:
-            self.lease.renew(now)
-
-    @property
-    def handle(self) -> HandleRef:
-        """The handle that the caller must pass back next."""
-        return named(HandleRef, (self.id, self.length, self.version))
 
 
 class HandleTable:

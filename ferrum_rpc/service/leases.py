@@ -10,8 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
 from ferrum_rpc.errors import (
@@ -22,47 +21,12 @@ from ferrum_rpc.errors import (
     LeaseUnknown,
     SequencesExhausted,
 )
-from ferrum_rpc.service.quotas import Account, Quotas, Resource
+from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.records import Lease, Resource
 
-if TYPE_CHECKING:
-    from ferrum_rpc.service.handles import Record
-
-RENEWALS_PER_TTL: Final = 6
 TOMBSTONES: Final = 4096
 SECRET_BYTES: Final = 16
 MAX_CLIENT_NAME: Final = 128
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A sign of life that is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
-    ``members``: the sequences that live with it, those being created included."""
-
-    id: str
-    account: Account
-    client_name: str
-    ttl_s: float
-    expires: float
-    members: dict[Record, None] = field(default_factory=dict)
-
-    @property
-    def renew_every_s(self) -> float:
-        """How often its holder should renew it."""
-        return self.ttl_s / RENEWALS_PER_TTL
-
-    @property
-    def owner(self) -> str:
-        """Whose it is."""
-        return self.account.caller.name
-
-    def renew(self, now: float) -> None:
-        """Its holder gave a sign of life."""
-        self.expires = now + self.ttl_s
-
-    @property
-    def pinned(self) -> bool:
-        """Whether a call on one of its sequences is in flight."""
-        return any(record.busy for record in self.members)
 
 
 class LeaseBook:

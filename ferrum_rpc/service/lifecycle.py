@@ -18,8 +18,8 @@ import structlog
 
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
-from ferrum_rpc.service.handles import Ending, Record
 from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.records import Ending, Record
 from ferrum_rpc.service.session import Sessions
 from ferrum_rpc.service.supervisor import Background
 

@@ -20,7 +20,7 @@ from ferrum_rpc.engine.work import Command, Operation, Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.handles import Ending, Record
+from ferrum_rpc.service.records import Ending, Record
 from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
 from ferrum_rpc.service.transaction import Transaction
 

@@ -13,7 +13,6 @@ for those that sequences share: what it would hold if they diverged. They are co
 
 from __future__ import annotations
 
-import enum
 import math
 import sys
 from collections.abc import Sequence
@@ -21,55 +20,11 @@ from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
-from ferrum_rpc.errors import QuotaExceeded
-from ferrum_rpc.service.handles import Record
+from ferrum_rpc.service.records import Account, Record, Resource
 
 UNBOUNDED: Final = sys.maxsize
 EMPTY_ACCOUNTS: Final = 1024
 """Beyond so many accounts, those of callers that hold nothing are dropped."""
-
-
-class Resource(enum.IntEnum):
-    """What callers share. The name, in lower case, is what a refusal calls it."""
-
-    SEQUENCES = 0
-    BLOCKS = 1
-    LEASES = 2
-    SESSIONS = 3
-    QUEUED_ITEMS = 4
-    QUEUED_TOKENS = 5
-    UNREAD_BYTES = 6
-
-
-class Account:
-    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine."""
-
-    __slots__ = ("caller", "held", "most", "number")
-
-    def __init__(self, caller: Caller, number: int, most: Sequence[int]) -> None:
-        self.caller = caller
-        self.number = number
-        self.held = [0] * len(Resource)
-        self.most = most
-
-    def room(self, resource: Resource, amount: int) -> bool:
-        """Whether ``amount`` more are within the caller's share."""
-        return self.held[resource] + amount <= self.most[resource]
-
-    def take(self, resource: Resource, amount: int = 1) -> None:
-        """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
-        held, most = self.held[resource], self.most[resource]
-        if held + amount > most:
-            name = resource.name.lower()
-            raise QuotaExceeded(
-                f"you hold {held} {name} of at most {most} and {amount} more are needed; release some of your own",
-                metadata={f"max_{name}_per_caller": most, name: held, f"needed_{name}": amount},
-            )
-        self.held[resource] = held + amount
-
-    def give(self, resource: Resource, amount: int = 1) -> None:
-        """``amount`` are free again."""
-        self.held[resource] -= amount
 
 
 class Quotas:

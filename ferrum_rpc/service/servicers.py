@@ -13,10 +13,9 @@ from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.calls import CallLog, Context, answers, answers_stream, deadline_of
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
 from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath
-from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
-from ferrum_rpc.service.quotas import Account
+from ferrum_rpc.service.records import Account, Ending
 from ferrum_rpc.service.session import Session, Sessions
 from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds

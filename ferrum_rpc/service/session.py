@@ -25,10 +25,8 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.calls import CallLog, Context
 from ferrum_rpc.service.forward import Call, ForwardPath
-from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.identity import ARRIVED, caller
-from ferrum_rpc.service.leases import Lease
-from ferrum_rpc.service.quotas import Account, Resource
+from ferrum_rpc.service.records import Account, Ending, Lease, Resource
 from ferrum_rpc.service.row_parts import row_parts
 from ferrum_rpc.service.session_cache import Begun as CacheBegun
 from ferrum_rpc.service.session_cache import SessionCache

@@ -13,7 +13,7 @@ from typing import Final
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import QueueFull
-from ferrum_rpc.service.quotas import Account, Resource
+from ferrum_rpc.service.records import Account, Resource
 
 UNCOUNTED_BYTES: Final = 1 << 14
 """Smaller answers are not counted: a connection's streams bound them."""

@@ -14,7 +14,7 @@ from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.engine.build import BuildConfig
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
-from ferrum_rpc.service.handles import Ending
+from ferrum_rpc.service.records import Ending
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.process import serving
 from tests.faults.sizes import Size

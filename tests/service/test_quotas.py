@@ -15,9 +15,9 @@ from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswe
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.forward import ForwardPath
-from ferrum_rpc.service.handles import Ending
 from ferrum_rpc.service.operations import CacheOperations
-from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas, Resource
+from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
+from ferrum_rpc.service.records import Ending, Resource
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.tokens import parse
 from ferrum_rpc.wire.revision import SCHEMA_REVISION

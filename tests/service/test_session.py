@@ -390,7 +390,7 @@ async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: S
 
 
 def _expired() -> Any:
-    from ferrum_rpc.service.handles import Ending
+    from ferrum_rpc.service.records import Ending
 
     return Ending.EXPIRED
 

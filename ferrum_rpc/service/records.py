@@ -1,0 +1,144 @@
+"""What the server keeps of a caller, a lease and a sequence, as data.
+
+A sequence names the lease that it lives with and the account that pays for it, a lease the sequences that live with it.
+The tables that hold them (`handles`, `leases`, `quotas`) import this module and not each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ferrum_rpc.core import Caller, HandleRef, named
+from ferrum_rpc.errors import QuotaExceeded
+
+RENEWALS_PER_TTL: Final = 6
+
+
+class Resource(enum.IntEnum):
+    """What callers share. The name, in lower case, is what a refusal calls it."""
+
+    SEQUENCES = 0
+    BLOCKS = 1
+    LEASES = 2
+    SESSIONS = 3
+    QUEUED_ITEMS = 4
+    QUEUED_TOKENS = 5
+    UNREAD_BYTES = 6
+
+
+class Account:
+    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine."""
+
+    __slots__ = ("caller", "held", "most", "number")
+
+    def __init__(self, caller: Caller, number: int, most: Sequence[int]) -> None:
+        self.caller = caller
+        self.number = number
+        self.held = [0] * len(Resource)
+        self.most = most
+
+    def room(self, resource: Resource, amount: int) -> bool:
+        """Whether ``amount`` more are within the caller's share."""
+        return self.held[resource] + amount <= self.most[resource]
+
+    def take(self, resource: Resource, amount: int = 1) -> None:
+        """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
+        held, most = self.held[resource], self.most[resource]
+        if held + amount > most:
+            name = resource.name.lower()
+            raise QuotaExceeded(
+                f"you hold {held} {name} of at most {most} and {amount} more are needed; release some of your own",
+                metadata={f"max_{name}_per_caller": most, name: held, f"needed_{name}": amount},
+            )
+        self.held[resource] = held + amount
+
+    def give(self, resource: Resource, amount: int = 1) -> None:
+        """``amount`` are free again."""
+        self.held[resource] -= amount
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A sign of life that is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
+    ``members``: the sequences that live with it, those being created included."""
+
+    id: str
+    account: Account
+    client_name: str
+    ttl_s: float
+    expires: float
+    members: dict[Record, None] = field(default_factory=dict)
+
+    @property
+    def renew_every_s(self) -> float:
+        """How often its holder should renew it."""
+        return self.ttl_s / RENEWALS_PER_TTL
+
+    @property
+    def owner(self) -> str:
+        """Whose it is."""
+        return self.account.caller.name
+
+    def renew(self, now: float) -> None:
+        """Its holder gave a sign of life."""
+        self.expires = now + self.ttl_s
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a call on one of its sequences is in flight."""
+        return any(record.busy for record in self.members)
+
+
+class Ending(enum.Enum):
+    """Why a sequence is gone. The value is the word of metrics and logs."""
+
+    RELEASED = "released"
+    REVOKED = "lease_revoked"
+    EXPIRED = "lease_expired"
+    IDLE = "idle"
+    RESET = "reset"
+    ABANDONED = "abandoned"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
+
+    ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
+    ``doom`` says that it ends when that call is over; ``mourners`` are called when its blocks are free. ``used`` is
+    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays
+    for, and ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
+    """
+
+    sequence: int
+    id: bytes
+    owner: str = ""
+    length: int = 0
+    version: int = 0
+    busy: bool = False
+    doom: Ending | None = None
+    lease: Lease | None = None
+    used: float = 0.0
+    account: Account = field(init=False, repr=False)
+    charged: int = 0
+    held_to: int = 0
+    origin: object | None = None
+    mourners: list[Callable[[], None]] = field(default_factory=list)
+
+    def touch(self, now: float | None = None) -> None:
+        """It was used: its lease is renewed, or its idle time begins anew. ``now``: on `time.monotonic`, for a caller
+        that touches many and asks once."""
+        if now is None:
+            now = time.monotonic()
+        self.used = now
+        if self.lease is not None:
+            self.lease.renew(now)
+
+    @property
+    def handle(self) -> HandleRef:
+        """The handle that the caller must pass back next."""
+        return named(HandleRef, (self.id, self.length, self.version))
