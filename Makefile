@@ -63,7 +63,7 @@ profile: .venv/.dev  ## Where a step's microseconds go, stage by stage, socket t
 	@$(BIN)/python -m benchmarks.profile
 
 soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
-	@$(BIN)/python -m tools.soak
+	@$(BIN)/python -m tests.faults.soak
 
 lock: .venv/.dev  ## Write locked/, what the images install with hashes, from constraints.txt
 	@$(BIN)/python -m tools.lock

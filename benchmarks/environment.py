@@ -5,6 +5,7 @@ Names no host: the results are published.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -158,3 +159,9 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps({"machine": label(here := hardware()), "hardware": here, "versions": versions(), "commit": commit()})
+    )

@@ -48,7 +48,7 @@ torch, which is never quite nothing. Rounds of all ways alternate, and every rou
 
 
 PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json"})
-"""Results that are no benchmark: tools/soak.py writes docs/soak.md."""
+"""Results that are no benchmark: tests/faults/soak.py writes docs/soak.md."""
 
 
 def document(results: Sequence[tuple[str, Any]]) -> str:

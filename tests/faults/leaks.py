@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.echo import SERVICE
-from benchmarks.process import LISTENING
 from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2
 from ferrum_rpc.service.handles import TOMBSTONES
 from ferrum_rpc.service.replay import ENTRIES
@@ -175,8 +173,8 @@ async def _expired(calls: int) -> dict[str, str]:
     )
     bare = ServerProcess(echo)
     try:
-        async with grpc.aio.insecure_channel((await bare.event(LISTENING))["target"]) as channel:
-            call = channel.unary_unary(f"/{SERVICE}/Call")
+        async with grpc.aio.insecure_channel((await bare.event("listening"))["target"]) as channel:
+            call = channel.unary_unary("/bench.Echo/Call")
             grpcs = await _lost(bare, lambda: call(b"", timeout=HURRIED_S), calls)
     finally:
         await bare.kill()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ferrum_rpc
 from clients.scheduler.text import (
     ByteTokenizer,
     FileTokenizer,
@@ -17,7 +18,6 @@ from clients.scheduler.text import (
     printable,
     tokenizer_for,
 )
-from tools.demo_model import tokens as demo_tokens
 
 BYTES = ByteTokenizer()
 
@@ -81,9 +81,8 @@ def test_special_tokens_have_no_text() -> None:
 
 
 @pytest.fixture
-def demo_folder(tmp_path: Path) -> Path:
-    demo_tokens.write(tmp_path, 128)
-    return tmp_path
+def demo_folder() -> Path:
+    return Path(ferrum_rpc.__file__).parent / "assets" / "demo"
 
 
 @pytest.mark.parametrize("text", ["And it came to pass", "naïve — “quoted” 😀\n"])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import soak
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
 from tests.faults.netns import NoNetwork
 from tests.faults.promises import PROMISES, number
 from tests.faults.sizes import CI, FULL, Size
-from tools import soak
 
 
 async def r1_holds(size: Size) -> Figures:

@@ -1,12 +1,12 @@
 """`make soak`: every promise tried at full size, and a report of what was measured beside what was promised.
 
-Runs the functions that the tests in tests/faults run small. Writes benchmarks/results/soak.json and docs/soak.md after
+Runs the functions that the tests beside it run small. Writes benchmarks/results/soak.json and docs/soak.md after
 each promise, so that hours are not lost to the last one; promises that were not asked for keep their earlier entry.
 Exits 1 when a promise is broken.
 
-    python -m tools.soak                     everything, at full size
-    python -m tools.soak --only R5 R9        these
-    python -m tools.soak --share 0.01        a hundredth of the counts; --ci: the size of CI
+    python -m tests.faults.soak                     everything, at full size
+    python -m tests.faults.soak --only R5 R9        these
+    python -m tests.faults.soak --share 0.01        a hundredth of the counts; --ci: the size of CI; --dry: no files
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -22,13 +23,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.environment import ROOT, commit, hardware, label, versions
 from tests.faults.figures import Figure, Figures
 from tests.faults.netns import NoNetwork
 from tests.faults.promises import PROMISES, number
 from tests.faults.sizes import CI, FULL, Size
 from tests.quiet_logs import quiet_logs
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "soak.json"
 DOCUMENT: Final = ROOT / "docs" / "soak.md"
 
@@ -74,8 +75,14 @@ def run(promise: Callable[[Size], Awaitable[Figures]], size: Size) -> dict[str, 
         "size": dataclasses.asdict(size),
         "seconds": round(time.monotonic() - at, 1),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
-        "commit": commit(),
     }
+
+
+def facts() -> dict[str, Any]:
+    """Machine, hardware, versions and commit, as the results of benchmarks have them."""
+    command = [sys.executable, "-m", "benchmarks.environment"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    return found
 
 
 async def _await(figures: Awaitable[Figures]) -> Figures:
@@ -140,12 +147,13 @@ def main() -> None:
     results: dict[str, Any] = {"promises": {}}
     if RESULTS.exists():
         results = json.loads(RESULTS.read_text())
-    machine = hardware()
-    results |= {"machine": label(machine), "hardware": machine, "versions": versions()}
+    here = facts()
+    commit = here.pop("commit")
+    results |= here
     broken = 0
     for promise in chosen:
         with quiet_logs():  # of the servers in this process: R14 makes a million refusals a method
-            entry = results["promises"][promise.__name__] = run(promise, size)
+            entry = results["promises"][promise.__name__] = run(promise, size) | {"commit": commit}
         broken += bool(entry["broken"])
         verdict = "; ".join(entry["broken"]) or entry["skipped"] or "holds"
         print(f"{entry['promise']:4} {entry['seconds']:8.1f} s  {entry['title']}: {verdict}", flush=True)
