@@ -22,6 +22,8 @@ from ferrum_rpc.client.channel import (
     keepalive_options,
     open_channel,
 )
+from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import (
     ExecutorInfo,
     ExecutorState,
@@ -35,7 +37,6 @@ from ferrum_rpc.client.facts import (
 )
 from ferrum_rpc.client.health import Health, checker, health, request
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
-from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
@@ -112,7 +113,7 @@ class ExecutorClient:
         self._on_lease_trouble = on_lease_trouble
         self._steps_in_flight = steps_in_flight if session else None
         self._channel: grpc.aio.Channel | None = None
-        self._opened: Link | None = None
+        self._opened: Connection | None = None
 
     def __repr__(self) -> str:
         way = "unary" if self._steps_in_flight is None else "session"
@@ -122,7 +123,7 @@ class ExecutorClient:
         if self._channel is not None:
             raise RuntimeError("this client is open already")
         self._channel = open_channel(self.target, self._credentials, self._options)
-        self._opened = Link(
+        self._opened = Connection(
             self._channel,
             Calls(metadata=self._metadata, resend=self._resend),
             timeout_s=self._timeout_s,
@@ -142,19 +143,19 @@ class ExecutorClient:
     async def close(self) -> None:
         """Release the sequences that are still live, end the session and the lease, then close the connection. Bounded
         by ``release_timeout_s``."""
-        channel, link = self._channel, self._opened
+        channel, connection = self._channel, self._opened
         self._channel = self._opened = None
-        if channel is None or link is None:
+        if channel is None or connection is None:
             return
         try:
-            await link.close()
+            await connection.close()
         finally:
             await channel.close()
 
     @property
     def pressure(self) -> Pressure | None:
         """How full the executor was in the last answer, of whatever call. None before the first."""
-        return None if self._opened is None else self._opened.pressure
+        return None if self._opened is None else self._opened.context.pressure
 
     @property
     def lease(self) -> LeaseState | None:
@@ -168,22 +169,22 @@ class ExecutorClient:
         """What the executor is: model, cache, limits, capabilities. Asked once per life of the executor. While
         the model loads it waits; `Starting` at the end of the timeout. Raises `NotSupported` where it needs newer
         clients."""
-        return await self._link.info(self._link.deadline(timeout_s))
+        return await self._context.info(self._context.deadline(timeout_s))
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
         """How it is doing right now: state, pressure, counters."""
-        link = self._link
-        method, message = link.executor.GetStatus, model_executor_pb2.GetStatusRequest()
-        response = await link.calls.mutate(method, message, link.deadline(timeout_s))
-        link.saw(response.pressure)
+        context = self._context
+        method, message = context.executor.GetStatus, model_executor_pb2.GetStatusRequest()
+        response = await context.calls.mutate(method, message, context.deadline(timeout_s))
+        context.note_pressure(response.pressure)
         status = status_from_proto(response)
-        link.calls.draining = status.state is ExecutorState.DRAINING
+        context.calls.draining = status.state is ExecutorState.DRAINING
         return status
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
-        link = self._link
-        response = await link.calls.ask(checker(self._open_channel), request(service), link.deadline(timeout_s))
+        context = self._context
+        response = await context.calls.ask(checker(self._open_channel), request(service), context.deadline(timeout_s))
         return health(response.status)
 
     async def warmup(
@@ -193,16 +194,16 @@ class ExecutorClient:
         message = executor_control_pb2.WarmupRequest(
             batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
         )
-        response = await self._link.calls.ask(self._control.Warmup, message, self._link.deadline(timeout_s))
-        self._link.saw(response.pressure)
+        response = await self._context.calls.ask(self._control.Warmup, message, self._context.deadline(timeout_s))
+        self._context.note_pressure(response.pressure)
         return warmup_from_proto(response)
 
     async def reset(self, *, instance_id: str = "", timeout_s: float | None = None) -> int:
         """Release every sequence of every caller; returns how many. ``instance_id`` (from `info`) guards against
         hitting a restarted executor."""
         message = executor_control_pb2.ResetRequest(instance_id=instance_id)
-        response = await self._link.calls.ask(self._control.Reset, message, self._link.deadline(timeout_s))
-        self._link.saw(response.pressure)
+        response = await self._context.calls.ask(self._control.Reset, message, self._context.deadline(timeout_s))
+        self._context.note_pressure(response.pressure)
         return response.released_sequences
 
     async def drain(self, grace_s: float | None = None, *, timeout_s: float | None = None) -> ExecutorState:
@@ -211,17 +212,17 @@ class ExecutorClient:
         if grace is not None and grace_s is not None:
             grace.FromNanoseconds(round(grace_s * 1e9))
         message = executor_control_pb2.DrainRequest(grace=grace)
-        response = await self._link.calls.ask(self._control.Drain, message, self._link.deadline(timeout_s))
-        self._link.calls.draining = True
+        response = await self._context.calls.ask(self._control.Drain, message, self._context.deadline(timeout_s))
+        self._context.calls.draining = True
         return executor_state(response.state)
 
     async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
         """The live sequences of every caller, oldest first, for an operator. One that begins or ends meanwhile may be
         in the list or not."""
-        deadline, found = self._link.deadline(timeout_s), list[SequenceInfo]()
+        deadline, found = self._context.deadline(timeout_s), list[SequenceInfo]()
         request = executor_control_pb2.ListSequencesRequest()
         while True:
-            page = await self._link.calls.ask(self._control.ListSequences, request, deadline)
+            page = await self._context.calls.ask(self._control.ListSequences, request, deadline)
             found += map(sequence_from_proto, page.sequences)
             if not page.next_page_token:
                 return found
@@ -235,16 +236,16 @@ class ExecutorClient:
         """A lease for ``ttl_s`` seconds (default: the executor's), for `sequence` with its ``lease_id``. The caller
         renews and revokes it; the client's own lease needs none of this. Raises `SequencesExhausted` where there are
         too many."""
-        return await self._link.lending.acquire_lease(ttl_s, client_name, self._link.deadline(timeout_s))
+        return await self._connection.lending.acquire_lease(ttl_s, client_name, self._context.deadline(timeout_s))
 
     async def keep_alive(self, lease_id: str, *, timeout_s: float | None = None) -> float:
         """Renew a lease; returns for how many seconds. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch`
         after a restart of the executor."""
-        return await self._link.lending.renew_lease(lease_id, self._link.deadline(timeout_s))
+        return await self._connection.lending.renew_lease(lease_id, self._context.deadline(timeout_s))
 
     async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
         """End a lease and free its sequences; returns how many. Raises as `keep_alive`."""
-        return await self._link.lending.revoke_lease(lease_id, self._link.deadline(timeout_s))
+        return await self._connection.lending.revoke_lease(lease_id, self._context.deadline(timeout_s))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class ExecutorClient:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
-        return Sequence(self._link, state, rebuild=rebuild)
+        return Sequence(self._connection, state, rebuild=rebuild)
 
     async def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
@@ -292,7 +293,7 @@ class ExecutorClient:
             pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
         with ExitStack() as claims:
             listed = [(*claims.enter_context(sequence._rolled_back()), length) for sequence, length in pairs]
-            return await operations.truncate(self._link, listed, self._link.deadline(timeout_s))
+            return await operations.truncate(self._connection, listed, self._context.deadline(timeout_s))
 
     async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
         """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
@@ -304,7 +305,7 @@ class ExecutorClient:
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
             state.must_rest("release")
-        refusals = dict(zip(states, await self._link.releases.release(*states), strict=True))
+        refusals = dict(zip(states, await self._connection.releases.release(*states), strict=True))
         return [refusals.get(each._state) for each in listed]
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -318,19 +319,19 @@ class ExecutorClient:
         raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
         `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
         """
-        return await self._batch(self._link.forward, items, all_or_nothing, timeout_s)
+        return await self._batch(self._context.forward, items, all_or_nothing, timeout_s)
 
     async def batch_prefill(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
     ) -> list[Answer | ExecutorError]:
         """As `forward`, for items that start sequences or feed chunks."""
-        return await self._batch(self._link.batch_prefill, items, all_or_nothing, timeout_s)
+        return await self._batch(self._context.batch_prefill, items, all_or_nothing, timeout_s)
 
     async def batch_decode(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
     ) -> list[Answer | ExecutorError]:
         """As `forward`, for items of one token on sequences that exist."""
-        return await self._batch(self._link.batch_decode, items, all_or_nothing, timeout_s)
+        return await self._batch(self._context.batch_decode, items, all_or_nothing, timeout_s)
 
     async def _batch(
         self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
@@ -342,14 +343,18 @@ class ExecutorClient:
                     f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item",
                     field=f"items[{at}]",
                 )
-        return await self._link.forwards.batch(
-            feed, listed, self._link.deadline(timeout_s), all_or_nothing=all_or_nothing
+        return await self._connection.forwards.batch(
+            feed, listed, self._context.deadline(timeout_s), all_or_nothing=all_or_nothing
         )
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @property
-    def _link(self) -> Link:
+    def _context(self) -> Context:
+        return self._connection.context
+
+    @property
+    def _connection(self) -> Connection:
         if self._opened is None:
             raise RuntimeError("this client is not open: use it as `async with ExecutorClient(...) as client`")
         return self._opened

@@ -1,6 +1,6 @@
 """Work items out, answers back, and every sequence's state in step with them.
 
-Through whatever transport the link has. A creation that is refused because the client's lease is gone goes out again
+Through whatever transport the client has. A creation that is refused because the client's lease is gone goes out again
 with another, and rows that a replayed answer has lost are computed again: neither is the program's business.
 """
 
@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.lending import LEASE_FIELD
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.dispatch import Dispatcher
+from ferrum_rpc.client.lending import LEASE_FIELD, Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.retry import retry_while_busy
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Fed, Feed
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowBlock, Rows, StepTiming
@@ -22,22 +26,22 @@ from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
-if TYPE_CHECKING:
-    from ferrum_rpc.client.link import Link
-
 log = logging.getLogger("ferrum_rpc.client")
 
 
 class Forwards:
     """The forwards of one client."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, context: Context, dispatcher: Dispatcher, lending: Lending, releases: Releases) -> None:
+        self._context = context
+        self._dispatcher = dispatcher
+        self._lending = lending
+        self._releases = releases
 
     async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Answer:
         """One item through Prefill, Decode or ForwardVerify. The caller has claimed the sequence."""
-        fed = await self._link.patiently(item.state, lambda: self._feed(feed, item, deadline), deadline)
-        answer = self._answer(item, fed.output, fed.blocks, self._link.saw(fed.pressure), fed.timing)
+        fed = await retry_while_busy(item.state, lambda: self._feed(feed, item, deadline), deadline)
+        answer = self._answer(item, fed.output, fed.blocks, self._context.note_pressure(fed.pressure), fed.timing)
         if _rows_are_gone(item, answer):
             answer = (await self._rows_again({0: (item, answer)}, deadline))[0]
         return answer
@@ -45,13 +49,13 @@ class Forwards:
     async def _feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
         for last in (False, True):
             if item.handle is None:
-                await self._link.lending.lend((item,), deadline)
-            transport = self._link.standing or await self._link.transport(deadline)
+                await self._lending.lend((item,), deadline)
+            transport = self._dispatcher.open_session or await self._dispatcher.transport(deadline)
             try:
                 return await transport.feed(feed, item, deadline)
             except BaseException as error:
                 self._failed(item, error, lambda later: self._repeat(feed, item, later))
-                if last or not isinstance(error, LEASE_GONE) or not self._link.lending.returned((item,), error):
+                if last or not isinstance(error, LEASE_GONE) or not self._lending.returned((item,), error):
                     raise
         raise AssertionError("the second attempt returns or raises")
 
@@ -76,13 +80,13 @@ class Forwards:
         try:
             results = await self._batch_once(feed, items, deadline, all_or_nothing=all_or_nothing)
         except LEASE_GONE as error:  # one item's refusal refused them all
-            if error.field != LEASE_FIELD or not self._link.lending.returned(items, error):
+            if error.field != LEASE_FIELD or not self._lending.returned(items, error):
                 raise
             return await self._batch_once(feed, items, deadline, all_or_nothing=all_or_nothing)
         again = {
             index: item
             for index, (item, result) in enumerate(zip(items, results, strict=True))
-            if isinstance(result, LEASE_GONE) and self._link.lending.returned((item,), result)
+            if isinstance(result, LEASE_GONE) and self._lending.returned((item,), result)
         }
         if again:
             try:
@@ -96,8 +100,8 @@ class Forwards:
     async def _batch_once(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> list[Answer | ExecutorError]:
-        await self._link.lending.lend(items, deadline)
-        transport = await self._link.transport(deadline)
+        await self._lending.lend(items, deadline)
+        transport = await self._dispatcher.transport(deadline)
         try:
             protos = [item.proto for item in items]
             forwarded = await transport.forward(feed, protos, deadline, all_or_nothing=all_or_nothing)
@@ -111,7 +115,7 @@ class Forwards:
             for item in items:
                 self._failed(item, error, self._repeater(item))
             raise
-        pressure = self._link.saw(forwarded.pressure)
+        pressure = self._context.note_pressure(forwarded.pressure)
         results: list[Answer | ExecutorError] = []
         gone: dict[int, tuple[Item, Answer]] = {}
         for item, result in zip(items, forwarded.results, strict=True):
@@ -137,10 +141,10 @@ class Forwards:
         timing: StepTiming | None,
     ) -> Answer:
         handle = handle_from_proto(output.handle)
-        item.state.committed(item, handle, self._link.exact_span_tokens)
+        item.state.committed(item, handle, self._context.exact_span_tokens)
         if item.handle is None:
-            self._link.releases.live.add(item.state)
-            self._link.calls.draining = False  # it takes new sequences: another process stands there now
+            self._releases.live.add(item.state)
+            self._context.calls.draining = False  # it takes new sequences: another process stands there now
         where = output.rows
         rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
         return Answer(handle, rows, pressure, timing, output.cached_tokens, output.replayed)
@@ -153,9 +157,9 @@ class Forwards:
         items = []
         for item, answer in gone.values():
             tokens = item.tokens if item.output.positions is Positions.ALL else item.tokens[-1:]
-            items.append(self._link.item(item.state, tokens, item.output, answer.length - len(tokens)))
+            items.append(self._context.item(item.state, tokens, item.output, answer.length - len(tokens)))
         try:
-            fresh = await self._batch(self._link.forward, items, deadline, all_or_nothing=False)
+            fresh = await self._batch(self._context.forward, items, deadline, all_or_nothing=False)
         except ExecutorError as error:
             log.warning("the rows of a replayed answer could not be recomputed: %s", error)
             fresh = [error] * len(items)
@@ -169,16 +173,16 @@ class Forwards:
     def _failed(self, item: Item, error: BaseException, repeat: Callable[[Deadline], Any]) -> None:
         item.state.failed(item, error, repeat)
         if item.state.in_doubt:
-            self._link.releases.live.add(item.state)
-        self._link.noticed(error)
+            self._releases.live.add(item.state)
+        self._context.note_error(error)
 
     def _repeater(self, item: Item) -> Callable[[Deadline], Any]:
-        return lambda later: self._repeat(self._link.forward, item, later)
+        return lambda later: self._repeat(self._context.forward, item, later)
 
     async def _repeat(self, feed: Feed, item: Item, deadline: Deadline) -> list[HandleRef]:
         """Send a doubtful creation again, to learn what it created."""
-        transport = await self._link.transport(deadline)
-        if feed is self._link.forward:
+        transport = await self._dispatcher.transport(deadline)
+        if feed is self._context.forward:
             batch = await transport.forward(feed, [item.proto], deadline, all_or_nothing=False)
             return [handle_from_proto(each.output.handle) for each in batch.results if each.HasField("output")]
         return [handle_from_proto((await transport.feed(feed, item, deadline)).output.handle)]

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from ferrum_rpc.client.link import Link
+from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.core import OutputSpec
 
 GREEDILY: Final = Sampling(temperature=0)
 
 
+class Fed(Protocol):
+    """What `generated` needs of a `Sequence`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+
+    async def prefill(self, tokens: list[int], output: OutputSpec, *, timeout_s: float | None) -> Answer:
+        """Feed tokens."""
+
+    async def decode(self, token: int, output: OutputSpec, *, timeout_s: float | None) -> Answer:
+        """Feed one token."""
+
+
 async def generated(
-    sequence: Sequence,
-    link: Link,
+    sequence: Fed,
+    context: Context,
     tokens: list[int],
     *,
     most: int | None,
@@ -29,7 +42,7 @@ async def generated(
     timeout_s: float | None,
 ) -> AsyncGenerator[int, None]:
     """The tokens that follow ``tokens``: ``most`` of them at most, none of ``ends`` (None: the model's)."""
-    info = await link.info(link.deadline(timeout_s))
+    info = await context.info(context.deadline(timeout_s))
     sampler = Sampler(sampling, info)
     if ends is None:
         ends = frozenset(info.model.eos_token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrum_rpc.client.link import Link
+from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id, settled
 from ferrum_rpc.client.transport import Outcomes, Rollback, Transport
@@ -15,7 +15,7 @@ from ferrum_rpc.wire.items import handle_to_proto
 
 
 async def truncate(
-    link: Link, rollbacks: Sequence[tuple[SequenceState, HandleRef, int]], deadline: Deadline
+    connection: Connection, rollbacks: Sequence[tuple[SequenceState, HandleRef, int]], deadline: Deadline
 ) -> list[ExecutorError | None]:
     """Roll back, each to its length; the states follow. None: done. All have one request id, but for those whose
     doubtful call for the same thing has one already."""
@@ -39,7 +39,7 @@ async def truncate(
             return await transport.truncate(part, request_id, deadline)
 
         try:
-            outcomes = await link.outcomes(send, [rollbacks[at][1:] for at in group], deadline)
+            outcomes = await connection.dispatcher.outcomes(send, [rollbacks[at][1:] for at in group], deadline)
         except BaseException as error:
             for at in group:
                 over(at, request_id, error)
@@ -50,7 +50,7 @@ async def truncate(
 
 
 async def fork(
-    link: Link, state: SequenceState, handle: HandleRef, deadline: Deadline, *, count: int, at: int | None
+    connection: Connection, state: SequenceState, handle: HandleRef, deadline: Deadline, *, count: int, at: int | None
 ) -> list[SequenceState]:
     """Children of the first ``at`` tokens, as live states."""
     content = ("fork", handle, count, at)
@@ -63,29 +63,30 @@ async def fork(
     )
 
     async def repeat(until: Deadline) -> list[HandleRef]:
-        return (await (await link.transport(until)).fork(request, until))[0]
+        return (await (await connection.dispatcher.transport(until)).fork(request, until))[0]
 
-    transport = await link.transport(deadline)
+    transport = await connection.dispatcher.transport(deadline)
     try:
         children, pressure = await transport.fork(request, deadline)
     except BaseException as error:
         state.fork = settled(state.fork, error, content, request.request_id, repeat)
         raise
     state.fork = None
-    link.saw(pressure)
-    return [_child(link, state, each) for each in children]
+    connection.context.note_pressure(pressure)
+    return [_child(connection, state, each) for each in children]
 
 
-def _child(link: Link, parent: SequenceState, handle: HandleRef) -> SequenceState:
+def _child(connection: Connection, parent: SequenceState, handle: HandleRef) -> SequenceState:
     tokens = None if parent.tokens is None else parent.tokens[: handle.seq_len]
     state = SequenceState(parent.create, handle=handle, tokens=tokens)
     state.lease_id = parent.lease_id
     state.pieces = parent.pieces.upto(handle.seq_len)
-    link.releases.live.add(state)
+    connection.releases.live.add(state)
     return state
 
 
-async def reserve(link: Link, handle: HandleRef, tokens: int, deadline: Deadline) -> Pressure:
+async def reserve(connection: Connection, handle: HandleRef, tokens: int, deadline: Deadline) -> Pressure:
     """Hold blocks. Repeating it changes nothing, so it needs no request id."""
     request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(handle), tokens=tokens)
-    return link.saw((await link.calls.mutate(link.executor.ReserveKv, request, deadline)).pressure)
+    context = connection.context
+    return context.note_pressure((await context.calls.mutate(context.executor.ReserveKv, request, deadline)).pressure)

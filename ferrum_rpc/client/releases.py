@@ -6,16 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id
 from ferrum_rpc.client.transport import Outcomes, Transport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
-
-if TYPE_CHECKING:
-    from ferrum_rpc.client.link import Link
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -23,10 +21,11 @@ log = logging.getLogger("ferrum_rpc.client")
 class Releases:
     """The sequences of one client that the executor holds, or may hold, and the releases that are under way."""
 
-    def __init__(self, link: Link, timeout_s: float) -> None:
+    def __init__(self, context: Context, dispatcher: Dispatcher, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.live: set[SequenceState] = set()
-        self._link = link
+        self._context = context
+        self._dispatcher = dispatcher
         self._under_way: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
     async def release(self, *states: SequenceState) -> list[ExecutorError | None]:
@@ -63,7 +62,7 @@ class Releases:
 
     async def handles(self, handles: Sequence[HandleRef], deadline: Deadline) -> list[ExecutorError | None]:
         """Release at whatever version. None: it is free; what is gone already counts as released."""
-        link, request_id = self._link, new_request_id()
+        request_id = new_request_id()
         refusals: list[ExecutorError | None] = [None] * len(handles)
 
         async def send(transport: Transport, part: Sequence[HandleRef]) -> Outcomes:
@@ -72,11 +71,11 @@ class Releases:
         left, pause = list(range(len(handles))), 0.005
         while True:
             for at, outcome in zip(
-                left, await link.outcomes(send, [handles[at] for at in left], deadline), strict=True
+                left, await self._dispatcher.outcomes(send, [handles[at] for at in left], deadline), strict=True
             ):
                 refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
                 if isinstance(outcome, SEQUENCE_GONE):
-                    link.noticed(outcome)
+                    self._context.note_error(outcome)
                     refusals[at] = None
             left = [at for at in left if isinstance(refusals[at], SequenceBusy)]
             if not left or deadline.passed:

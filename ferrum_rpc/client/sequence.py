@@ -12,10 +12,11 @@ from typing import TypeVar
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
 from ferrum_rpc.client.arguments import Output, Tokens, as_list, as_number, as_output, as_tokens
+from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.generation import GREEDILY, generated
-from ferrum_rpc.client.link import Link
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.retry import retry_while_busy
 from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
@@ -65,8 +66,9 @@ class Sequence:
     again is safe and settles it, because it carries the same request id.
     """
 
-    def __init__(self, link: Link, state: SequenceState, *, rebuild: bool) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
+        self._connection = connection
+        self._context = connection.context
         self._state = state
         self._rebuild = rebuild
         self._owed: _Debt | None = None  # what a lost sequence held and has not been fed again yet
@@ -136,7 +138,7 @@ class Sequence:
         """
         listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
         chunk = None if chunk is None else as_number(chunk, "chunk", least=1)
-        deadline = self._link.deadline(timeout_s)
+        deadline = self._context.deadline(timeout_s)
         with self._claimed("prefill"):
             return await self._prefill(listed, spec, await self._chunk(spec, len(listed), chunk, deadline), deadline)
 
@@ -150,10 +152,10 @@ class Sequence:
     ) -> Answer:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
         listed, spec, truncate_to = as_tokens([token]), as_output(output, Positions.LAST), _as_rollback(truncate_to)
-        deadline = self._link.deadline(timeout_s)
+        deadline = self._context.deadline(timeout_s)
         with self._claimed("decode"):
             self._must_exist("decode")
-            return await self._feed(self._link.decode, listed, spec, truncate_to, deadline)
+            return await self._feed(self._context.decode, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
@@ -166,10 +168,10 @@ class Sequence:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
         listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.ALL), _as_rollback(truncate_to)
-        deadline = self._link.deadline(timeout_s)
+        deadline = self._context.deadline(timeout_s)
         with self._claimed("verify"):
             self._must_exist("verify")
-            return await self._feed(self._link.verify, listed, spec, truncate_to, deadline)
+            return await self._feed(self._context.verify, listed, spec, truncate_to, deadline)
 
     def generate(
         self,
@@ -195,7 +197,7 @@ class Sequence:
         most = None if max_tokens is None else as_number(max_tokens, "max_tokens", least=1)
         ends = None if stop is None else frozenset(as_list(stop, "stop"))
         return generated(
-            self, self._link, listed, most=most, sampling=sampling or GREEDILY, ends=ends, timeout_s=timeout_s
+            self, self._context, listed, most=most, sampling=sampling or GREEDILY, ends=ends, timeout_s=timeout_s
         )
 
     def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:  # noqa: B008
@@ -207,13 +209,13 @@ class Sequence:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
         listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.LAST), _as_rollback(truncate_to)
         self._prompt = None
-        return self._link.item(self._state, listed, spec, truncate_to)
+        return self._context.item(self._state, listed, spec, truncate_to)
 
     # --- other operations -------------------------------------------------------------------------------------------
 
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
-        length, deadline = as_number(length, "length"), self._link.deadline(timeout_s)
+        length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
         with self._claimed("truncate"):
             self._must_exist("truncate")
             return await self._surviving(lambda handle: self._roll_back(handle, length, deadline), deadline)
@@ -222,22 +224,23 @@ class Sequence:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
         count, at = as_number(count, "count", least=1), None if at is None else as_number(at, "at_length")
-        deadline = self._link.deadline(timeout_s)
+        deadline = self._context.deadline(timeout_s)
         with self._claimed("fork"):
             self._must_exist("fork", keeps_prompt=True)
             states = await self._surviving(
-                lambda handle: operations.fork(self._link, self._state, handle, deadline, count=count, at=at), deadline
+                lambda handle: operations.fork(self._connection, self._state, handle, deadline, count=count, at=at),
+                deadline,
             )
-        return [Sequence(self._link, state, rebuild=self._rebuild) for state in states]
+        return [Sequence(self._connection, state, rebuild=self._rebuild) for state in states]
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
         `KvBlocksExhausted`. Doing it twice is doing it once."""
-        tokens, deadline = as_number(tokens, "tokens"), self._link.deadline(timeout_s)
+        tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
         with self._claimed("reserve"):
             self._must_exist("reserve", keeps_prompt=True)
             return await self._surviving(
-                lambda handle: operations.reserve(self._link, handle, tokens, deadline), deadline
+                lambda handle: operations.reserve(self._connection, handle, tokens, deadline), deadline
             )
 
     async def rebuild(
@@ -255,12 +258,12 @@ class Sequence:
         same build with the same choices the cache is the same to the last bit. Where that limit is 0 it is so within
         rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
-        deadline = self._link.deadline(timeout_s)
+        deadline = self._context.deadline(timeout_s)
         with self._claimed("rebuild"):
             old = self._state.handle
             self._restart(listed)
             if old is not None:
-                await self._link.releases.handles([old], Deadline.after(self._link.releases.timeout_s))
+                await self._connection.releases.handles([old], Deadline.after(self._connection.releases.timeout_s))
             self._prompt = None
             return await self._settle_debt(deadline, spec)
 
@@ -272,7 +275,7 @@ class Sequence:
         through when the caller is cancelled meanwhile."""
         if not self._state.released:
             self._state.must_rest("release")
-            [refusal] = await self._link.releases.release(self._state)
+            [refusal] = await self._connection.releases.release(self._state)
             if refusal is not None:
                 raise refusal
 
@@ -284,7 +287,7 @@ class Sequence:
     ) -> None:
         if self._state.released:
             return
-        [refusal] = await self._link.releases.release(self._state)
+        [refusal] = await self._connection.releases.release(self._state)
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
@@ -317,17 +320,17 @@ class Sequence:
             self._prompt = None
 
     async def _roll_back(self, handle: HandleRef, length: int, deadline: Deadline) -> Pressure:
-        [refusal] = await operations.truncate(self._link, [(self._state, handle, length)], deadline)
+        [refusal] = await operations.truncate(self._connection, [(self._state, handle, length)], deadline)
         if refusal is not None:
             raise refusal
-        assert self._link.pressure is not None  # noqa: S101 - the answer told it
-        return self._link.pressure
+        assert self._context.pressure is not None  # noqa: S101 - the answer told it
+        return self._context.pressure
 
     async def _chunk(self, output: OutputSpec, tokens: int, chunk: int | None, deadline: Deadline) -> int:
         """Tokens of one call: what the caller says, or what the executor takes and can answer in one message."""
         if chunk is not None:
             return chunk
-        info = await self._link.info(deadline)
+        info = await self._context.info(deadline)
         most = info.limits.max_batch_tokens or tokens
         if output.positions is Positions.ALL and info.limits.max_response_bytes:
             room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
@@ -343,7 +346,7 @@ class Sequence:
             part = tokens[prompt.fed : prompt.fed + chunk]
             last = prompt.fed + len(part) == len(tokens)
             spec = output if last or output.positions is Positions.ALL else silent
-            answer = await self._feed(self._link.prefill, part, spec, None, deadline)
+            answer = await self._feed(self._context.prefill, part, spec, None, deadline)
             if answer.rows is not None:
                 prompt.rows.append(answer.rows)
             prompt.cached_tokens += answer.cached_tokens
@@ -360,9 +363,9 @@ class Sequence:
         async def send() -> Answer:
             # What was lost may have been rebuilt to exactly `truncate_to`, or to nothing at all.
             roll_back = None if truncate_to == self._state.length or self._state.handle is None else truncate_to
-            through = self._link.prefill if self._state.handle is None else feed
-            return await self._link.forwards.feed(
-                through, self._link.item(self._state, tokens, output, roll_back), deadline
+            through = self._context.prefill if self._state.handle is None else feed
+            return await self._connection.forwards.feed(
+                through, self._context.item(self._state, tokens, output, roll_back), deadline
             )
 
         return await self._again_if_gone(send, truncate_to, deadline)
@@ -372,7 +375,7 @@ class Sequence:
             handle = self._state.handle
             if handle is None:
                 raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
-            return await self._link.patiently(self._state, lambda: send(handle), deadline)
+            return await retry_while_busy(self._state, lambda: send(handle), deadline)
 
         return await self._again_if_gone(on_handle, None, deadline)
 
@@ -406,7 +409,7 @@ class Sequence:
         assert debt is not None  # noqa: S101 - the callers looked
         if debt.pieces is None:
             most = await self._chunk(output, len(debt.tokens), None, deadline)
-            exact = (await self._link.info(deadline)).limits.exact_span_tokens
+            exact = (await self._context.info(deadline)).limits.exact_span_tokens
             debt.pieces = debt.long.again(len(debt.tokens), debt.known, exact, most)
         answer: Answer | None = None
         rows: list[Rows] = []
@@ -418,8 +421,8 @@ class Sequence:
             filled = piece.filled and wanted is not Positions.NONE
             spec = replace(output, positions=Positions.ALL if filled else wanted)
             truncate_to = piece.start if state.length > piece.start else None
-            item = self._link.item(state, piece.tokens(debt.tokens), spec, truncate_to)
-            answer = await self._link.forwards.feed(self._link.prefill, item, deadline)
+            item = self._context.item(state, piece.tokens(debt.tokens), spec, truncate_to)
+            answer = await self._connection.forwards.feed(self._context.prefill, item, deadline)
             debt.done = number + 1
             cached += answer.cached_tokens
             if answer.rows is not None:

@@ -10,15 +10,18 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import grpc
 
 from ferrum_rpc.client.asks import Answered, Ask, Frame, Room, other_answer
 from ferrum_rpc.client.calls import Metadata
+from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import seconds
 from ferrum_rpc.client.lease import Lease
+from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.retry import retry_while_starting
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.shared import Shared
 from ferrum_rpc.client.state import Item
@@ -31,9 +34,6 @@ from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
 
-if TYPE_CHECKING:
-    from ferrum_rpc.client.link import Link
-
 STEPS_IN_FLIGHT: Final = 8
 OPENINGS: Final = 4
 """Attempts to open a stream that nobody answers, as gRPC makes for a unary call (`channel.service_config`)."""
@@ -43,10 +43,18 @@ FIRST_BACKOFF_S: Final = 0.05
 class SessionTransport:
     """Sends through a session of ``steps_in_flight`` steps at most, or what the executor grants of them."""
 
-    def __init__(self, link: Link, channel: grpc.aio.Channel, unary: UnaryTransport, steps_in_flight: int) -> None:
-        self._link = link
+    def __init__(
+        self,
+        context: Context,
+        lending: Lending,
+        channel: grpc.aio.Channel,
+        unary: UnaryTransport,
+        steps_in_flight: int,
+    ) -> None:
+        self._context = context
+        self._lending = lending
         self._unary = unary
-        self._calls = link.calls
+        self._calls = context.calls
         self._channel = channel
         self._steps_in_flight = steps_in_flight
         self._stream: SessionStream | None = None
@@ -110,7 +118,7 @@ class SessionTransport:
         assert stream is not None  # noqa: S101 - the caller asked `is_open`
         frame = Frame(keep_alive=session_pb2.SessionKeepAlive())
         answer = (await stream.say(frame, deadline)).keep_alive
-        self._link.saw(answer.pressure)
+        self._context.note_pressure(answer.pressure)
         return seconds(answer.ttl)
 
     async def close(self, deadline: Deadline) -> bool:
@@ -172,16 +180,15 @@ class SessionTransport:
         if stream.over is not None:
             self._calls.heard(stream.over)
             return None
-        if self.lease_id != self._link.lending.keeper.lease_id:
+        if self.lease_id != self._lending.keeper.lease_id:
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
             return None
         return stream
 
     async def _open(self, deadline: Deadline) -> SessionStream:
         """A stream that is open. Nothing was sent where this raises: no fate is unknown."""
-        loaded = self._link.loaded
         return await self._opening.get(
-            self._standing, lambda: loaded(lambda: self._opened(deadline), deadline), deadline
+            self._standing, lambda: retry_while_starting(lambda: self._opened(deadline), deadline), deadline
         )
 
     async def _opened(self, deadline: Deadline) -> SessionStream:
@@ -196,15 +203,15 @@ class SessionTransport:
             except LEASE_GONE as error:
                 if not self.lease_id:
                     raise
-                self._link.lending.keeper.lost(self.lease_id, error)
-                self._link.noticed(error)
+                self._lending.keeper.lost(self.lease_id, error)
+                self._context.note_error(error)
                 continue
             await asyncio.sleep(FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
         raise TransportError("the executor knows none of the leases that it grants", metadata={"grpc_code": "INTERNAL"})
 
     async def _hello(self, deadline: Deadline) -> SessionStream:
-        keeper = self._link.lending.keeper
-        self.lease_id = await self._link.lending.current(deadline) or keeper.lease_id
+        keeper = self._lending.keeper
+        self.lease_id = await self._lending.current(deadline) or keeper.lease_id
         asked = time.monotonic()
         hello = Frame(
             hello=session_pb2.SessionHello(
@@ -217,8 +224,8 @@ class SessionTransport:
         stream = SessionStream(self._channel, self._calls.metadata)
         try:
             welcome = await stream.open(hello, deadline)
-            self._link.met(welcome.instance_id)
-            info = await self._link.info(deadline)
+            self._context.note_instance(welcome.instance_id)
+            info = await self._context.info(deadline)
         except BaseException:
             stream.end(TransportError("the session could not be opened"))
             raise

@@ -1,7 +1,7 @@
 """How a client's requests travel: what every way has to offer, and the plain one, a unary call each.
 
 The other is a session (`client.session`). Both take the same messages and give the same answers and errors, so that
-nothing above the link knows which one it is.
+nothing above the dispatcher knows which one it is.
 """
 
 from __future__ import annotations

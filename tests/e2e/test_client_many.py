@@ -43,7 +43,7 @@ async def fed(client: ExecutorClient, count: int, tokens: int = 6) -> list[Seque
 def messages(client: ExecutorClient) -> list[Any]:
     """Requests that the client sends from now on."""
     sent: list[Any] = []
-    calls: Any = client._link.calls
+    calls: Any = client._context.calls
     mutate = calls.mutate
 
     async def noted(method: Any, request: Any, deadline: Any) -> Any:
@@ -60,7 +60,7 @@ async def test_many_are_rolled_back_each_to_its_length_in_as_few_messages_as_can
     assert await client.truncate([(each, at % 6) for at, each in enumerate(sequences)]) == [None] * len(sequences)
     assert [each.length for each in sequences] == [at % 6 for at in range(len(sequences))]
     assert [each.tokens for each in sequences] == [list(range(at % 6)) for at in range(len(sequences))]
-    assert len(sent) == (3 if client._link.session else len(sequences))
+    assert len(sent) == (3 if client._connection.dispatcher.session else len(sequences))
     for at, each in enumerate(sequences[:4]):
         assert (await each.decode(1)).length == at + 1
     assert await client.truncate([]) == []
@@ -134,7 +134,7 @@ async def test_many_are_released_and_what_is_gone_already_counts_as_released(cli
     unfed = client.sequence()
     sent = messages(client)
     assert await client.release([*sequences, unfed]) == [None] * (len(sequences) + 1)
-    assert len(sent) == (3 if client._link.session else len(sequences) - 1)
+    assert len(sent) == (3 if client._connection.dispatcher.session else len(sequences) - 1)
     assert all(each.released for each in [*sequences, unfed])
     assert (await client.status()).pressure.sequences == before
     assert await client.release(sequences) == [None] * len(sequences)

@@ -80,7 +80,7 @@ async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(ser
         await sequence.prefill(PROMPT)
         sent: list[str] = []
         steps = (await client.status()).counters.steps
-        calls = client._link.calls
+        calls = client._context.calls
         mutate = calls.mutate
 
         async def counted(method: Any, request: Any, deadline: Any) -> Any:

@@ -349,7 +349,7 @@ async def test_leaving_the_client_releases_what_is_still_live(served: Served) ->
 
 
 async def test_a_client_remembers_only_sequences_that_the_executor_may_hold(client: ExecutorClient) -> None:
-    live = client._link.releases.live
+    live = client._connection.releases.live
     for _ in range(5):
         client.sequence()
         with pytest.raises(InvalidRequest):
@@ -598,7 +598,7 @@ async def test_a_drain_is_asked_for_where_it_is_offered(client: ExecutorClient) 
 async def test_an_executor_that_needs_newer_clients_is_refused(
     client: ExecutorClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ferrum_rpc.client.link.SCHEMA_REVISION", 0)
+    monkeypatch.setattr("ferrum_rpc.client.context.SCHEMA_REVISION", 0)
     with pytest.raises(NotSupported, match="needs clients of schema revision"):
         await client.info()
 

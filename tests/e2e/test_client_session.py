@@ -275,7 +275,7 @@ async def test_without_a_resend_a_lost_stream_is_an_unknown_fate_that_the_same_c
 async def test_a_connection_lost_between_steps_costs_nobody_anything() -> None:
     async with world(resend=NEVER_RESEND) as (served, proxy, client), client.sequence() as sequence:
         await sequence.prefill(PROMPT)
-        session = client._link.session
+        session = client._connection.dispatcher.session
         assert session is not None
         for length in range(9, 12):
             proxy.reset_all()
@@ -476,8 +476,8 @@ async def test_an_executor_without_sessions_gets_unary_calls_and_that_is_said_on
 ) -> None:
     async with both() as (served, _, session):
         real = await session.info()
-        link: Any = session._link
-        link._info = type(real)(
+        context: Any = session._context
+        context._info = type(real)(
             **{each.name: getattr(real, each.name) for each in fields(real) if each.name != "capabilities"},
             capabilities=real.capabilities - {Capability.SESSION},
         )

@@ -183,7 +183,7 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
     outcomes: list[list[Any]] = [[SequenceBusy("no"), HandleReleased("no"), StepFailed("no")], [SequenceBusy("no")]]
     sent: list[tuple[int, str]] = []
 
-    class Link:
+    class Dispatcher:
         async def outcomes(self, send: Any, handles: Any, deadline: Any) -> Any:
             await send(self, handles)
             return outcomes.pop(0) if outcomes else list(handles)
@@ -191,12 +191,14 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
         async def release(self, handles: Any, request_id: str, _: Any) -> Any:
             sent.append((len(handles), request_id))
 
-        def noticed(self, _: Any) -> None:
+    class Context:
+        def note_error(self, _: Any) -> None:
             return None
 
-    link: Any = Link()
+    context: Any = Context()
+    dispatcher: Any = Dispatcher()
     states = [state(handle=handle(3, 7, name)) for name in (b"busy", b"gone", b"failed")]
-    refusals = await Releases(link, 5.0).release(*states)
+    refusals = await Releases(context, dispatcher, 5.0).release(*states)
     assert [type(each) for each in refusals] == [type(None), type(None), StepFailed]
     assert [count for count, _ in sent] == [3, 1, 1]
     assert len({request_id for _, request_id in sent}) == 1

@@ -1,0 +1,58 @@
+"""One client's connection: its parts, and the order in which they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from ferrum_rpc.client.calls import Calls
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.dispatch import Dispatcher
+from ferrum_rpc.client.forwards import Forwards
+from ferrum_rpc.client.lease import LeasePolicy, LeaseTrouble
+from ferrum_rpc.client.lending import Lending
+from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.session import SessionTransport
+from ferrum_rpc.client.transport import UnaryTransport
+
+
+class Connection:
+    """What `ExecutorClient` and `Sequence` speak through. ``steps_in_flight``: requests go through a session of so many
+    steps; None: each is a unary call."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        calls: Calls,
+        *,
+        timeout_s: float | None,
+        release_timeout_s: float,
+        lease: LeasePolicy | None,
+        client_name: str,
+        on_lease_trouble: Callable[[LeaseTrouble], None] | None,
+        steps_in_flight: int | None,
+    ) -> None:
+        self.context = context = Context(channel, calls, timeout_s)
+        self.lending = lending = Lending(context, lease, client_name=client_name, on_trouble=on_lease_trouble)
+        unary = UnaryTransport(context.executor, calls)
+        session = None
+        if steps_in_flight is not None:
+            session = lending.session = SessionTransport(context, lending, channel, unary, steps_in_flight)
+        self.dispatcher = Dispatcher(context, unary, session)
+        self.releases = Releases(context, self.dispatcher, release_timeout_s)
+        self.forwards = Forwards(context, self.dispatcher, lending, self.releases)
+
+    async def close(self) -> None:
+        """Release what is still live, and end the session and the lease, within the time of a release. Does not
+        raise."""
+        deadline, keeper = Deadline.after(self.releases.timeout_s), self.lending.keeper
+        try:
+            await self.releases.settled(deadline)
+            # A step that hangs delays the end of the session: there must be time left to revoke the lease.
+            await self.dispatcher.close(Deadline.after(self.releases.timeout_s / 2))
+            await self.releases.all(deadline, but_of_lease=keeper.lease_id)
+            await keeper.close(deadline)
+        finally:
+            keeper.stop()

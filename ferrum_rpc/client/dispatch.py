@@ -1,0 +1,78 @@
+"""Which transport a request takes: the session where one is wanted and offered, else unary calls."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.facts import Capability
+from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.session import SessionTransport
+from ferrum_rpc.client.transport import Outcomes, Transport
+from ferrum_rpc.core import HandleRef
+from ferrum_rpc.errors import ExecutorError
+
+Value = TypeVar("Value")
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+class Dispatcher:
+    """A client's transports. ``session`` is None where the client wants none."""
+
+    def __init__(self, context: Context, unary: Transport, session: SessionTransport | None) -> None:
+        self.session = session
+        self._context = context
+        self._unary = unary
+        self._fell_back = False
+
+    @property
+    def open_session(self) -> SessionTransport | None:
+        """The session, where its stream is open."""
+        return self.session if self.session is not None and self.session.is_open else None
+
+    async def transport(self, deadline: Deadline) -> Transport:
+        """The session where one is wanted and offered, else unary calls."""
+        if self.session is None:
+            return self._unary
+        if self.session.is_open or Capability.SESSION in (await self._context.info(deadline)).capabilities:
+            return self.session
+        if not self._fell_back:
+            self._fell_back = True
+            log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
+        return self._unary
+
+    async def outcomes(
+        self,
+        send: Callable[[Transport, Sequence[Value]], Awaitable[Outcomes]],
+        values: Sequence[Value],
+        deadline: Deadline,
+    ) -> list[HandleRef | ExecutorError]:
+        """The outcome of an operation for each value, sent in messages of as many as the executor takes. The refusal of
+        a whole message is that of each value in it."""
+
+        async def sent(part: Sequence[Value]) -> Sequence[HandleRef | ExecutorError]:
+            try:
+                outcomes, pressure = await send(await self.transport(deadline), part)
+            except ExecutorError as error:
+                return [error] * len(part)
+            if pressure is not None:
+                self._context.note_pressure(pressure)
+            return outcomes
+
+        if len(values) <= 1:
+            return [*await sent(values)] if values else []
+        info = self._context.known_info
+        most = len(values) if info is None else info.limits.max_batch_items
+        parts = [sent(values[first : first + most]) for first in range(0, len(values), most)]
+        return list(itertools.chain(*await asyncio.gather(*parts)))
+
+    async def close(self, deadline: Deadline) -> None:
+        """End the session; requests go as unary calls from now on. Does not raise."""
+        session, self.session = self.session, None
+        if session is not None:
+            await session.close(deadline)
