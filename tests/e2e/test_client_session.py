@@ -25,6 +25,7 @@ from ferrum_rpc.client import (
     SelectedTokens,
     TopTokens,
 )
+from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import OutputKind
 from ferrum_rpc.errors import (
@@ -341,8 +342,9 @@ async def test_after_a_restart_old_handles_say_so_and_a_rebuilt_sequence_goes_on
 # --- giving up ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_step_that_is_cancelled_before_it_began_never_does() -> None:
+async def test_a_step_that_is_cancelled_before_it_began_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("forward")
+    monkeypatch.setattr(Pace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
     async with world(stage=gate) as (served, _, client):
         first, second = client.sequence(), client.sequence()
         for sequence in (first, second):
