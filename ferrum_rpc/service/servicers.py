@@ -19,7 +19,7 @@ from ferrum_rpc.service.records import Account, Ending
 from ferrum_rpc.service.session import Session, Sessions
 from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
-from ferrum_rpc.wire.framing import Apart, framed
+from ferrum_rpc.wire.framing import Framing
 from ferrum_rpc.wire.items import (
     Shape,
     fill_lone,
@@ -114,10 +114,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         if isinstance(outcome, ExecutorError):
             raise outcome
         filled: Any = response
-        apart: list[Apart] = []
-        fill_lone(filled.output, filled.row_blocks, outcome, apart)
+        framing = Framing()
+        fill_lone(filled.output, filled.row_blocks, outcome, framing.put)
         self._complete(response, answer)
-        return framed(response, apart)
+        return framing.framed(response)
 
     async def _batch(self, method: str, request: Any, response: M, shape: Shape, context: Context) -> M:
         """A call of several items: each has an outcome of its own. Returns ``response``, filled and perhaps framed."""
@@ -134,10 +134,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             hold=partial(self._hold, context),
         )
         self.calls.refused_items(f"{self.service}/{method}", answer.outcomes, context)
-        apart: list[Apart] = []
-        fill_results(response, request.items, answer.outcomes, apart)
+        framing = Framing()
+        fill_results(response, request.items, answer.outcomes, framing.put)
         self._complete(response, answer)
-        return framed(response, apart)
+        return framing.framed(response)
 
     def _hold(self, context: Context, account: Account, size: int) -> None:
         """Take room for a call's answer until the call is over, which it is when gRPC has sent the answer."""

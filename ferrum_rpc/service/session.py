@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from ferrum_rpc.service.calls import CallLog, Context
 from ferrum_rpc.service.forward import Call, ForwardPath
 from ferrum_rpc.service.identity import ARRIVED, caller
 from ferrum_rpc.service.records import Account, Ending, Lease, Resource
-from ferrum_rpc.service.row_parts import row_parts
 from ferrum_rpc.service.session_cache import Begun as CacheBegun
 from ferrum_rpc.service.session_cache import SessionCache
 from ferrum_rpc.service.session_steps import Begun, Reply, Step, Steps
@@ -44,6 +43,7 @@ from ferrum_rpc.wire.items import (
     with_lease,
 )
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.row_parts import RowParts
 from ferrum_rpc.wire.status import status_from_error
 
 log = structlog.get_logger("ferrum_rpc.session")
@@ -267,22 +267,23 @@ class Session:
         self._calls.refused_items(METHOD, answer.outcomes, self._context)
         response = Answer(step_id=step)
         forward = response.forward
-        row_bytes = fill_results(forward, request.items, answer.outcomes)
+        parts = RowParts(self._inline)
+        fill_results(forward, request.items, answer.outcomes, parts.put)
         fill_pressure(forward.pressure, self._books.pressure())
         if answer.timing is not None:
             fill_timing(forward.timing, answer.timing)
-        return response, row_bytes
+        return response, parts.frames(step)
 
     @staticmethod
     def _begin_cache(step: int, begun: CacheBegun) -> Begun:
         calls, answer = begun
-        return calls, lambda: (Answer(step_id=step, handles=answer()), 0)
+        return calls, lambda: (Answer(step_id=step, handles=answer()), ())
 
     def _on_keep_alive(self, step: int) -> Reply:
         lease = self._books.leases.renew(self._lease.id, self._caller.name)
         answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
         set_seconds(answer.ttl, lease.ttl_s)
-        return Answer(step_id=step, keep_alive=answer), 0
+        return Answer(step_id=step, keep_alive=answer), ()
 
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
         books, released = self._books, 0
@@ -297,8 +298,7 @@ class Session:
 
     async def _answer(self, step: Step) -> None:
         """Answer a step that has ended."""
-        assert step.reply is not None  # noqa: S101 - it has ended
-        await self._send(*self._made(step.number, step.reply), leaving=True)
+        await self._send(*self._made(step.number, partial(self._steps.take_reply, step)), leaving=True)
         if (give := self._rooms.pop(step.number, None)) is not None:
             give()
 
@@ -309,12 +309,11 @@ class Session:
         except Exception as error:
             return self._refused(step, error)
 
-    async def _send(self, response: Answer, row_bytes: int, leaving: bool = False) -> None:
-        """Write an answer, its rows ahead of it where they are many. ``leaving``: it ends a step."""
+    async def _send(self, response: Answer, rows: Iterable[Answer], leaving: bool = False) -> None:
+        """Write an answer, the frames of its rows ahead of it. ``leaving``: it ends a step."""
         try:
-            if row_bytes > self._inline:
-                for part in row_parts(response, self._inline):
-                    await self._write(part)
+            for part in rows:
+                await self._write(part)
             await self._write(response, leaving)
         except grpc.aio.BaseError as error:  # the stream is over: nobody is there to be told
             log.debug("session_answer_not_written", step=response.step_id, error=repr(error))
@@ -331,9 +330,9 @@ class Session:
     def _refused(self, step: int, error: Exception) -> Reply:
         """The answer of a step that failed."""
         if isinstance(error, ExecutorError):
-            return self._refusal(step, error), 0
+            return self._refusal(step, error), ()
         internal = InternalError("the executor failed internally; its log says more")
-        return self._refusal(step, internal, cause=error), 0
+        return self._refusal(step, internal, cause=error), ()
 
     def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
         self._calls.refusals.note(METHOD, error, self._context, cause=cause)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ferrum_rpc.service.transaction import Transaction
 
-Reply = tuple[Any, int]
-"""A frame's answer, and the bytes of its rows."""
+Reply = tuple[Any, Iterable[Any]]
+"""A frame's answer, and the frames of rows that go ahead of it."""
 
 Begun = tuple[Sequence[Transaction[Any]], Callable[[], Reply]]
 """What a frame asked for, which has begun, and what makes its answer when all of it has ended."""
@@ -81,6 +81,14 @@ class Steps:
         while self._open:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
+
+    @staticmethod
+    def take_reply(step: Step) -> Reply:
+        """The step's answer, once; or raises what refuses it. The step refers to it no more: rows that are written one
+        part after the other must not stay until the last."""
+        reply, step.calls, step.reply = step.reply, (), None
+        assert reply is not None  # noqa: S101 - it has ended, and nobody took its answer
+        return reply()
 
     async def run(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""

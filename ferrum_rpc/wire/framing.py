@@ -8,15 +8,16 @@ block of rows is written behind it, from where the step left it. A client parses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import LogitRows
+from ferrum_rpc.core import LogitRows, RowBlock
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.wire.rows import RowBlocks, fill_block, put_block, rows_bytes
 from ferrum_rpc.wire.tensor import ROW_DTYPE_TO_PROTO
 
 M = TypeVar("M")
@@ -27,42 +28,45 @@ LARGE_BYTES: Final = 1 << 16
 _LENGTH_DELIMITED: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """The rows ``low .. high`` of a block that stay out of the message: the only block of their answer."""
-
-    block: LogitRows
-    low: int
-    high: int
+Extent = tuple[RowBlock, int, int]
+"""The rows ``low .. high`` of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """An answer ``message`` whose ``row_blocks`` are still empty, and the block that belongs there."""
+    """An answer's ``message``, and the last of its ``row_blocks``, which it lacks."""
 
     message: Any
-    rows: Apart
+    blocks: Sequence[Extent]
 
     def to_bytes(self) -> bytes:
         """The answer, serialized."""
-        array: npt.NDArray[Any] = self.rows.block.logits[self.rows.low : self.rows.high]
-        dtype = ROW_DTYPE_TO_PROTO[self.rows.block.dtype]
-        data = array.reshape(-1).view(np.uint8).data
-        head = types_pb2.Tensor(dtype=dtype, shape=array.shape).SerializeToString()
-        head += _opening(types_pb2.Tensor, "data", len(data))
-        for message, field in (
-            (output_pb2.LogitRows, "logits"),
-            (output_pb2.RowBlock, "logits"),
-            (self.message, "row_blocks"),
-        ):
-            head = _opening(message, field, len(head) + len(data)) + head
-        return b"".join((self.message.SerializeToString(), head, data))
+        pieces = [self.message.SerializeToString()]
+        for block, low, high in self.blocks:
+            pieces += _pieces(self.message, block, low, high)
+        return b"".join(pieces)
 
 
-def framed(message: M, apart: list[Apart]) -> M:
-    """The message itself, or with the rows that `ferrum_rpc.wire.items` left out of it: what a handler returns, and
-    `serializing` takes, in place of the message."""
-    return cast(M, Framed(message, apart[0])) if apart else message
+class Framing:
+    """Keeps large rows out of one answer's message."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: list[Extent] = []
+
+    def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
+        """A `ferrum_rpc.wire.rows.Put`. What comes behind a large block stays out too, for the blocks' order."""
+        large = isinstance(block, LogitRows) and rows_bytes(block, low, high) >= LARGE_BYTES
+        if large or self._blocks:
+            self._blocks.append((block, low, high))
+        else:
+            put_block(row_blocks, block, low, high)
+
+    def framed(self, message: M) -> M:
+        """The message itself, or with the rows that it lacks: what a handler returns, and `serializing` takes, in place
+        of the message."""
+        return cast(M, Framed(message, self._blocks)) if self._blocks else message
 
 
 def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
@@ -74,6 +78,22 @@ def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] 
         return answer.to_bytes() if isinstance(answer, Framed) else plain(answer)
 
     return serialize
+
+
+def _pieces(answer: Any, block: RowBlock, low: int, high: int) -> tuple[Any, ...]:
+    """An element of the answer's ``row_blocks``, in pieces of bytes that follow each other."""
+    if not isinstance(block, LogitRows):
+        message = output_pb2.RowBlock()
+        fill_block(message, block, low, high)
+        data = message.SerializeToString()
+        return _opening(answer, "row_blocks", len(data)), data
+    array: npt.NDArray[Any] = block.logits[low:high]
+    raw = array.reshape(-1).view(np.uint8).data
+    head = types_pb2.Tensor(dtype=ROW_DTYPE_TO_PROTO[block.dtype], shape=array.shape).SerializeToString()
+    head += _opening(types_pb2.Tensor, "data", len(raw))
+    for parent, field in ((output_pb2.LogitRows, "logits"), (output_pb2.RowBlock, "logits"), (answer, "row_blocks")):
+        head = _opening(parent, field, len(head) + len(raw)) + head
+    return head, raw
 
 
 def _opening(message: Any, field: str, size: int) -> bytes:

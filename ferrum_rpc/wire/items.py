@@ -24,9 +24,8 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
-from ferrum_rpc.wire.framing import Apart
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
-from ferrum_rpc.wire.rows import RowPacker, put_block
+from ferrum_rpc.wire.rows import Put, RowPacker, put_block
 from ferrum_rpc.wire.status import status_from_error
 
 MAX_REQUEST_ID_BYTES: Final = 128
@@ -167,29 +166,27 @@ def _fill_facts(output: forward_pb2.ForwardOutput, answer: ItemAnswer) -> Rows |
     return rows
 
 
-def fill_lone(
-    output: forward_pb2.ForwardOutput, row_blocks: Any, answer: ItemAnswer, apart: list[Apart] | None = None
-) -> int:
-    """Write an answer whose rows nobody shares, and those. Returns their bytes. ``apart``: see `put_block`."""
+def fill_lone(output: forward_pb2.ForwardOutput, row_blocks: Any, answer: ItemAnswer, put: Put = put_block) -> None:
+    """Write the answer of a call's only item; ``put`` writes its rows."""
     rows = _fill_facts(output, answer)
-    if rows is None:
-        return 0
-    output.rows.count = rows.count
-    return put_block(row_blocks, rows.block, rows.first, rows.first + rows.count, apart)
+    if rows is not None:
+        output.rows.count = rows.count
+        put(row_blocks, rows.block, rows.first, rows.first + rows.count)
 
 
 def fill_results(
     response: Any,
     items: Sequence[forward_pb2.ForwardItem],
     outcomes: Sequence[ItemOutcome],
-    apart: list[Apart] | None = None,
-) -> int:
-    """Write a batch's results, ``results[i]`` for ``items[i]``, and its packed rows into its answer, of whatever type.
-    Returns the bytes of the rows. ``apart``: see `put_block`."""
+    put: Put = put_block,
+) -> None:
+    """Write a batch's results, ``results[i]`` for ``items[i]``, into its answer, of whatever type; ``put`` writes its
+    packed rows."""
     if len(outcomes) == 1 and not isinstance(lone := outcomes[0], ExecutorError):
         result = response.results.add()
         result.item_id = items[0].item_id
-        return fill_lone(result.output, response.row_blocks, lone, apart)
+        fill_lone(result.output, response.row_blocks, lone, put)
+        return
     packer, results = RowPacker(), response.results
     for item, outcome in zip(items, outcomes, strict=True):
         result = results.add()
@@ -201,7 +198,7 @@ def fill_results(
             rows = _fill_facts(output, outcome)
             if rows is not None:
                 packer.add(rows, output.rows)
-    return packer.finish(response.row_blocks, apart)
+    packer.finish(response.row_blocks, put)
 
 
 def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:

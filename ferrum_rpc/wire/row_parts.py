@@ -1,28 +1,59 @@
-"""Large answers of a session in parts: a client that waits for a small one should not wait behind megabytes."""
+"""Large answers of a session in parts: a client that waits for a small one should not wait behind megabytes.
+
+The parts are cut from the rows as they are sent, so that an answer that its client reads slowly takes the memory of its
+rows and of one part, and no turn of the event loop copies all of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from ferrum_rpc.executor.v1 import session_pb2
+import numpy.typing as npt
+
+from ferrum_rpc.core import RowBlock
+from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.wire.rows import RowBlocks, fill_block, rows_bytes
+from ferrum_rpc.wire.tensor import fill_tensor
 
 
-def row_parts(response: session_pb2.SessionResponse, most: int) -> Iterator[session_pb2.SessionResponse]:
-    """The row frames of a large answer, each of ``most`` bytes of rows or of one row; takes their bytes out of it."""
-    for index, block in enumerate(response.forward.row_blocks):
-        rows = getattr(block, block.WhichOneof("kind"))
-        for field, tensor in rows.ListFields():
-            data = tensor.data
-            if len(data) <= most:
-                continue
-            tensor.ClearField("data")
-            count = tensor.shape[0]
-            row_bytes = len(data) // count
-            together = max(1, most // row_bytes)
-            for first in range(0, count, together):
-                last = min(first + together, count)
-                part = session_pb2.SessionRows(block=index, first=first, field=field.number)
-                part.rows.dtype = tensor.dtype
-                part.rows.shape.extend((last - first, *tensor.shape[1:]))
-                part.rows.data = data[first * row_bytes : last * row_bytes]
-                yield session_pb2.SessionResponse(step_id=response.step_id, rows=part)
+class RowParts:
+    """The large tensors of one answer: what is above ``most`` bytes stays out of its message, which gets its type and
+    shape."""
+
+    __slots__ = ("_block", "_most", "_tensors")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._block = -1
+        self._tensors: list[tuple[int, int, npt.NDArray[Any], types_pb2.DType]] = []
+
+    def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
+        """A `ferrum_rpc.wire.rows.Put`."""
+        self._block += 1
+        size = rows_bytes(block, low, high)
+        if size > self._most and 2 * size < block.nbytes:  # the rows of others must not stay until these are read
+            block, low, high = block.cut(low, high), 0, high - low
+        fill_block(row_blocks.add(), block, low, high, self._fill)
+
+    def _fill(self, message: Any, field: str, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
+        if array.nbytes <= self._most:
+            fill_tensor(message, field, array, dtype)
+            return
+        tensor: types_pb2.Tensor = getattr(message, field)
+        tensor.dtype = dtype
+        tensor.shape.extend(array.shape)
+        number = message.DESCRIPTOR.fields_by_name[field].number
+        self._tensors.append((self._block, number, array, dtype))
+
+    def frames(self, step_id: int) -> Iterator[session_pb2.SessionResponse]:
+        """The frames, once: each of ``most`` bytes of rows, or of one row."""
+        while self._tensors:
+            block, field, array, dtype = self._tensors.pop(0)
+            together = max(1, self._most // (array.nbytes // len(array)))
+            for first in range(0, len(array), together):
+                frame = session_pb2.SessionResponse(step_id=step_id)
+                rows = frame.rows
+                rows.block, rows.field, rows.first = block, field, first
+                fill_tensor(rows, "rows", array[first : first + together], dtype)
+                yield frame

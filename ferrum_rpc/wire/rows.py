@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ferrum_rpc.core import LogitRows, RowBlock, RowDType, Rows, SelectedRows, TokenRows, TopTokenRows
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
-from ferrum_rpc.wire.framing import LARGE_BYTES, Apart
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 F32 = types_pb2.D_TYPE_F32
@@ -24,6 +23,13 @@ class RowBlocks(Protocol):
 
     def add(self) -> output_pb2.RowBlock:
         """A new block at its end."""
+
+
+Put = Callable[[RowBlocks, RowBlock, int, int], None]
+"""Adds a block of the rows ``low .. high`` to an answer: `put_block`, or what keeps large rows out of the message."""
+
+Fill = Callable[[Any, str, npt.NDArray[Any], types_pb2.DType], None]
+"""Writes an array into a field of a message of rows: `fill_tensor`, or what keeps its bytes out."""
 
 
 @dataclass(slots=True)
@@ -65,50 +71,46 @@ class RowPacker:
             extent.high = first + count
         self._ranges.append((target, extent, first, count))
 
-    def finish(self, row_blocks: RowBlocks, apart: list[Apart] | None = None) -> int:
-        """Write the answer's blocks, and the ranges given to `add`. Returns the bytes of its rows. A block that stands
-        alone and is large goes to ``apart`` instead, if that is given."""
+    def finish(self, row_blocks: RowBlocks, put: Put) -> None:
+        """Write the ranges given to `add`, and put the answer's blocks."""
         for target, extent, first, count in self._ranges:
             if extent.index:  # zero is what a field is that nobody set
                 target.block = extent.index
             if first != extent.low:
                 target.first = first - extent.low
             target.count = count
-        if len(self._extents) > 1:
-            apart = None
-        extents = self._extents.values()
-        return sum([put_block(row_blocks, each.block, each.low, each.high, apart) for each in extents])
+        for each in self._extents.values():
+            put(row_blocks, each.block, each.low, each.high)
 
 
-def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int, apart: list[Apart] | None = None) -> int:
-    """Add a block of the rows ``low .. high`` to an answer, or to ``apart``, if that is given and they are large.
-    Returns their bytes."""
-    size = block.nbytes // block.rows * (high - low)
-    if apart is not None and size >= LARGE_BYTES and isinstance(block, LogitRows):
-        apart.append(Apart(block, low, high))
-    else:
-        fill_block(row_blocks.add(), block, low, high)
-    return size
+def rows_bytes(block: RowBlock, low: int, high: int) -> int:
+    """What the rows ``low .. high`` of a block take."""
+    return block.nbytes // block.rows * (high - low)
 
 
-def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int) -> None:
+def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
+    """Add a block of the rows ``low .. high`` to an answer's message."""
+    fill_block(row_blocks.add(), block, low, high)
+
+
+def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int, fill: Fill = fill_tensor) -> None:
     """Write the rows ``low .. high`` of a block into its message."""
     match block:
         case TokenRows(token_ids, logprobs):
-            fill_tensor(message.tokens.token_ids, token_ids[low:high], U32)
+            fill(message.tokens, "token_ids", token_ids[low:high], U32)
             if logprobs is not None:
-                fill_tensor(message.tokens.logprobs, logprobs[low:high], F32)
+                fill(message.tokens, "logprobs", logprobs[low:high], F32)
         case TopTokenRows(token_ids, logits, logsumexp):
             top = message.top_tokens
-            fill_tensor(top.token_ids, token_ids[low:high], U32)
-            fill_tensor(top.logits, logits[low:high], F32)
-            fill_tensor(top.logsumexp, logsumexp[low:high], F32)
+            fill(top, "token_ids", token_ids[low:high], U32)
+            fill(top, "logits", logits[low:high], F32)
+            fill(top, "logsumexp", logsumexp[low:high], F32)
         case SelectedRows(logits, logsumexp):
             selected = message.selected_tokens
-            fill_tensor(selected.logits, logits[low:high], F32)
-            fill_tensor(selected.logsumexp, logsumexp[low:high], F32)
+            fill(selected, "logits", logits[low:high], F32)
+            fill(selected, "logsumexp", logsumexp[low:high], F32)
         case LogitRows(dtype, raw):
-            fill_tensor(message.logits.logits, raw[low:high], ROW_DTYPE_TO_PROTO[dtype])
+            fill(message.logits, "logits", raw[low:high], ROW_DTYPE_TO_PROTO[dtype])
 
 
 def rows_from_proto(row_blocks: Iterable[output_pb2.RowBlock]) -> list[RowBlock]:

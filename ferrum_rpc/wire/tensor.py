@@ -32,11 +32,13 @@ ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
 ROW_DTYPE_FROM_PROTO: Final[dict[int, RowDType]] = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
 
 
-def fill_tensor(tensor: types_pb2.Tensor, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
-    """Write a C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16) into its message.
+def fill_tensor(message: Any, field: str, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
+    """Write a C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16) into the tensor that is a
+    field of ``message``.
 
     Where it lies: a message that is given to another one is serialized and parsed on the way.
     """
+    tensor: types_pb2.Tensor = getattr(message, field)
     tensor.dtype = dtype
     tensor.shape.extend(array.shape)
     tensor.data = array.tobytes()

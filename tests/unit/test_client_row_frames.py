@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import LogitRows, RowBlock, RowDType, SelectedRows, TokenRows, TopTokenRows
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.rows import fill_block
+from ferrum_rpc.wire.row_parts import RowParts
 
 R, K = 7, 3
 DICE = np.random.default_rng(0)
@@ -39,25 +40,12 @@ BLOCKS: dict[str, RowBlock] = {
 }
 
 
-def block_to_proto(block: RowBlock, low: int, high: int) -> output_pb2.RowBlock:
-    message = output_pb2.RowBlock()
-    fill_block(message, block, low, high)
-    return message
-
-
-def cut(block: output_pb2.RowBlock, index: int, together: int) -> list[session_pb2.SessionRows]:
-    """Take every tensor's bytes out of a block, as an executor does with large ones."""
-    frames = []
-    rows: Any = getattr(block, block.WhichOneof("kind") or "")
-    for field, tensor in rows.ListFields():
-        data, row = tensor.data, len(tensor.data) // R
-        tensor.ClearField("data")
-        for first in range(0, R, together):
-            last = min(first + together, R)
-            part = types_pb2.Tensor(dtype=tensor.dtype, shape=[last - first, *tensor.shape[1:]])
-            part.data = data[first * row : last * row]
-            frames.append(session_pb2.SessionRows(block=index, first=first, field=field.number, rows=part))
-    return frames
+def sent(blocks: list[RowBlock], most: int) -> tuple[list[output_pb2.RowBlock], list[session_pb2.SessionRows]]:
+    """The row blocks of an executor's answer, and the frames that go ahead of it."""
+    parts, answer = RowParts(most), session_pb2.SessionForwardAnswer()
+    for block in blocks:
+        parts.put(answer.row_blocks, block, 0, R)
+    return list(answer.row_blocks), [each.rows for each in parts.frames(1)]
 
 
 def same(one: RowBlock, other: RowBlock) -> bool:
@@ -68,31 +56,51 @@ def same(one: RowBlock, other: RowBlock) -> bool:
     )
 
 
-@pytest.mark.parametrize("together", [1, 2, R])
+@pytest.mark.parametrize("most", [1, 4 * R, 8 * K, 8 * 33, 1 << 20])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_frames_in_any_order_are_the_whole_block(kind: str, together: int) -> None:
-    whole, framed = BLOCKS["greedy"], BLOCKS[kind]
-    protos = [block_to_proto(whole, 0, R), block_to_proto(framed, 0, R)]
-    frames = cut(protos[1], 1, together)
-    random.Random(together).shuffle(frames)
+def test_frames_in_any_order_are_the_whole_block(kind: str, most: int) -> None:
+    blocks = [BLOCKS["greedy"], BLOCKS[kind]]
+    protos, frames = sent(blocks, most)
+    for rows in (each.rows for each in frames):
+        assert len(rows.data) <= most or rows.shape[0] == 1
+    random.Random(most).shuffle(frames)
     first, second = blocks_with_frames(protos, frames)
-    assert same(first, whole)
-    assert same(second, framed)
-    if isinstance(second, LogitRows):
+    assert same(first, blocks[0])
+    assert same(second, blocks[1])
+    if isinstance(second, LogitRows) and frames:
         assert not second.logits.flags.writeable
 
 
 def test_an_answer_without_frames_is_read_as_ever() -> None:
-    [block] = blocks_with_frames([block_to_proto(BLOCKS["logits"], 0, R)], [])
-    assert same(block, BLOCKS["logits"])
+    protos, frames = sent([BLOCKS["logits"]], 1 << 20)
+    assert not frames
+    assert same(blocks_with_frames(protos, [])[0], BLOCKS["logits"])
 
 
 def test_one_large_tensor_of_a_block_may_come_in_frames_alone() -> None:
-    proto = block_to_proto(BLOCKS["top tokens"], 0, R)
-    frames = [each for each in cut(block_to_proto(BLOCKS["top tokens"], 0, R), 0, 2) if each.field == 2]
-    proto.top_tokens.logits.ClearField("data")
-    [block] = blocks_with_frames([proto], frames)
-    assert same(block, BLOCKS["top tokens"])
+    protos, frames = sent([BLOCKS["selected tokens"]], 4 * R)
+    assert {each.field for each in frames} == {1}
+    [block] = blocks_with_frames(protos, frames)
+    assert same(block, BLOCKS["selected tokens"])
+
+
+def test_rows_that_wait_for_their_reader_keep_no_rows_of_others() -> None:
+    block = LogitRows(RowDType.F32, floats(R, 33))
+    parts, answer, others = RowParts(1), session_pb2.SessionForwardAnswer(), weakref.ref(block.logits)
+    parts.put(answer.row_blocks, block, 2, 4)
+    expected = block.cut(2, 4)
+    del block
+    assert others() is None
+    assert same(blocks_with_frames(answer.row_blocks, [each.rows for each in parts.frames(1)])[0], expected)
+
+
+def test_rows_are_let_go_when_the_last_frame_is_cut() -> None:
+    block = LogitRows(RowDType.F32, floats(R, 33))
+    parts, rows = RowParts(1), weakref.ref(block.logits)
+    parts.put(session_pb2.SessionForwardAnswer().row_blocks, block, 0, R)
+    del block
+    assert len(list(parts.frames(1))) == R
+    assert rows() is None
 
 
 Damage = Callable[[list[session_pb2.SessionRows], output_pb2.RowBlock], object]
@@ -113,8 +121,7 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_frames_that_do_not_fit_are_an_answer_of_unknown_fate(damage: str) -> None:
-    proto = block_to_proto(BLOCKS["logits"], 0, R)
-    frames = cut(proto, 0, 2)
+    [proto], frames = sent([BLOCKS["logits"]], 2 * 4 * 33)
     DAMAGES[damage](frames, proto)
     with pytest.raises(TransportError) as unreadable:
         blocks_with_frames([proto], frames)

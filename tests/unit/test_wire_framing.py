@@ -7,8 +7,9 @@ import pytest
 
 from ferrum_rpc.core import HandleRef, ItemAnswer, LogitRows, RowDType, Rows, TokenRows
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
-from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, framed, serializing
+from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, Framing, serializing
 from ferrum_rpc.wire.items import fill_lone, fill_results
+from ferrum_rpc.wire.rows import put_block
 
 ITEMS = [forward_pb2.ForwardItem(item_id=number) for number in range(3)]
 RAW = {RowDType.F32: np.float32, RowDType.F16: np.float16, RowDType.BF16: np.uint16}
@@ -24,11 +25,13 @@ def answers(*rows):
 
 def both(fill):
     """The message as it is filled, and what is sent where large rows stay apart."""
-    whole, rest, apart = model_executor_pb2.BatchDecodeResponse(), model_executor_pb2.BatchDecodeResponse(), []
-    assert fill(whole, None) == fill(rest, apart)
+    whole, rest = model_executor_pb2.BatchDecodeResponse(), model_executor_pb2.BatchDecodeResponse()
+    framing = Framing()
+    fill(whole, put_block)
+    fill(rest, framing.put)
     for each in (whole, rest):
         each.timing.forward_micros = 7
-    return whole, framed(rest, apart)
+    return whole, framing.framed(rest)
 
 
 @pytest.mark.parametrize("dtype", list(RowDType))
@@ -36,7 +39,7 @@ def both(fill):
 def test_the_bytes_are_the_messages(dtype, width):
     block = logits(dtype, 5, width)
     outcomes = answers(Rows(block, 1, 1), Rows(block, 2, 2), None)  # a part of the block, and nothing
-    whole, sent = both(lambda response, apart: fill_results(response, ITEMS, outcomes, apart))
+    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
     assert isinstance(sent, Framed) and not sent.message.row_blocks
     received = model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes())
     assert received == whole
@@ -46,24 +49,32 @@ def test_the_bytes_are_the_messages(dtype, width):
 def test_a_lone_item_is_framed_as_well():
     block = logits(RowDType.F32, 1, LARGE_BYTES)
     outcome = answers(Rows(block, 0, 1))[0]
-    whole, rest, apart = model_executor_pb2.DecodeResponse(), model_executor_pb2.DecodeResponse(), []
-    fill_lone(whole.output, whole.row_blocks, outcome)
-    fill_lone(rest.output, rest.row_blocks, outcome, apart)
-    assert model_executor_pb2.DecodeResponse.FromString(framed(rest, apart).to_bytes()) == whole
+    whole, sent = both(lambda answer, put: fill_lone(answer.results.add().output, answer.row_blocks, outcome, put))
+    assert isinstance(sent, Framed)
+    assert model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes()) == whole
+
+
+SMALL = TokenRows(np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.float32))
+
+
+@pytest.mark.parametrize("large", [0, 1, 2])
+def test_blocks_keep_their_order(large):
+    blocks = [SMALL, TokenRows(np.arange(3, dtype=np.uint32)), SMALL]
+    blocks[large] = logits(RowDType.F32, 3, LARGE_BYTES)
+    outcomes = answers(*(Rows(block, number, 1) for number, block in enumerate(blocks)))
+    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
+    assert isinstance(sent, Framed)
+    assert model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes()) == whole
 
 
 @pytest.mark.parametrize(
     "blocks",
-    [
-        [logits(RowDType.F32, 3, 16)],
-        [TokenRows(np.arange(LARGE_BYTES, dtype=np.uint32))],
-        [logits(RowDType.F32, 3, LARGE_BYTES), TokenRows(np.arange(3, dtype=np.uint32))],
-    ],
-    ids=["small", "no logits", "two blocks"],
+    [[logits(RowDType.F32, 3, 16)], [TokenRows(np.arange(LARGE_BYTES, dtype=np.uint32))], [SMALL]],
+    ids=["small", "no logits", "small ids"],
 )
 def test_other_answers_are_messages(blocks):
     outcomes = answers(*(Rows(blocks[number % len(blocks)], number, 1) for number in range(3)))
-    whole, sent = both(lambda response, apart: fill_results(response, ITEMS, outcomes, apart))
+    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
     assert sent == whole
 
 
