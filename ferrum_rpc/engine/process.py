@@ -243,7 +243,7 @@ class EngineProcess:
                 self._on_turn(body)
             elif kind == Kind.READY:
                 described, self.cache = pickle.loads(body)  # noqa: S301 - by our own engine
-                self._on_ready(described)
+                completed(self._loop, self._on_ready, described)
             else:
                 self._fail(pickle.loads(body))  # noqa: S301 - by our own engine
 
@@ -288,7 +288,7 @@ class EngineProcess:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            self._on_failed(error)
+            completed(self._loop, self._on_failed, error)
 
     def _on_end(self) -> None:
         """The engine is gone: answer whatever it owes."""

@@ -78,7 +78,7 @@ class Books:
         self.state = Lifecycle.STARTING
         self.started = time.monotonic()
         self.empty.set()
-        self._creating = 0
+        self._creating: set[Record] = set()
         self._closed = False
         self._engine: Engine | None = None
         self._model: ModelInfo | None = None
@@ -148,7 +148,7 @@ class Books:
         busy, and members of their lease, from the beginning: a long prefill must not outlive it."""
         if self.state is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
-        if len(self.handles) + self._creating + count > self.limits.max_sequences:
+        if len(self.handles) + len(self._creating) + count > self.limits.max_sequences:
             raise SequencesExhausted(
                 f"{len(self.handles)} sequences live, {count} more would be above {self.limits.max_sequences}; "
                 "release some",
@@ -157,9 +157,9 @@ class Books:
             )
         account = self.quotas.account(caller)
         account.take(Resource.SEQUENCES, count)
-        self._creating += count
         self.empty.clear()
         records = [self.handles.mint(caller.name) for _ in range(count)]
+        self._creating.update(records)
         for record in records:
             record.busy, record.account = True, account
             if lease is not None:
@@ -170,17 +170,24 @@ class Books:
 
     def born(self, record: Record) -> None:
         """A minted sequence exists."""
-        self._creating -= 1
         record.busy = False
         self.handles.insert(record)
         self.counters.created += 1
+        self._creating.discard(record)
 
     def stillborn(self, record: Record) -> None:
         """A minted sequence never came to be."""
-        self._creating -= 1
+        self._creating.discard(record)
         record.busy = False
         self._part(record)
         _mourn(record)
+
+    def give_up(self, records: Sequence[Record]) -> None:
+        """Release sequences whose handles nobody will learn; those that were minted exist in the engine."""
+        for record in records:
+            if record in self._creating:
+                self.born(record)
+        self.release(records, Ending.ABANDONED)
 
     def bury(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
         """Take a sequence out of the table; the caller sees to its blocks. False: it was not there."""

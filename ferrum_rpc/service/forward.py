@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from ferrum_rpc.core import (
     ANYBODY,
@@ -35,21 +34,12 @@ from ferrum_rpc.engine.work import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service import admission
+from ferrum_rpc.service.admitted import Admitted, lost, settle
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
 from ferrum_rpc.service.identity import ARRIVED
 from ferrum_rpc.service.records import Account, Ending, Record, Resource
 from ferrum_rpc.service.replay import Entry, Recorded, Ticket, item_fingerprint, scope_of
-from ferrum_rpc.service.transaction import Transaction
-
-
-class Admitted(NamedTuple):
-    """The item at ``place`` of its call, on its way through a step. ``entry`` is that of the replay log, if it has a
-    request id."""
-
-    place: int
-    record: Record
-    span: Span
-    entry: Entry | None
+from ferrum_rpc.service.transaction import FAILED, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +82,7 @@ class Call(Transaction[ForwardAnswer]):
     def __init__(
         self, path: ForwardPath, account: Account, items: int, all_or_nothing: bool, deadline: float | None
     ) -> None:
-        super().__init__()
+        super().__init__(path.supervisor)
         self._path = path
         self.account = account
         self.items = items
@@ -122,6 +112,10 @@ class Call(Transaction[ForwardAnswer]):
         """See `Transaction`."""
         return self._path.take_back(self)
 
+    def fail(self, error: InternalError) -> None:
+        """See `Transaction`."""
+        self._path.fail(self, error)
+
     def abandon(self) -> None:
         """See `Transaction`."""
         self._path.abandon(self)
@@ -133,7 +127,7 @@ class ForwardPath:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self.failpoints = books.failpoints
+        self.failpoints, self.supervisor = books.failpoints, books.supervisor
 
     def forward(
         self,
@@ -208,7 +202,7 @@ class ForwardPath:
                 outcomes[index] = _item_outcome(replay.read(ticket))
             else:
                 call.waits += 1
-                ticket.pending.add_done_callback(partial(self._heard, call, index, ticket))
+                ticket.pending.add_done_callback(partial(call.take, self._heard, call, index, ticket))
         self._proceed(call)
 
     def _check_twins(self, sound: Sequence[admission.Sound], caller: Caller) -> None:
@@ -230,7 +224,7 @@ class ForwardPath:
             spans = tuple([each.span for each in call.admitted])
             submission = Submission(
                 spans,
-                partial(self._commit, call),
+                partial(self._answered, call),
                 call.all_or_nothing,
                 call.deadline,
                 call.account.number,
@@ -241,9 +235,10 @@ class ForwardPath:
                 return
             call.account.take(Resource.QUEUED_ITEMS, len(spans))
             call.account.take(Resource.QUEUED_TOKENS, submission.tokens)
-            call.waits += 1
-            call.submitted, call.submission = True, submission
+            call.submission = submission
             self._books.engine.submit(submission)
+            call.submitted = True
+            call.waits += 1
 
     @staticmethod
     def _left(call: Call) -> None:
@@ -274,11 +269,11 @@ class ForwardPath:
 
     def _refuse(self, call: Call, error: Exception | None) -> None:
         """Refuse the call as a whole: nothing happened, and nothing will."""
-        told = error if isinstance(error, ExecutorError) else InternalError("the call failed before its step")
+        told = error if isinstance(error, ExecutorError) else InternalError(FAILED)
         now, heard = time.monotonic(), not isinstance(error, Cancelled)
         self._left(call)
         for each in call.admitted:
-            self._settle(each, told, now, heard=heard)
+            settle(self._books, each, told, now, heard=heard)
         self._leave(call)
         call.end(error)
 
@@ -296,6 +291,18 @@ class ForwardPath:
             return False
         self._refuse(call, Cancelled("the call was cancelled before its step; nothing happened"))
         return True
+
+    def fail(self, call: Call, error: InternalError) -> None:
+        """See `Transaction`. What is with the engine is settled by its answer."""
+        if not call.submitted:
+            self._refuse(call, error)
+            return
+        if call.submission is None:
+            for each in call.admitted:
+                if each.place not in call.outcomes:
+                    call.outcomes[each.place] = lost(self._books, each)
+        self._leave(call)
+        call.end(error)
 
     def abandon(self, call: Call) -> None:
         """See `Transaction`."""
@@ -402,49 +409,34 @@ class ForwardPath:
 
     # --- commit ----------------------------------------------------------------------------------------------------
 
-    def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
-        """The step is over: make it so, whether or not the caller still listens."""
+    def _answered(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
+        """The step is over."""
         self._left(call)
+        call.take(self._commit, call, outcomes, timing)
+
+    def _commit(self, call: Call, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
+        """Make it so, whether or not the caller still listens."""
         books, answers, heard, now = self._books, call.outcomes, not call.abandoned, time.monotonic()
         for each, outcome in zip(call.admitted, outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
                 books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
                 if outcome.position is not None and len(outcomes) > outcome.position:
                     call.culprit = call.admitted[outcome.position].place
-                answers[each.place] = outcome
-                self._settle(each, outcome, now, heard=heard)
+                answers[each.place] = settle(books, each, outcome, now, heard=heard)
                 continue
             (place, record, span, entry), (length, rows) = each, outcome
             if record.length != span.start:
                 books.counters.tokens_truncated += record.length - span.start
             record.length = length
             record.version += 1
-            if span.create:
-                books.born(record)
+            if span.create and call.abandoned and entry is None:
                 # Cancelled, and no request id to ask again with: nobody will ever learn this handle.
-                if call.abandoned and entry is None:
-                    record.doom = record.doom or Ending.ABANDONED
-            answers[place] = answer = named(ItemAnswer, (record.handle, rows, False, 0))
-            self._settle(each, answer, now, heard=heard)
+                record.doom = record.doom or Ending.ABANDONED
+            answer = named(ItemAnswer, (record.handle, rows, False, 0))
+            answers[place] = settle(books, each, answer, now, heard=heard)
         call.timing = timing
         call.waits -= 1
         self._proceed(call)
-
-    def _settle(self, each: Admitted, outcome: ItemOutcome, now: float, *, heard: bool) -> None:
-        """The item is over: the sequence is free again, and the duplicates hear of it. ``heard``: the caller still
-        listens, which is a sign of life, ``now`` on `time.monotonic`."""
-        books, (_, record, span, entry) = self._books, each
-        record.busy = False
-        if span.create and isinstance(outcome, ExecutorError):
-            books.stillborn(record)
-        else:
-            books.quotas.settle(record)
-            if heard:
-                record.touch(now)
-            if record.doom is not None:
-                books.release([record], record.doom)
-        if entry is not None:
-            books.replay.finish(entry, outcome)
 
 
 def _item_outcome(outcome: Recorded | ExecutorError) -> ItemOutcome:

@@ -17,12 +17,12 @@ import numpy as np
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer, OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.work import Command, Operation, Submission
-from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InvalidRequest
+from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InternalError, InvalidRequest
 from ferrum_rpc.service import admission
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.records import Ending, Record
 from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
-from ferrum_rpc.service.transaction import Transaction
+from ferrum_rpc.service.transaction import FAILED, Transaction
 
 T = TypeVar("T")
 Handles = tuple[HandleRef, ...]
@@ -32,26 +32,28 @@ Handles = tuple[HandleRef, ...]
 class Prepared:
     """An operation on a claimed sequence: what the model thread runs, and what becomes of the books after it.
 
-    ``run`` is None for a release that waits for somebody else's call on the sequence.
+    ``run`` is None for a release that waits for somebody else's call on the sequence. ``lose`` ends what the model
+    thread made where nobody will hear of it, however much of ``commit`` was done.
     """
 
     record: Record
     run: Callable[[Any], object] | None
     commit: Callable[[], Handles]
     refuse: Callable[[], None] = lambda: None
+    lose: Callable[[], object] = lambda: None
 
 
 class OperationCall(Transaction[T]):
     """An operation; ``read`` makes its answer of the handles that it left and of whether they are recorded ones."""
 
-    __slots__ = ("_books", "_entry", "_handles", "_operation", "_prepared", "_read", "_replayed", "_ticket")
+    __slots__ = ("_books", "_done", "_entry", "_handles", "_operation", "_prepared", "_read", "_replayed", "_ticket")
 
     def __init__(self, books: Books, read: Callable[[Handles, bool], T]) -> None:
-        super().__init__()
+        super().__init__(books.supervisor)
         self._books = books
         self._read = read
         self._handles: Handles = ()
-        self._replayed = False
+        self._done = self._replayed = False
         self._prepared: Prepared | None = None
         self._operation: Operation | None = None
         self._entry: Entry | None = None
@@ -67,16 +69,22 @@ class OperationCall(Transaction[T]):
             if ticket.pending is None:
                 self._heard()
             else:
-                ticket.pending.add_done_callback(self._heard)
+                ticket.pending.add_done_callback(partial(self.take, self._heard))
             return
         self._prepared = prepared = prepare()  # a refusal leaves no entry
         if request_id:
             self._entry = replay.begin(scope, request_id, fingerprint)
         if prepared.run is None:
-            prepared.record.mourners.append(partial(self._finish, None))
+            prepared.record.mourners.append(partial(self.take, self._finish, None))
         else:
-            self._operation = Operation(prepared.run, self._finish)
+            self._operation = Operation(prepared.run, partial(self.take, self._finish))
             self._books.engine.operate(self._operation)
+
+    def refuse(self, error: Exception) -> None:
+        """It could not begin. What it has claimed is free again."""
+        if self._prepared is not None:
+            self.take(self._finish, InternalError(FAILED))
+        self.end(error)
 
     def answer(self) -> T:
         """What it left. Raises what refused it."""
@@ -91,8 +99,24 @@ class OperationCall(Transaction[T]):
         awaited = self._entry is not None and self._entry.waiters
         if self._operation is None or awaited or not self._books.engine.cancel(self._operation):
             return False
-        self._finish(Cancelled("the call was cancelled before it was dispatched; nothing happened"))
+        self.take(self._finish, Cancelled("the call was cancelled before it was dispatched; nothing happened"))
         return True
+
+    def fail(self, error: InternalError) -> None:
+        """See `Transaction`. The sequence is as the engine has it; those that the operation made are released."""
+        self._leave()
+        prepared, books, attempt = self._prepared, self._books, self._supervisor.attempt
+        if prepared is None:
+            return
+        record = prepared.record
+        if self._done:
+            attempt(prepared.lose)
+        if books.handles.lives(record):
+            attempt(books.quotas.settle, record)
+        if record.doom is not None and not record.busy:
+            attempt(books.release, [record], record.doom)
+        if self._entry is not None:
+            attempt(books.replay.finish, self._entry, error)
 
     def abandon(self) -> None:
         """See `Transaction`."""
@@ -107,6 +131,7 @@ class OperationCall(Transaction[T]):
         if prepared.run is not None:
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None
+        self._done = refusal is None
         if refusal is None:
             self._handles = prepared.commit()
         else:
@@ -219,7 +244,8 @@ class CacheOperations:
                 self._books.release([child for child in children if child.doom is not None], Ending.REVOKED)
                 return tuple(child.handle for child in children)
 
-            return Prepared(record, Command("fork", (record.sequence, numbers, length)), commit, refuse)
+            run = Command("fork", (record.sequence, numbers, length))
+            return Prepared(record, run, commit, refuse, partial(self._books.give_up, children))
 
         return self._begin(
             scope_of(caller.name, handle.id, request_id),
@@ -245,7 +271,9 @@ class CacheOperations:
                 self._books.bury(record)
                 return ()
 
-            return Prepared(record, Command("release", ([record.sequence],)), commit)
+            return Prepared(
+                record, Command("release", ([record.sequence],)), commit, lose=partial(self._books.bury, record)
+            )
 
         return self._begin(
             scope_of(caller.name, handle.id, request_id),
@@ -320,7 +348,7 @@ class CacheOperations:
         try:
             call.begin(key, request_id, fingerprint, prepare)
         except Exception as error:
-            call.end(error)
+            call.refuse(error)
         return call
 
     async def _between_steps(self, run: Callable[[Any], object]) -> None:

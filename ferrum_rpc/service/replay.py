@@ -138,22 +138,27 @@ class ReplayLog:
         return entry
 
     def finish(self, entry: Entry, outcome: Recorded | ExecutorError) -> None:
-        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates."""
-        if entry.pending is not None:
-            entry.pending.set_result(outcome)
+        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates. Where recording an
+        answer raises, they sleep on: finish it again, with a refusal."""
         if isinstance(outcome, ExecutorError):
             self._forget(entry)
-            return
-        owner = entry.scope.owner
-        entry.answer = outcome
+        else:
+            self._record(entry, outcome)
+        if entry.pending is not None:
+            entry.pending.set_result(outcome)
+
+    def _record(self, entry: Entry, answer: Recorded) -> None:
+        owner, rows = entry.scope.owner, None
+        if isinstance(answer, ItemAnswer):
+            rows = answer.rows
+            if rows is not None and rows.block.nbytes > SHARED_BYTES:
+                answer = answer._replace(rows=rows.alone())
+        entry.answer = answer
         self._answers += 1
         owner.answers += 1
-        if isinstance(outcome, ItemAnswer) and (rows := outcome.rows) is not None:
+        if rows is not None:
             block = rows.block
-            size = block.nbytes
-            entry.rows_bytes = size // block.rows * rows.count
-            if size > SHARED_BYTES:
-                entry.answer = outcome._replace(rows=rows.alone())
+            entry.rows_bytes = block.nbytes // block.rows * rows.count
             self.bytes += entry.rows_bytes
             owner.bytes += entry.rows_bytes
             latest, end = owner.rows.older, owner.rows
@@ -209,15 +214,18 @@ class ReplayLog:
                 break
         else:
             return False
-        self._answers -= 1
-        scope.owner.answers -= 1
-        if entry.rows_bytes:
-            self._unlink(entry)
         self._forget(entry)
         return True
 
     def _forget(self, entry: Entry) -> None:
         scope = entry.scope
+        if scope.get(entry.request_id) is not entry:
+            return
+        if entry.answer is not None:
+            self._answers -= 1
+            scope.owner.answers -= 1
+        if entry.rows_bytes:
+            self._unlink(entry)
         del scope[entry.request_id]
         if not scope:
             del scope.owner.scopes[scope.key]

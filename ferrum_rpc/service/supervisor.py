@@ -87,6 +87,15 @@ class Supervisor:
         """Hear of what callbacks and tasks of the loop raise that nobody else does."""
         loop.set_exception_handler(self._unheard)
 
+    def attempt(self, run: Callable[..., object], *arguments: object) -> bool:
+        """Call it. False: it raised, which is noted as a callback's failure."""
+        try:
+            run(*arguments)
+        except Exception as error:
+            self.note(Background.CALLBACK, error)
+            return False
+        return True
+
     def note(self, task: Background, error: BaseException) -> None:
         """It failed of this."""
         self.failures[task.value] += 1

@@ -7,6 +7,9 @@
 
 The first three happen in the turn that begins the call, so that calls claim in the order in which they arrive. Forwards
 and cache operations are both this; the file knows neither of them.
+
+What settling a call raises is a bug, and nobody awaits the callback that raised it: it is logged and counted, and the
+call ends with `InternalError`, its sequences free.
 """
 
 from __future__ import annotations
@@ -14,7 +17,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from ferrum_rpc.errors import InternalError
+from ferrum_rpc.service.supervisor import Supervisor
+
+FAILED: Final = "the executor failed internally; its log says more"
 
 T = TypeVar("T")
 
@@ -22,9 +30,10 @@ T = TypeVar("T")
 class Transaction(ABC, Generic[T]):
     """One call. Awaiting it gives its `answer`; a caller that is cancelled meanwhile abandons it."""
 
-    __slots__ = ("_hear", "ended", "refusal")
+    __slots__ = ("_hear", "_supervisor", "ended", "refusal")
 
-    def __init__(self) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
         self.ended = False
         self.refusal: Exception | None = None
         self._hear: Callable[[], object] | None = None
@@ -36,6 +45,19 @@ class Transaction(ABC, Generic[T]):
     @abstractmethod
     def take_back(self) -> bool:
         """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it goes on, or is over."""
+
+    @abstractmethod
+    def fail(self, error: InternalError) -> None:
+        """Free what it still holds: what `take` called has raised."""
+
+    def take(self, settle: Callable[..., object], *told: object) -> None:
+        """Call ``settle`` with what the engine, or the call that this one repeats, has told. What it raises ends this
+        call and no other."""
+        if not self._supervisor.attempt(settle, *told):
+            error = InternalError(FAILED)
+            self._supervisor.attempt(self.fail, error)
+            if not self.ended:
+                self.end(error)
 
     def abandon(self) -> None:
         """Its caller is gone: take it back, or let it run with nobody to hear of it."""

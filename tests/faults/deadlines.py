@@ -150,7 +150,7 @@ async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
         await asyncio.gather(running, *tasks, return_exceptions=True)
         await until(lambda: served.server.calls.in_flight == 0)
         queued = books.engine.queued_items
-    return queued, await until(lambda: books._creating == 0 and _free(books))
+    return queued, await until(lambda: not books._creating and _free(books))
 
 
 def _free(books: Any) -> bool:

@@ -1,0 +1,314 @@
+"""What settling a call raises ends that call, or one item of it, with INTERNAL_ERROR: nobody waits for ever, nothing
+stays busy or charged, and it is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import grpc
+import numpy as np
+import pytest
+
+from ferrum_rpc.core import CreateOptions, OutputSpec, Positions, WorkItem
+from ferrum_rpc.engine.thread import ModelThread
+from ferrum_rpc.errors import InternalError, Reason
+from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.forward import Call, ForwardPath
+from ferrum_rpc.service.handles import HandleTable
+from ferrum_rpc.service.operations import CacheOperations, OperationCall
+from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.replay import ReplayLog
+from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.wire.items import handle_from_proto
+from ferrum_rpc.wire.status import error_from_status
+from tests.faults.raw_session import raw_session
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import item, pb, prefill, refused, until
+
+INTERNAL = grpc.StatusCode.INTERNAL
+
+
+class Injected(MemoryError):
+    """Nobody expects it."""
+
+
+def always(*_: object) -> bool:
+    return True
+
+
+@contextmanager
+def raising(owner: Any, name: str, of: Callable[..., bool] = always, *, late: bool = False) -> Iterator[None]:
+    """``owner.name`` raises once, the first time that ``of`` its arguments is true; ``late``: after its work."""
+    original, raised = getattr(owner, name), False
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        nonlocal raised
+        now = not raised and of(*arguments)
+        raised |= now
+        if now and not late:
+            raise Injected(name)
+        result = original(*arguments, **named)
+        if now:
+            raise Injected(name)
+        return result
+
+    with mock.patch.object(owner, name, run):
+        yield
+    assert raised, "the fault was never reached"
+
+
+def of_record(handle: types_pb2.KvHandle) -> Callable[..., bool]:
+    return lambda _, record: record.id == handle.id
+
+
+def of_entry(handle: types_pb2.KvHandle) -> Callable[..., bool]:
+    return lambda _, entry, __: entry.scope.key[1] == handle.id
+
+
+FAULTS = {
+    "the charge": (Quotas, "settle", of_record, False),
+    "the answer's record": (ReplayLog, "finish", of_entry, False),
+    "the answer's rows": (ReplayLog, "_record", of_entry, False),
+    "what follows its record": (ReplayLog, "_record", of_entry, True),
+}
+
+
+@contextmanager
+def fault(name: str, handle: types_pb2.KvHandle) -> Iterator[None]:
+    """Settling a call on the sequence of this handle fails once."""
+    owner, method, of, late = FAULTS[name]
+    with raising(owner, method, of(handle), late=late):
+        yield
+
+
+async def nothing_held(served: Served, failures: int = 1) -> None:
+    """Every sequence is free and as the engine has it, no account pays for what is over, the failures are counted."""
+    books = served.server.books
+    await served.check()
+    assert not books._creating and not any(record.busy for record in books.handles.records())
+    for account in books.quotas._accounts.values():
+        assert account.held[0] == len(books.handles) and not any(account.held[4:])
+    scopes = [scope for owner in books.replay._owners.values() for scope in owner.scopes.values()]
+    entries = [entry for scope in scopes for entry in scope.values()]
+    assert all(entry.answer is not None and not entry.waiters for entry in entries)
+    assert sum(entry.rows_bytes for entry in entries) == books.replay.bytes
+    assert len(entries) == books.replay._answers
+    assert books.supervisor.failures[Background.CALLBACK] == failures
+
+
+async def in_one_step(served: Served, gate: Gate, *requests: pb.BatchDecodeRequest) -> list[Any]:
+    """What they come to: they are taken while another step runs, and then together."""
+    held = await gate.hold(prefill(served, [9, 9]))
+    tasks = [asyncio.ensure_future(served.executor.BatchDecode(each)) for each in requests]
+    items = sum(len(each.items) for each in requests)
+    await until(lambda: served.server.books.engine.queued_items >= items)
+    gate.open()
+    async with asyncio.timeout(10):
+        await served.executor.Release(pb.ReleaseRequest(handle=await held))
+        return await asyncio.gather(*tasks)
+
+
+def reasons(results: Any) -> list[Reason | None]:
+    return [error_from_status(each.error).reason if each.HasField("error") else None for each in results]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_one_item_that_cannot_be_committed_ends_alone(name: str) -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        handles = [await prefill(served, [1, 2, each]) for each in range(5)]
+        items = [item([7], each, request_id="once") for each in handles]
+        with fault(name, handles[2]):
+            one, batch, other = await in_one_step(
+                served,
+                gate,
+                pb.BatchDecodeRequest(items=items[:1]),
+                pb.BatchDecodeRequest(items=items[1:4]),
+                pb.BatchDecodeRequest(items=items[4:]),
+            )
+        assert reasons(batch.results) == [None, Reason.INTERNAL_ERROR, None]
+        assert reasons(one.results) == reasons(other.results) == [None]
+        await nothing_held(served)
+        again = await served.executor.BatchDecode(pb.BatchDecodeRequest(items=items[1:4]))
+        assert reasons(again.results) == [None, Reason.SEQUENCE_VERSION_MISMATCH, None], "never fed twice"
+        there = types_pb2.KvHandle(id=handles[2].id, seq_len=4, version=handles[2].version + 1)
+        await served.executor.Decode(pb.DecodeRequest(item=item([8], there)))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_duplicates_that_wait_for_it_hear_of_it(name: str) -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        handle, other = await prefill(served, [1, 2]), await prefill(served, [1, 2])
+        request = pb.DecodeRequest(item=item([7], handle, request_id="once"))
+        with fault(name, handle):
+            held = await gate.hold(served.executor.Decode(request))
+            unary = asyncio.ensure_future(served.executor.Decode(request))
+            batch = asyncio.ensure_future(
+                served.executor.BatchDecode(pb.BatchDecodeRequest(items=[item([7], other), request.item]))
+            )
+            [entry] = served.server.books.replay.scope(("", handle.id)).values()
+            await until(lambda: entry.waiters == 2)
+            gate.open()
+            async with asyncio.timeout(10):
+                await refused(held, Reason.INTERNAL_ERROR, INTERNAL)
+                await refused(unary, Reason.INTERNAL_ERROR, INTERNAL)
+                assert reasons((await batch).results) == [None, Reason.INTERNAL_ERROR]
+        await nothing_held(served)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_frame_of_a_session_is_answered_and_the_session_goes_on(served: Served, name: str) -> None:
+    one, other = await prefill(served, [1, 2]), await prefill(served, [3, 4])
+    items = [item([7], each, request_id="once") for each in (one, other)]
+    async with raw_session(served.executor) as session, asyncio.timeout(10):
+        with fault(name, one):
+            answer = await session.ask(forward=session_pb2.SessionForward(items=items))
+        assert reasons(answer.forward.results) == [Reason.INTERNAL_ERROR, None]
+        handle = answer.forward.results[1].output.handle
+        answer = await session.ask(forward=session_pb2.SessionForward(items=[item([7], handle)]))
+        assert reasons(answer.forward.results) == [None]
+    await nothing_held(served)
+
+
+async def test_all_or_nothing_names_the_item_that_could_not_be_committed(served: Served) -> None:
+    handles = [await prefill(served, [1, each]) for each in range(2)]
+    request = pb.BatchDecodeRequest(items=[item([7], each) for each in handles], all_or_nothing=True)
+    with fault("the charge", handles[1]):
+        error = await refused(served.executor.BatchDecode(request), Reason.INTERNAL_ERROR, INTERNAL)
+    assert error.metadata["item"] == "1"
+    await nothing_held(served)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "late"),
+    [
+        (HandleTable, "insert", False),
+        (HandleTable, "insert", True),
+        (Books, "born", False),
+        (Quotas, "settle", False),
+        (ReplayLog, "finish", False),
+    ],
+)
+async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
+    served: Served, owner: type, method: str, late: bool
+) -> None:
+    request = pb.PrefillRequest(item=item([1, 2, 3], request_id="once"))
+    with raising(owner, method, late=late):
+        async with asyncio.timeout(10):
+            await refused(served.executor.Prefill(request), Reason.INTERNAL_ERROR, INTERNAL)
+    books = served.server.books
+    await until(lambda: books.engine.cache.sequences == 0)
+    assert not len(books.handles) and books.counters.created == books.counters.released
+    await nothing_held(served)
+    assert not (await served.executor.Prefill(request)).output.replayed
+
+
+async def test_a_refused_item_whose_end_fails_is_refused_all_the_same() -> None:
+    async with serve_identity(kv_blocks=2, block_size=4) as served:
+        with raising(Quotas, "close"):
+            async with asyncio.timeout(10):
+                error = await refused(
+                    served.executor.Prefill(pb.PrefillRequest(item=item(range(1, 30)))), Reason.INTERNAL_ERROR, INTERNAL
+                )
+        assert isinstance(error, InternalError)
+        await nothing_held(served)
+
+
+OPERATIONS = {
+    "truncate": lambda operations, handle: operations.truncate(handle, 1, "once"),
+    "fork": lambda operations, handle: operations.fork(handle, 3, request_id="once"),
+    "release": lambda operations, handle: operations.release(handle, request_id="once"),
+    "reserve": lambda operations, handle: operations.reserve(handle, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("operation", "owner", "method", "late"),
+    [
+        ("truncate", Quotas, "settle", False),
+        ("truncate", ReplayLog, "_record", False),
+        ("fork", Books, "born", False),
+        ("fork", Quotas, "settle", False),
+        ("fork", ReplayLog, "_record", True),
+        ("release", HandleTable, "remove", False),
+        ("release", ReplayLog, "_record", False),
+        ("reserve", Quotas, "settle", False),
+    ],
+)
+async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicates(
+    served: Served, operation: str, owner: type, method: str, late: bool
+) -> None:
+    operations = CacheOperations(served.server.books)
+    handle = handle_from_proto(await prefill(served, [1, 2, 3]))
+    begin = OPERATIONS[operation]
+    with raising(owner, method, late=late):
+        calls = [begin(operations, handle)] if operation == "reserve" else [begin(operations, handle) for _ in range(3)]
+        for call in calls:
+            with pytest.raises(InternalError):
+                await asyncio.wait_for(call, 10)
+    books = served.server.books
+    await until(lambda: books.engine.cache.sequences == len(books.handles))
+    assert len(books.handles) == (0 if operation == "release" else 1)
+    await nothing_held(served)
+
+
+@pytest.mark.parametrize("kind", ["forward", "operation"])
+async def test_a_call_that_the_engine_does_not_take_gives_back_what_it_claimed(served: Served, kind: str) -> None:
+    handle = await prefill(served, [1, 2, 3])
+    with raising(ModelThread, "submit" if kind == "forward" else "operate"):
+        if kind == "forward":
+            call = served.executor.Decode(pb.DecodeRequest(item=item([7], handle, request_id="once")))
+        else:
+            call = served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=1, request_id="once"))
+        await refused(call, Reason.INTERNAL_ERROR, INTERNAL)
+    await nothing_held(served, failures=0)
+    await served.executor.Decode(pb.DecodeRequest(item=item([7], handle, request_id="once")))
+
+
+@pytest.mark.parametrize("all_or_nothing", [False, True])
+async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claimed(all_or_nothing: bool) -> None:
+    """A call that waits for another one's answer and brings an item of its own. It fails with the former."""
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        one, other = await prefill(served, [1, 2]), await prefill(served, [3, 4])
+        repeated = item([7], one, request_id="once")
+        held = await gate.hold(served.executor.Decode(pb.DecodeRequest(item=repeated)))
+        request = pb.BatchDecodeRequest(items=[repeated, item([7], other)], all_or_nothing=all_or_nothing)
+        with raising(ReplayLog, "read"):
+            both = asyncio.ensure_future(served.executor.BatchDecode(request))
+            [entry] = served.server.books.replay.scope(("", one.id)).values()
+            await until(lambda: entry.waiters == 1)
+            gate.open()
+            async with asyncio.timeout(10):
+                await held
+                await refused(both, Reason.INTERNAL_ERROR, INTERNAL)
+        await until(lambda: not any(each.busy for each in served.server.books.handles.records()))
+        await nothing_held(served)
+
+
+@pytest.mark.parametrize("kind", [Call, OperationCall])
+async def test_a_caller_that_is_cancelled_meanwhile_leaves_nothing_either(kind: type) -> None:
+    gate = Gate("forward" if kind is Call else "truncate")
+    async with serve_identity(stage=gate) as served:
+        handle, books = await prefill(served, [1, 2, 3]), served.server.books
+        known = handle_from_proto(handle)
+        work = WorkItem(0, known, np.ones(1, np.int32), None, OutputSpec(Positions.LAST), "once", CreateOptions())
+
+        async def call() -> object:
+            if kind is Call:
+                return await ForwardPath(books).forward([work])
+            return await CacheOperations(books).truncate(known, 1, "once")
+
+        with fault("the charge", handle):
+            task = await gate.hold(call())
+            task.cancel()
+            await asyncio.wait([task])
+            gate.open()
+            await until(lambda: not any(record.busy for record in books.handles.records()))
+        await nothing_held(served)
