@@ -4,8 +4,8 @@ the loop does its work again."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from unittest import mock
 
@@ -20,6 +20,7 @@ from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.session_steps import Steps
 from ferrum_rpc.service.supervisor import STUCK_AFTER, Background
+from tests.failing import Injected, failing
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
@@ -28,27 +29,6 @@ from tests.serving import Served, serve_identity
 from tests.wiring import item, pb, prefill
 
 EVERY_S: Final = 0.001
-
-
-class Injected(RuntimeError):
-    """An exception that nobody expects."""
-
-
-@contextmanager
-def failing(owner: Any, name: str, times: int | None = None) -> Iterator[mock.Mock]:
-    """``owner.name`` raises, so many times or always, and then does what it does."""
-    original = getattr(owner, name)
-    calls = 0
-
-    def fail(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if times is None or calls <= times:
-            raise Injected(name)
-        return original(*arguments, **named)
-
-    with mock.patch.object(owner, name, side_effect=fail, autospec=isinstance(owner, type)) as patched:
-        yield patched
 
 
 async def _serving(served: Served) -> bool:
@@ -61,7 +41,7 @@ async def sweep(served: Served) -> bool:
     books = served.server.books
     lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
     sweeper = Sweeper(books, EVERY_S)
-    with failing(books.leases, "due", times=1):
+    with failing(books.leases, "due"):
         sweeper.start()
         try:
             await until(lambda: books.supervisor.failures[Background.SWEEP] > 0)
@@ -79,7 +59,7 @@ async def heartbeat(served: Served) -> bool:
         monitor = HeartbeatMonitor(server.books.engine, server.health, server.books.supervisor)
         monitor.start()
     try:
-        with failing(server.books.engine, "trouble"):
+        with failing(server.books.engine, "trouble", math.inf):
             await until(lambda: server.books.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
             told = await _serving(served)
         await until(lambda: not server.books.supervisor.stuck)
@@ -104,7 +84,7 @@ async def drain(served: Served) -> bool:
 async def writer(served: Served) -> bool:
     """A session whose answer is lost ends with a status, and its sequence goes on."""
     frame = session_pb2.SessionForward(items=[item([1, 2, 3], request_id="first")])
-    with failing(Session, "_answer", times=1):
+    with failing(Session, "_answer"):
         async with raw_session(served.executor) as session:
             lease = session.welcome.lease_id
             await session.send(forward=frame)
@@ -119,7 +99,7 @@ async def writer(served: Served) -> bool:
 
 async def writer_loop(served: Served) -> bool:
     """A writer that fails before it has begun is begun again."""
-    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(Steps, "run", times=1):
+    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(Steps, "run"):
         async with raw_session(served.executor) as session:
             return await asyncio.wait_for(session.call.code(), 20) is grpc.StatusCode.INTERNAL
 
@@ -128,7 +108,7 @@ async def completion(served: Served) -> bool:
     """Of two calls one whose end fails is answered too, and its sequence goes on."""
     handles = await prefill(served, [1]), await prefill(served, [2])
     requests = [pb.DecodeRequest(item=item([5], each)) for each in handles]
-    with failing(ForwardPath, "_commit", times=1):
+    with failing(ForwardPath, "_commit"):
         answers = await asyncio.wait_for(
             asyncio.gather(*map(served.executor.Decode, requests), return_exceptions=True), 20
         )

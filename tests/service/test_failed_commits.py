@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import grpc
 import numpy as np
@@ -26,40 +25,12 @@ from ferrum_rpc.service.replay import ReplayLog
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.status import error_from_status
+from tests.failing import failing
 from tests.faults.raw_session import raw_session
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
 INTERNAL = grpc.StatusCode.INTERNAL
-
-
-class Injected(MemoryError):
-    """Nobody expects it."""
-
-
-def always(*_: object) -> bool:
-    return True
-
-
-@contextmanager
-def raising(owner: Any, name: str, of: Callable[..., bool] = always, *, late: bool = False) -> Iterator[None]:
-    """``owner.name`` raises once, the first time that ``of`` its arguments is true; ``late``: after its work."""
-    original, raised = getattr(owner, name), False
-
-    def run(*arguments: Any, **named: Any) -> Any:
-        nonlocal raised
-        now = not raised and of(*arguments)
-        raised |= now
-        if now and not late:
-            raise Injected(name)
-        result = original(*arguments, **named)
-        if now:
-            raise Injected(name)
-        return result
-
-    with mock.patch.object(owner, name, run):
-        yield
-    assert raised, "the fault was never reached"
 
 
 def of_record(handle: types_pb2.KvHandle) -> Callable[..., bool]:
@@ -82,7 +53,7 @@ FAULTS = {
 def fault(name: str, handle: types_pb2.KvHandle) -> Iterator[None]:
     """Settling a call on the sequence of this handle fails once."""
     owner, method, of, late = FAULTS[name]
-    with raising(owner, method, of(handle), late=late):
+    with failing(owner, method, of=of(handle), late=late):
         yield
 
 
@@ -199,7 +170,7 @@ async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
     served: Served, owner: type, method: str, late: bool
 ) -> None:
     request = pb.PrefillRequest(item=item([1, 2, 3], request_id="once"))
-    with raising(owner, method, late=late):
+    with failing(owner, method, late=late):
         async with asyncio.timeout(10):
             await refused(served.executor.Prefill(request), Reason.INTERNAL_ERROR, INTERNAL)
     books = served.server.books
@@ -211,7 +182,7 @@ async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
 
 async def test_a_refused_item_whose_end_fails_is_refused_all_the_same() -> None:
     async with serve_identity(kv_blocks=2, block_size=4) as served:
-        with raising(Quotas, "close"):
+        with failing(Quotas, "close"):
             async with asyncio.timeout(10):
                 error = await refused(
                     served.executor.Prefill(pb.PrefillRequest(item=item(range(1, 30)))), Reason.INTERNAL_ERROR, INTERNAL
@@ -247,7 +218,7 @@ async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicat
     operations = CacheOperations(served.server.books)
     handle = handle_from_proto(await prefill(served, [1, 2, 3]))
     begin = OPERATIONS[operation]
-    with raising(owner, method, late=late):
+    with failing(owner, method, late=late):
         calls = [begin(operations, handle)] if operation == "reserve" else [begin(operations, handle) for _ in range(3)]
         for call in calls:
             with pytest.raises(InternalError):
@@ -261,7 +232,7 @@ async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicat
 @pytest.mark.parametrize("kind", ["forward", "operation"])
 async def test_a_call_that_the_engine_does_not_take_gives_back_what_it_claimed(served: Served, kind: str) -> None:
     handle = await prefill(served, [1, 2, 3])
-    with raising(ModelThread, "submit" if kind == "forward" else "operate"):
+    with failing(ModelThread, "submit" if kind == "forward" else "operate"):
         if kind == "forward":
             call = served.executor.Decode(pb.DecodeRequest(item=item([7], handle, request_id="once")))
         else:
@@ -280,7 +251,7 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
         repeated = item([7], one, request_id="once")
         held = await gate.hold(served.executor.Decode(pb.DecodeRequest(item=repeated)))
         request = pb.BatchDecodeRequest(items=[repeated, item([7], other)], all_or_nothing=all_or_nothing)
-        with raising(ReplayLog, "read"):
+        with failing(ReplayLog, "read"):
             both = asyncio.ensure_future(served.executor.BatchDecode(request))
             [entry] = served.server.books.replay.scope(("", one.id)).values()
             await until(lambda: entry.waiters == 1)
