@@ -9,16 +9,17 @@ not known here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, forbidden, parse_json, read_entries, stream
+from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, forbidden, open_regular, read_entries, stream
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,10 +77,13 @@ class Checkpoint:
 
         Copy a tensor before asking for the next: it reads the mapped file. Raises KeyError for a name that is absent.
         """
-        wanted = self.entries if names is None else {name: self.entries[name] for name in names}
+        wanted = self.entries.keys() if names is None else set(names)
+        if absent := wanted - self.entries.keys():
+            raise KeyError(min(absent))
         files: dict[Path, dict[str, TensorEntry]] = {}
-        for name, entry in wanted.items():
-            files.setdefault(entry.file, {})[name] = entry
+        for name, entry in self.entries.items():
+            if name in wanted:
+                files.setdefault(entry.file, {})[name] = entry
         for file in sorted(files):
             yield from stream(file, files[file])
 
@@ -151,14 +155,33 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
     if file is None:
         return None
     try:
-        if not file.is_file():
-            raise broken(file, "not a regular file")
-        with file.open("rb") as handle:
+        with open_regular(file) as handle:
             content = handle.read(MAX_JSON_BYTES + 1)
-    except PermissionError as error:
-        raise forbidden(error) from None
     except OSError as error:
         raise broken(file, f"cannot be read: {error.strerror}") from None
     if len(content) > MAX_JSON_BYTES:
         raise broken(file, f"larger than {MAX_JSON_BYTES} bytes")
-    return parse_json(file, content)
+    return _parse_json(file, content)
+
+
+def _parse_json(file: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object in ``content``. Raises InvalidRequest for anything else, and for a key that occurs twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return table
+
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=once, parse_constant=no_constant)
+    except UnicodeDecodeError:
+        raise broken(file, "not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise broken(file, f"not valid JSON: {str(error)[:120]}") from None
+    if not isinstance(data, dict):
+        raise broken(file, "not a JSON object")
+    return data

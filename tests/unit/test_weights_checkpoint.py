@@ -263,7 +263,53 @@ def test_truncation_is_seen_before_anything_is_read(single, tmp_path):
         (folder / "model.safetensors").write_bytes(content[:size])
         refused(folder, "^model.safetensors: ")
     (folder / "model.safetensors").write_bytes(content + b"\0")
-    refused(folder, "1 bytes behind the last tensor")
+    refused(folder, "^model.safetensors: .*not fully covered")
+
+
+def write_safetensors(path, header, data):
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(data))
+
+
+def floats(count, first=0, **changes):
+    return {"dtype": "F32", "shape": [count], "data_offsets": [first, first + 4 * count]} | changes
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"a": floats(1), "b": floats(1, 8)}, 12),
+        ({"a": floats(2), "b": floats(2, 4)}, 12),
+        ({"a": floats(3, data_offsets=[0, 8])}, 8),
+        ({"a": floats(1, data_offsets=[4, 0])}, 4),
+        ({"a": floats(1, dtype="Q7")}, 4),
+        ({"a": floats(1, dtype="C64", data_offsets=[0, 8])}, 8),
+        ({"a": floats(1, shape=[-1])}, 4),
+        ({"a": floats(1, shape=[1] * 9)}, 4),
+        ({"a": floats(1, shape=[2**62, 16])}, 4),
+        ({"a": floats(0, shape=[0, 2**63])}, 0),
+        ({"a": []}, 0),
+        (b"[" * 10**5, 0),
+        (b'{"a": NaN}', 0),
+        (b'{"\xff": {}}', 0),
+    ],
+)
+def test_a_header_that_lies_is_refused_before_anything_is_mapped(tmp_path, header, data):
+    (tmp_path / "config.json").write_text("{}")
+    write_safetensors(tmp_path / "model.safetensors", header, data)
+    refused(tmp_path, "^model.safetensors: ")
+
+
+@pytest.mark.parametrize("after", [floats(2), floats(1, dtype="I32"), None])
+def test_a_file_that_is_replaced_between_two_looks_is_refused(tmp_path, after):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {"a": floats(1)}, 4)
+    checkpoint = Checkpoint.open(tmp_path)
+    header = {"b": floats(1)} if after is None else {"a": after}
+    write_safetensors(file, header, next(iter(header.values()))["data_offsets"][1])
+    with pytest.raises(InvalidRequest, match=r"^model.safetensors: tensor 'a' "):
+        list(checkpoint.tensors())
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
