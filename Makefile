@@ -8,7 +8,7 @@ BIN := .venv/bin
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-.venv/.server: pyproject.toml constraints.txt
+.venv/.server: pyproject.toml constraints.txt $(wildcard ferrum_rpc/native/src/*)
 	@echo "installing the executor (torch and friends) into .venv ..."
 	@$(PYTHON) tools/environment.py server,uvloop
 	@touch $@

@@ -81,6 +81,12 @@ class AttentionStep(ctypes.Structure):
     )
 
 
+STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionStep)
+ABI_VERSION: Final = 1
+"""As in abi.c, which exports it with the sizes of `STRUCTS`."""
+
+BUILD: Final = "install the package again where a C compiler is (in a checkout: `make setup`)"
+
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of rows.h."""
 
@@ -96,18 +102,27 @@ _MADV_HUGEPAGE: Final = 14  # linux/mman.h
 
 @functools.cache
 def load() -> Any:
-    """The library with its functions typed. Raises OSError that says why there is none."""
+    """The library with its functions typed. Raises OSError that says why there is none, and what to do."""
     folder = Path(__file__).parent
     files = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{LIBRARY}{suffix}").exists()]
     if not files:
-        raise OSError("it was not built: install the package where a C compiler is")
+        raise OSError(f"it was not built: {BUILD}")
     runtime = _openmp_of_torch()
     if runtime is not None:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(files[0]))  # raises where a symbol is missing, such as OpenMP's
+    _compare(library)
     _type_rows_and_attention(library)
     _type_products(library)
     return library
+
+
+def _compare(library: ctypes.CDLL) -> None:
+    """Raises OSError where the library is not of the sources that this file was written for."""
+    expected = [ABI_VERSION, *map(ctypes.sizeof, STRUCTS)]
+    found = [library.ferrum_abi(each) for each in range(len(expected))] if hasattr(library, "ferrum_abi") else []
+    if found != expected:
+        raise OSError(f"it was built from other sources (it has {found}, and this code needs {expected}): {BUILD}")
 
 
 def _type_rows_and_attention(library: ctypes.CDLL) -> None:

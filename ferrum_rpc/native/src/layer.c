@@ -13,18 +13,10 @@
 #include <time.h>
 
 #include "attention.h"
+#include "layer.h"
 #include "linear.h"
 #include "room.h"
 #include "rows.h"
-
-/* Norm weights are bfloat16, those of heads float32 or NULL. `rotating`: heads of query and key. */
-struct layer_weights {
-    const struct linear *qkv, *output, *gate_up, *down;
-    const char *input_norm, *post_norm;
-    const float *head_norms;
-    int32_t rotating, head_dim, lanes;
-    float eps;
-};
 
 /* Buffers of room.h: what lies within a half of a layer, and what lies between the two. */
 struct ferrum_layers {

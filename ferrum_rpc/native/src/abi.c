@@ -1,0 +1,30 @@
+/* What ferrum_rpc/native/library.py compares before it calls anything. It declares these structs and the functions a second
+ * time, and a library that was built from other sources would read and write where nothing of the kind lies. */
+
+#include <stdint.h>
+
+#include "attention.h"
+#include "layer.h"
+#include "linear.h"
+#include "rows.h"
+#include "step.h"
+
+/* Raised with every change of a struct or a function that Python knows. */
+#ifndef FERRUM_ABI_VERSION
+#define FERRUM_ABI_VERSION 1
+#endif
+
+/* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
+int32_t ferrum_abi(int32_t which)
+{
+    static const int32_t numbers[] = {
+        FERRUM_ABI_VERSION,
+        sizeof(struct step),
+        sizeof(struct rows),
+        sizeof(struct linear),
+        sizeof(struct layer_weights),
+        sizeof(struct attention_layer),
+        sizeof(struct attention_step),
+    };
+    return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
+}

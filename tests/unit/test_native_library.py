@@ -1,0 +1,83 @@
+"""The compiled library is of the sources that Python was written for, or it is not used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ferrum_rpc.native import library
+
+ROOT = Path(__file__).parents[2]
+SOURCES = Path(library.__file__).parent / "src"
+PINNED = {1: "8c9c1bbc"}
+"""What Python declares a second time, by version: see the test that reads it."""
+
+
+def build(folder: Path, source: str, *options: str) -> None:
+    """Compile one file into ``folder`` under the name of the library."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (folder / "source.c").write_text(source)
+    target = folder / f"{library.LIBRARY}{library.EXTENSION_SUFFIXES[0]}"
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", f"-I{SOURCES}", *options, "source.c", "-o", target], cwd=folder, check=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ('#include "abi.c"', ["-DFERRUM_ABI_VERSION=99"]),
+        ('#include "abi.c"', ["-Dtable_start=table_start, *added"]),
+        ("int nothing;", []),
+    ],
+    ids=["version", "size", "before there were versions"],
+)
+def test_a_library_of_other_sources_is_refused_and_says_what_to_run(tmp_path, monkeypatch, source, options):
+    build(tmp_path, source, *options)
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with pytest.raises(OSError, match=r"built from other sources .*: install the package again .*make setup"):
+        library.load.__wrapped__()
+
+
+def test_what_python_declares_again_changes_with_its_version():
+    """A struct or a function that changed under the same number would pass a stale library: raise both versions, and
+    pin what is printed here."""
+    structs = "step|rows|linear|layer_weights|attention_layer|attention_step"
+    declared = []
+    for path in sorted(SOURCES.iterdir()):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        declared += re.findall(rf"^(?:struct (?:{structs})|enum \w+) \{{.*?\}};", text, re.DOTALL | re.MULTILINE)
+        declared += re.findall(r"^[\w *]+\bferrum_\w+\([^)]*\)(?=\s*\{)", text, re.MULTILINE)
+    assert {re.split(r"\W+", each)[1] for each in declared} >= set(structs.split("|"))
+    words = sorted({" ".join(each.split()) for each in declared})
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+    assert PINNED.get(library.ABI_VERSION) == digest, f"{len(words)} declarations: {digest}"
+
+
+def test_make_builds_again_after_a_source_changed(tmp_path):
+    """`make setup` is what the refusal says to run."""
+    source, installed = "ferrum_rpc/native/src/rows.c", ".venv/.server"
+    for name in ("pyproject.toml", "constraints.txt", source, installed, ".venv/.dev"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000, 1000))
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    setup = ["make", "--question", "setup"]
+    assert subprocess.run(setup, cwd=tmp_path, check=False).returncode == 0
+    os.utime(tmp_path / source, (1001, 1001))
+    assert subprocess.run(setup, cwd=tmp_path, check=False).returncode == 1
+
+
+def test_every_source_is_compiled_and_every_header_rebuilds():
+    """setuptools reads both lists: a file in neither is missing from a wheel, or leaves a library stale."""
+    [module] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    listed = {Path(each).name for each in (*module["sources"], *module["depends"])}
+    assert listed == {each.name for each in SOURCES.iterdir()}
