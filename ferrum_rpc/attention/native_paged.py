@@ -58,9 +58,10 @@ class NativePagedAttention:
         self._library = library.load()
         self._specs, self._keys, self._values = tuple(specs), keys, values
         self._torch = TorchPagedAttention(specs, keys, values)
-        self._kernel = self._library.ferrum_attention_new(None if isa is None else isa.encode(), specs[0].head_dim)
-        if not self._kernel:
+        named = None if isa is None else isa.encode(), specs[0].head_dim
+        if not self._library.ferrum_attention_supported(*named):
             raise OSError(f"heads of {specs[0].head_dim} are no multiple of a vector of {isa or 'this machine'}")
+        self._kernel = self._library.ferrum_attention_new(*named)
         self._flash = None
         if keys[0].dtype == torch.bfloat16 and self._library.ferrum_flash_supported(specs[0].head_dim):
             self._flash = self._library.ferrum_flash_new()

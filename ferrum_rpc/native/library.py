@@ -82,7 +82,7 @@ class AttentionStep(ctypes.Structure):
 
 
 STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionStep)
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install the package again where a C compiler is (in a checkout: `make setup`)"
@@ -127,8 +127,9 @@ def _compare(library: ctypes.CDLL) -> None:
 
 def _type_rows_and_attention(library: ctypes.CDLL) -> None:
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    library.ferrum_attention_new.argtypes = (ctypes.c_char_p, integer)
-    library.ferrum_attention_new.restype = pointer
+    library.ferrum_attention_supported.argtypes = (ctypes.c_char_p, integer)
+    library.ferrum_attention_supported.restype = integer
+    _type_new(library.ferrum_attention_new, ctypes.c_char_p, integer)
     library.ferrum_attention_free.argtypes = (pointer,)
     library.ferrum_attention_free.restype = None
     library.ferrum_attention_name.argtypes = (pointer,)
@@ -142,8 +143,7 @@ def _type_rows_and_attention(library: ctypes.CDLL) -> None:
     library.ferrum_flash_supported.argtypes = (integer,)
     library.ferrum_flash_supported.restype = integer
     if library.ferrum_flash_supported(FLASH_UNIT):
-        library.ferrum_flash_new.argtypes = ()
-        library.ferrum_flash_new.restype = pointer
+        _type_new(library.ferrum_flash_new)
         library.ferrum_flash_free.argtypes = (pointer,)
         library.ferrum_flash_free.restype = None
         library.ferrum_flash.argtypes = (pointer, pointer, *tensors, integer, real, real)
@@ -159,8 +159,7 @@ def _type_products(library: ctypes.CDLL) -> None:
     library.ferrum_linear_supported.argtypes = (integer,)
     library.ferrum_linear_supported.restype = integer
     if library.ferrum_linear_supported(PAIRS) or library.ferrum_linear_supported(BYTES):
-        library.ferrum_linears_new.argtypes = ()
-        library.ferrum_linears_new.restype = pointer
+        _type_new(library.ferrum_linears_new)
         library.ferrum_linears_free.argtypes = (pointer,)
         library.ferrum_linears_free.restype = None
         rows = (pointer, long, long)
@@ -168,8 +167,7 @@ def _type_products(library: ctypes.CDLL) -> None:
         library.ferrum_linear.restype = integer
         library.ferrum_linear_largest.argtypes = (pointer, pointer, *rows, pointer, integer)
         library.ferrum_linear_largest.restype = integer
-        library.ferrum_layers_new.argtypes = (pointer,)
-        library.ferrum_layers_new.restype = pointer
+        _type_new(library.ferrum_layers_new, pointer)
         library.ferrum_layers_free.argtypes = (pointer,)
         library.ferrum_layers_free.restype = None
         library.ferrum_layer_before.argtypes = (*(pointer,) * 6, long, pointer, integer)
@@ -179,6 +177,17 @@ def _type_products(library: ctypes.CDLL) -> None:
         range_of = (integer, integer, ctypes.c_double)
         library.ferrum_layers_run.argtypes = (*(pointer,) * 3, *range_of, *(pointer,) * 4, long, integer)
         library.ferrum_layers_run.restype = integer
+
+
+def _type_new(function: Any, *arguments: type) -> None:
+    """A function that allocates, and answers NULL where it cannot."""
+    function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_void_p, _allocated
+
+
+def _allocated(handle: int | None, function: Any, arguments: tuple[Any, ...]) -> int:
+    if handle is None:
+        raise MemoryError("no memory for a kernel")
+    return handle
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ int32_t ferrum_flash_supported(int32_t head_dim)
            __builtin_cpu_supports("avx512bf16");
 }
 
+/* NULL where there is no memory. */
 struct ferrum_flash *ferrum_flash_new(void) { return calloc(1, sizeof(struct ferrum_flash)); }
 
 void ferrum_flash_free(struct ferrum_flash *self)

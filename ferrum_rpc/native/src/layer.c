@@ -25,6 +25,7 @@ struct ferrum_layers {
     size_t size, heads_size;
 };
 
+/* NULL where there is no memory. */
 struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears)
 {
     struct ferrum_layers *made = calloc(1, sizeof *made);

@@ -55,6 +55,7 @@ int32_t ferrum_linear_supported(int32_t kind)
            (kind == BYTES ? __builtin_cpu_supports("avx512vnni") : __builtin_cpu_supports("avx512bf16"));
 }
 
+/* NULL where there is no memory. */
 struct ferrum_linears *ferrum_linears_new(void) { return calloc(1, sizeof(struct ferrum_linears)); }
 
 void ferrum_linears_free(struct ferrum_linears *self)

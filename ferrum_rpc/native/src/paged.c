@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "room.h"
 #include "sets.h"
 #include "step.h"
 
@@ -55,27 +56,27 @@ struct layer {
 typedef void (*run_unit)(const struct layer *, const struct unit *, int, int, float *);
 typedef void (*run_join)(const struct layer *, const struct unit *, int);
 
-/* Buffers that grow and are kept, so that a steady step allocates nothing. */
-struct ferrum_attention {
+struct set {
+    const char *name;
+    int lanes;
     run_unit unit;
     run_join join;
-    const char *name;
+};
+
+/* Buffers of room.h. */
+struct ferrum_attention {
+    const struct set *set;
     struct unit *units;
     float *scratch, *partials;
     struct row *partial_rows;
-    size_t unit_capacity, scratch_capacity, partial_capacity;
+    size_t units_size, scratch_size, partials_size, partial_rows_size;
 };
 
-/* For an instruction set by name, or the best of this machine where name is NULL; NULL where the machine does not have
+/* The instruction set of that name, or the best of this machine where it is NULL; NULL where the machine does not have
  * it or its vectors do not divide a head. */
-struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim)
+static const struct set *find_set(const char *name, int32_t head_dim)
 {
-    static const struct {
-        const char *name;
-        int lanes;
-        run_unit unit;
-        run_join join;
-    } sets[] = {
+    static const struct set sets[] = {
 #if defined(__x86_64__)
         {"avx512", 16, run_unit_avx512, run_join_avx512},
         {"avx2", 8, run_unit_avx2, run_join_avx2},
@@ -84,18 +85,26 @@ struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim
     };
     if (head_dim < 1 || head_dim > MAX_DIM)
         return NULL;
-    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
-        if (head_dim % sets[i].lanes || (name && strcmp(name, sets[i].name)) || !set_supported(sets[i].lanes))
-            continue;
-        struct ferrum_attention *made = calloc(1, sizeof *made);
-        if (made) {
-            made->name = sets[i].name;
-            made->unit = sets[i].unit;
-            made->join = sets[i].join;
-        }
-        return made;
-    }
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++)
+        if (head_dim % sets[i].lanes == 0 && (!name || !strcmp(name, sets[i].name)) && set_supported(sets[i].lanes))
+            return sets + i;
     return NULL;
+}
+
+/* Whether there is such a set: by name, or any where that is NULL. */
+int32_t ferrum_attention_supported(const char *name, int32_t head_dim)
+{
+    return find_set(name, head_dim) != NULL;
+}
+
+/* NULL where there is no memory, or no such set. */
+struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim)
+{
+    const struct set *set = find_set(name, head_dim);
+    struct ferrum_attention *made = set ? calloc(1, sizeof *made) : NULL;
+    if (made)
+        made->set = set;
+    return made;
 }
 
 void ferrum_attention_free(struct ferrum_attention *self)
@@ -109,21 +118,7 @@ void ferrum_attention_free(struct ferrum_attention *self)
 
 const char *ferrum_attention_name(const struct ferrum_attention *self)
 {
-    return self->name;
-}
-
-static int grow(void **buffer, size_t *capacity, size_t wanted, size_t size)
-{
-    if (wanted <= *capacity)
-        return 1;
-    void *larger = NULL;
-    const size_t count = wanted > 2 * *capacity ? wanted : 2 * *capacity;
-    if (posix_memalign(&larger, 64, count * size))
-        return 0;
-    free(*buffer);
-    *buffer = larger;
-    *capacity = count;
-    return 1;
+    return self->set->name;
 }
 
 static int ceil_div(int a, int b)
@@ -198,17 +193,11 @@ int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, co
     const size_t rows = (size_t)tokens * group * heads;
     const size_t scratch = (rows * (2 * dim + 2) + 2 * (size_t)tokens * group + 31) / 16 * 16;
     const size_t partials = partial_tokens * step->heads;
-    size_t rows_capacity = self->partial_capacity;
-    if (!grow((void **)&self->units, &self->unit_capacity, count, sizeof *self->units) ||
-        !grow((void **)&self->scratch, &self->scratch_capacity, scratch * threads, sizeof(float)) ||
-        !grow((void **)&self->partial_rows, &rows_capacity, partials, sizeof(struct row)))
+    if (!room_for(&self->units, &self->units_size, count * sizeof *self->units) ||
+        !room_for(&self->scratch, &self->scratch_size, scratch * threads * sizeof(float)) ||
+        !room_for(&self->partial_rows, &self->partial_rows_size, partials * sizeof(struct row)) ||
+        !room_for(&self->partials, &self->partials_size, partials * dim * sizeof(float)))
         return -1;
-    if (rows_capacity != self->partial_capacity) {
-        size_t floats = self->partial_capacity * dim;
-        if (!grow((void **)&self->partials, &floats, rows_capacity * dim, sizeof(float)))
-            return -1;
-        self->partial_capacity = rows_capacity;
-    }
     cut(step, window, self->units, &partial_tokens, &slots);
 
     const struct layer layer = {
@@ -240,13 +229,13 @@ int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, co
             const int head = (int)(job % parts) * heads;
             const int head_end = head + heads < step->kv_heads ? head + heads : step->kv_heads;
             if (head < head_end)
-                self->unit(&layer, self->units + job / parts, head, head_end, mine);
+                self->set->unit(&layer, self->units + job / parts, head, head_end, mine);
         }
         if (partials) {
 #pragma omp for schedule(dynamic, 1)
             for (job = 0; job < (int64_t)count; job++)
                 if (self->units[job].chunks > 1)
-                    self->join(&layer, self->units + job, self->units[job].chunks);
+                    self->set->join(&layer, self->units + job, self->units[job].chunks);
         }
     }
     return 0;

@@ -1,0 +1,88 @@
+"""Runs every kernel with the first allocation failing, then the second, and so on, and prints what came of it as JSON.
+
+For test_native_memory.py, in a process where failing_allocator.c is preloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.native_paged import NativePagedAttention
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.models.layers import Layer, NativeLayers
+from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.row_ops import NativeRowOps
+from ferrum_rpc.native import library
+
+SPEC = SimpleNamespace(hidden_size=64, intermediate_size=64, heads=2, kv_heads=1, head_dim=32, norm_eps=1e-6)
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def attention():
+    spec, cache = AttentionSpec(4, 2, 32, 0.2), draw(2, 64, 16, 2, 32)
+    table = np.arange(64, dtype=np.int32)
+    geometry = BatchGeometry.build(16, [0, 1000], [40, 1], [table, table])
+    backend = NativePagedAttention([spec], [cache[0]], [cache[1]])
+    return [backend.attend(0, draw(41, 4, 32), backend.plan(geometry))]
+
+
+def pairs():
+    made = PairFactory()(draw(32, 64), None)
+    return made(draw(5, 64)), made.largest(draw(5, 64))
+
+
+def eights():
+    made = ByteFactory()(draw(32, 64), None)
+    return made(draw(5, 64)), made.largest(draw(5, 64))
+
+
+def layers():
+    factory, norm = PairFactory(), torch.ones(64).bfloat16()
+    linears = [factory(draw(rows, 64), None) for rows in (128, 64, 128, 64)]
+    layer = Layer(norm, linears[0], None, linears[1], norm, linears[2], linears[3])
+    whole = NativeLayers(SPEC, [layer], NativeRowOps(SPEC, torch.bfloat16))
+    hidden, cos, sin = draw(3, 64), torch.ones(3, 1, 32), torch.ones(3, 1, 16)
+    return *whole.before(0, hidden, None, cos, sin), whole.after(0, hidden, draw(3, 2, 32))
+
+
+def tried(task):
+    """Each failure's error, and what is left when all succeed again."""
+    process, errors, leaks = ctypes.CDLL(None), [], []
+    watching, allowed, held = (ctypes.c_int.in_dll(process, name) for name in ("watching", "allowed", "held"))
+    expected = task()
+    watching.value = 1
+    for count in itertools.count():
+        allowed.value = count
+        try:
+            answer = task()
+        except Exception as error:
+            errors.append(type(error).__name__)
+        else:
+            break
+        leaks.append(held.value)
+    watching.value = 0
+    return {"errors": errors, "leaks": [*leaks, held.value], "same": all(map(torch.equal, expected, answer))}
+
+
+def main():
+    torch.set_num_threads(1)
+    kernels, tasks = library.load(), {"attention": attention}
+    if kernels.ferrum_linear_supported(library.PAIRS):
+        tasks |= {"pairs": pairs, "layers": layers}
+    if kernels.ferrum_linear_supported(library.BYTES):
+        tasks["bytes"] = eights
+    print(json.dumps({name: tried(task) for name, task in tasks.items()}))
+
+
+if __name__ == "__main__":
+    main()
