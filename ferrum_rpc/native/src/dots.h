@@ -19,12 +19,13 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "cpu_features.h"
+
 #define DOT_ROWS 6
 #define DOT_PANELS 4
 #define DOT_COLUMNS 16 /* of a panel */
 #define DOT_WIDTH (DOT_PANELS * DOT_COLUMNS)
-#define DOT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,prefer-vector-width=512")))
-#define DOT_INLINE static inline __attribute__((always_inline)) DOT_TARGET
+#define DOT_INLINE(SET) static inline __attribute__((always_inline)) COMPILED_FOR(SET)
 
 /* A block of rows against neighbouring panels. Rows lie `row_bytes` apart, panels `panel_bytes`; `sums` has DOT_WIDTH
  * floats a row, which are added to. `ahead`: memory to fetch into the cache meanwhile, a line for every vector. */
@@ -40,7 +41,7 @@ struct dots {
     int group;
 };
 
-DOT_INLINE __m512i dot_broadcast(const char *from)
+DOT_INLINE(AVX512) __m512i dot_broadcast(const char *from)
 {
     int32_t four;
     memcpy(&four, from, sizeof four);
@@ -48,13 +49,13 @@ DOT_INLINE __m512i dot_broadcast(const char *from)
 }
 
 /* Written out: with the intrinsic GCC 12 keeps a copy of every sum in memory, and the loop takes 2.5 times as long. */
-DOT_INLINE __m512i dot_fours(__m512i sum, __m512i weights, __m512i x)
+DOT_INLINE(AVX512_VNNI) __m512i dot_fours(__m512i sum, __m512i weights, __m512i x)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
     return sum;
 }
 
-DOT_INLINE void dot_pairs(const struct dots *dots, const int rows, const int panels)
+DOT_INLINE(AVX512_BF16) void dot_pairs(const struct dots *dots, const int rows, const int panels)
 {
     __m512 sums[DOT_ROWS][DOT_PANELS];
 #pragma GCC unroll 6
@@ -87,7 +88,7 @@ DOT_INLINE void dot_pairs(const struct dots *dots, const int rows, const int pan
 
 /* Weights are unsigned, 128 more than they are, and rows are signed: what that adds, 128 x the sum of the row's group,
  * is taken off where the group's sum begins. */
-DOT_INLINE void dot_bytes(const struct dots *dots, const int rows, const int panels)
+DOT_INLINE(AVX512_VNNI) void dot_bytes(const struct dots *dots, const int rows, const int panels)
 {
     const char *row = dots->rows, *panel = dots->panels, *ahead = dots->ahead;
     const size_t row_bytes = dots->row_bytes, panel_bytes = dots->panel_bytes;
@@ -133,8 +134,8 @@ DOT_INLINE void dot_bytes(const struct dots *dots, const int rows, const int pan
 #define DOT_CASES(kind, p)                                                                                             \
     DOT_CASE(kind, 1, p)                                                                                               \
     DOT_CASE(kind, 2, p) DOT_CASE(kind, 3, p) DOT_CASE(kind, 4, p) DOT_CASE(kind, 5, p) DOT_CASE(kind, 6, p)
-#define DOT_ENTRY(name, kind)                                                                                          \
-    static DOT_TARGET void name(const struct dots *dots, int rows, int panels)                                         \
+#define DOT_ENTRY(name, kind, SET)                                                                                     \
+    static COMPILED_FOR(SET) void name(const struct dots *dots, int rows, int panels)                                  \
     {                                                                                                                  \
         switch (panels * 8 + rows) {                                                                                   \
             DOT_CASES(kind, 1)                                                                                         \

@@ -1,5 +1,6 @@
 /* Includes BODY once for every instruction set that the compiler can make code for: with ISA(name), a name with the
- * set's suffix, TARGET, the attribute that lets the compiler use it, and LANES, the floats of its vectors. */
+ * set's suffix, TARGET, the attribute that lets the compiler use it (cpu_features.h), and LANES, the floats of its
+ * vectors. */
 
 #define JOINED(name, suffix) name##suffix
 #define ISA(name) JOINED(name, _portable)
@@ -12,7 +13,7 @@
 
 #if defined(__x86_64__)
 #define ISA(name) JOINED(name, _avx2)
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET COMPILED_FOR(AVX2)
 #define LANES 8
 #include BODY
 #undef ISA
@@ -20,7 +21,7 @@
 #undef LANES
 
 #define ISA(name) JOINED(name, _avx512)
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
+#define TARGET COMPILED_FOR(AVX512)
 #define LANES 16
 #include BODY
 #undef ISA

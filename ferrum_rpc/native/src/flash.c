@@ -16,9 +16,9 @@
 #include <string.h>
 
 #include "attention.h"
+#include "cpu_features.h"
 #include "dots.h"
 #include "room.h"
-#include "sets.h"
 #include "step.h"
 
 struct ferrum_flash {
@@ -30,7 +30,7 @@ struct ferrum_flash {
 
 #define JOINED(name, suffix) name##suffix
 #define ISA(name) JOINED(name, _flash)
-#define TARGET DOT_TARGET
+#define TARGET COMPILED_FOR(AVX512_BF16)
 #define LANES 16
 #include "vectors.h"
 
@@ -40,8 +40,7 @@ struct ferrum_flash {
 
 int32_t ferrum_flash_supported(int32_t head_dim)
 {
-    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && set_supported(16) &&
-           __builtin_cpu_supports("avx512bf16");
+    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && CPU_HAS(AVX512_BF16);
 }
 
 /* NULL where there is no memory. */
@@ -53,7 +52,7 @@ void ferrum_flash_free(struct ferrum_flash *self)
     free(self);
 }
 
-DOT_ENTRY(flash_entry, dot_pairs)
+DOT_ENTRY(flash_entry, dot_pairs, AVX512_BF16)
 
 struct job {
     const struct step *step;
@@ -96,7 +95,7 @@ static size_t lay_out(const struct job *job, int rows, char *base, struct buffer
 }
 
 /* Transpose 16 vectors of 16 numbers. */
-DOT_INLINE void transpose(__m512i *x)
+INLINE void transpose(__m512i *x)
 {
     __m512i y[16];
 #pragma GCC unroll 8
@@ -129,7 +128,7 @@ DOT_INLINE void transpose(__m512i *x)
 
 /* K and V of the positions `first .. first + KEYS` of one head into panels; zeros from `end` on: what lies there was never
  * written, and may be anything. */
-static DOT_TARGET void pack(const struct job *job, const int32_t *table, int head, int first, int end,
+static TARGET void pack(const struct job *job, const int32_t *table, int head, int first, int end,
                             const struct buffers *to)
 {
     const int size = job->step->block_size, dim = job->dim;
@@ -176,7 +175,7 @@ static DOT_TARGET void pack(const struct job *job, const int32_t *table, int hea
 
 /* One row's scores against the positions `first .. first + KEYS`, of which it sees `low .. high`, to weights: a step of
  * the online softmax. Returns what its sums so far are to be multiplied by. */
-DOT_INLINE float soften(const struct job *job, const float *scores, int first, int low, int high, float *most,
+INLINE float soften(const struct job *job, const float *scores, int first, int low, int high, float *most,
                         float *total, char *weights)
 {
     FV x[KEYS / 16], largest = ISA(splat)(-__builtin_inff());
@@ -217,7 +216,7 @@ DOT_INLINE float soften(const struct job *job, const float *scores, int first, i
 }
 
 /* A tile of `tokens` tokens from row `row`, position `position` on, for one KV head. */
-static DOT_TARGET void run_tile(const struct job *job, const int32_t *table, int head, int row, int position, int tokens,
+static TARGET void run_tile(const struct job *job, const int32_t *table, int head, int row, int position, int tokens,
                                 const struct buffers *own)
 {
     const int group = job->group, dim = job->dim, rows = tokens * group;

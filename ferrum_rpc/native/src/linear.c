@@ -20,10 +20,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu_features.h"
 #include "dots.h"
 #include "linear.h"
 #include "room.h"
-#include "sets.h"
 
 #if defined(__x86_64__)
 
@@ -51,8 +51,7 @@ struct ferrum_linears {
 
 int32_t ferrum_linear_supported(int32_t kind)
 {
-    return set_supported(16) &&
-           (kind == BYTES ? __builtin_cpu_supports("avx512vnni") : __builtin_cpu_supports("avx512bf16"));
+    return kind == BYTES ? CPU_HAS(AVX512_VNNI) : CPU_HAS(AVX512_BF16);
 }
 
 /* NULL where there is no memory. */
@@ -68,12 +67,15 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self);
 }
 
-DOT_ENTRY(pairs_entry, dot_pairs)
-DOT_ENTRY(bytes_entry, dot_bytes)
+/* What both kinds are done with. */
+#define TARGET COMPILED_FOR(AVX512)
+
+DOT_ENTRY(pairs_entry, dot_pairs, AVX512_BF16)
+DOT_ENTRY(bytes_entry, dot_bytes, AVX512_VNNI)
 
 /* One row to 8 bits: for every group its scale and -128 x its sum. A group with an element that is not finite gets a NaN
  * for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
-static DOT_TARGET void quantise(const char *row, int k, char *to, float *scales, int32_t *starts)
+static TARGET void quantise(const char *row, int k, char *to, float *scales, int32_t *starts)
 {
     for (int g = 0; g < k / GROUP; g++) {
         __m512 x[GROUP / 16], most = _mm512_setzero_ps();
@@ -101,7 +103,7 @@ static DOT_TARGET void quantise(const char *row, int k, char *to, float *scales,
 
 /* 16 sums of a row, with the biases of the columns that are `held`: rounded to bfloat16 to the nearest, ties to even (a
  * NaN stays one), in the lower halves. */
-static inline DOT_TARGET __m512i round_sums(const float *sums, const float *bias, __mmask16 held)
+static inline TARGET __m512i round_sums(const float *sums, const float *bias, __mmask16 held)
 {
     __m512 x = _mm512_loadu_ps(sums);
     if (bias)
@@ -117,7 +119,7 @@ static inline __mmask16 held_columns(int count) { return count < 16 ? (__mmask16
 
 /* The sums of a row to an output row of `count` columns, of which `from` is the first: as bfloat16, or as floats of
  * such values where `wide`. */
-static DOT_TARGET void round_row(const float *sums, const float *bias, int from, int count, char *out, int wide)
+static TARGET void round_row(const float *sums, const float *bias, int from, int count, char *out, int wide)
 {
     for (int i = 0; i < count; i += 16) {
         const __mmask16 held = held_columns(count - i);
@@ -139,7 +141,7 @@ static inline int comes_first(float x, int column, const struct best *best)
 }
 
 /* The largest of a row's values as `round_row` would write them. */
-static DOT_TARGET void best_of_row(const float *sums, const float *bias, int from, int count, struct best *best)
+static TARGET void best_of_row(const float *sums, const float *bias, int from, int count, struct best *best)
 {
     for (int i = 0; i < count; i += 16) {
         const __mmask16 held = held_columns(count - i);

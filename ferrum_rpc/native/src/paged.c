@@ -18,8 +18,8 @@
 #include <string.h>
 
 #include "attention.h"
+#include "cpu_features.h"
 #include "room.h"
-#include "sets.h"
 #include "step.h"
 
 #define MAX_DIM 256
@@ -86,7 +86,7 @@ static const struct set *find_set(const char *name, int32_t head_dim)
     if (head_dim < 1 || head_dim > MAX_DIM)
         return NULL;
     for (size_t i = 0; i < sizeof sets / sizeof *sets; i++)
-        if (head_dim % sets[i].lanes == 0 && (!name || !strcmp(name, sets[i].name)) && set_supported(sets[i].lanes))
+        if (head_dim % sets[i].lanes == 0 && (!name || !strcmp(name, sets[i].name)) && lanes_supported(sets[i].lanes))
             return sets + i;
     return NULL;
 }

@@ -8,8 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "cpu_features.h"
 #include "rows.h"
-#include "sets.h"
 
 #define LARGE 131072 /* elements above which rows are shared out to threads */
 
@@ -20,7 +20,7 @@
 int32_t ferrum_rows_lanes(int32_t elements)
 {
     for (int lanes = 16; lanes >= 4; lanes /= 2)
-        if (elements % lanes == 0 && set_supported(lanes))
+        if (elements % lanes == 0 && lanes_supported(lanes))
             return lanes;
     return 0;
 }

@@ -1,0 +1,34 @@
+/* Instruction sets, each a list of the CPU's features. The attribute that lets the compiler use them and the question
+ * whether this machine has them come from the one list: code that the compiler could put a feature into never runs where
+ * that feature is missing. */
+
+#ifndef FERRUM_CPU_FEATURES_H
+#define FERRUM_CPU_FEATURES_H
+
+#if defined(__x86_64__)
+
+#define AVX2(EACH) EACH("avx2") EACH("fma")
+#define AVX512(EACH) EACH("avx512f") EACH("avx512bw") EACH("avx512vl") EACH("avx512dq") EACH("fma")
+#define AVX512_BF16(EACH) AVX512(EACH) EACH("avx512bf16")
+#define AVX512_VNNI(EACH) AVX512(EACH) EACH("avx512vnni")
+
+#define LISTED(feature) "," feature
+#define HELD(feature) && __builtin_cpu_supports(feature)
+#define COMPILED_FOR(SET) __attribute__((target("prefer-vector-width=512" SET(LISTED))))
+#define CPU_HAS(SET) (__builtin_cpu_init(), 1 SET(HELD))
+
+#endif
+
+/* Whether this machine has the set of each_set.h whose vectors hold so many floats. */
+static inline int lanes_supported(int lanes)
+{
+#if defined(__x86_64__)
+    if (lanes == 16)
+        return CPU_HAS(AVX512);
+    if (lanes == 8)
+        return CPU_HAS(AVX2);
+#endif
+    return lanes == 4;
+}
+
+#endif

@@ -1,0 +1,115 @@
+"""A kernel runs where the CPU has all that it is compiled for, and nowhere else.
+
+The library is compiled once more, with a CPU whose features are a list here. Nothing of it is run but what it says of
+itself, so any machine will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ferrum_rpc.native import library
+
+SOURCES = Path(library.__file__).parent / "src"
+FILES = ("paged.c", "rows.c", "linear.c", "flash.c")
+FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
+KERNELS = {
+    "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_attention_supported(b"avx512", 64)),
+    "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_attention_supported(b"avx2", 64)),
+    "rows in avx512": ("run_row_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
+    "rows in avx2": ("run_row_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
+    "products of pairs": ("pairs_entry", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS)),
+    "products of bytes": ("bytes_entry", lambda cpu: cpu.ferrum_linear_supported(library.BYTES)),
+    "attention of long spans": ("flash_entry", lambda cpu: cpu.ferrum_flash_supported(64)),
+}
+"""The outermost function of each that is compiled for instructions, and whether it may run."""
+
+CPU = r"""
+#include <string.h>
+char shown[200]; /* each with a space behind it */
+int has(const char *feature)
+{
+    const char *at = strstr(shown, feature);
+    return at && at[strlen(feature)] == ' ';
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """The library on a CPU that has the features which are passed."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the sets are those of x86-64")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("cpu")
+    (folder / "cpu.c").write_text(CPU)
+    (folder / "has.h").write_text("int has(const char *);\n#define __builtin_cpu_supports(feature) has(feature)\n")
+    sources = [SOURCES / each for each in FILES]
+    command = ["cc", "-O0", "-shared", "-fPIC", "-w", "-include", "has.h", *sources, "cpu.c", "-o", "cpu.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    made = ctypes.CDLL(str(folder / "cpu.so"))
+
+    def with_features(features):
+        (ctypes.c_char * 200).in_dll(made, "shown").value = "".join(f"{each} " for each in features).encode()
+        return made
+
+    return with_features
+
+
+@pytest.fixture(scope="module")
+def compiled_for(machine):
+    """What the compiler may use in each function that names a target."""
+    found = {}
+    for file in FILES:
+        text = subprocess.run(["cc", "-E", "-P", SOURCES / file], check=True, capture_output=True, text=True).stdout
+        for target, name in re.findall(r'target\(((?:"[^"]*"\s*)+)\)+\s*void (\w+)\(const struct', text):
+            words = target.replace('"', "").replace(" ", "").split(",")
+            found[name] = {each for each in words if not each.startswith("prefer")}
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_needs_exactly_what_it_is_compiled_for(machine, compiled_for, kernel):
+    function, supported = KERNELS[kernel]
+    needed = compiled_for[function]
+    assert needed <= set(FEATURES)
+    assert supported(machine(needed))
+    for feature in FEATURES:
+        assert bool(supported(machine(set(FEATURES) - {feature}))) == (feature not in needed), feature
+
+
+AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+
+
+@pytest.mark.parametrize(
+    ("features", "kernels", "lanes"),
+    [
+        ((), [0, 0, 0], 4),
+        (("avx2", "fma"), [0, 0, 0], 8),
+        (AVX512, [0, 0, 0], 16),
+        ((*AVX512, "avx512vnni"), [0, 1, 0], 16),  # Cascade Lake, Ice Lake
+        ((*AVX512, "avx512bf16"), [1, 0, 1], 16),
+        (FEATURES, [1, 1, 1], 16),
+        (("avx512bf16", "avx512vnni", "avx512f"), [0, 0, 0], 4),
+    ],
+    ids=["nothing", "AVX2", "AVX-512", "VNNI", "BF16", "all", "half of it"],
+)
+def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
+    """``kernels``: products of pairs, products of bytes, attention of long spans."""
+    cpu = machine(features)
+    products = [cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)]
+    assert [*products, cpu.ferrum_flash_supported(128)] == kernels
+    assert cpu.ferrum_rows_lanes(64) == lanes
+    cpu.ferrum_attention_new.restype = ctypes.c_void_p
+    cpu.ferrum_attention_name.restype = ctypes.c_char_p
+    kernel = ctypes.c_void_p(cpu.ferrum_attention_new(None, 128))
+    assert cpu.ferrum_attention_name(kernel) == {4: b"portable", 8: b"avx2", 16: b"avx512"}[lanes]
+    cpu.ferrum_attention_free(kernel)
