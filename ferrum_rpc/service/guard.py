@@ -6,6 +6,7 @@ it is not there at all.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from grpc_health.v1 import health
@@ -15,6 +16,7 @@ from ferrum_rpc.errors import PermissionDenied, Unauthenticated
 from ferrum_rpc.service.calls import Context
 from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.tokens import TokenFile
 
 OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
@@ -80,9 +82,11 @@ class Guard:
             raise PermissionDenied("only operators may use this service")
 
 
-def guard_of(security: Security) -> Guard | None:
+def guard_of(security: Security, supervisor: Supervisor) -> Guard | None:
     """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
     if not security.asks:
         return None
-    tokens = None if security.tokens is None else TokenFile(security.tokens).watch()
+    tokens = None
+    if security.tokens is not None:
+        tokens = TokenFile(security.tokens, partial(supervisor.count, Background.TOKENS)).watch()
     return Guard(Authenticator(tokens, security.operators))

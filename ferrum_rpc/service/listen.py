@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -80,11 +80,13 @@ def check_bind(host: str, security: Security) -> None:
         log.warning("anybody_may_call", host=host, action="set --tokens or --tls-client-ca: TLS alone asks nobody")
 
 
-def open_port(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:
-    """Bind and listen; connections wait until the server starts. Returns the port, 0 for a unix socket. Raises
-    `PortInUse` and `SecurityError`."""
+def open_port(
+    server: grpc.aio.Server, host: str, port: int, security: Security, failed: Callable[[], object] = lambda: None
+) -> int:
+    """Bind and listen; connections wait until the server starts. ``failed`` is called when new certificates cannot be
+    used. Returns the port, 0 for a unix socket. Raises `PortInUse` and `SecurityError`."""
     check_bind(host, security)
-    certificates = ServerCertificates(security) if security.encrypted else None
+    certificates = ServerCertificates(security, failed) if security.encrypted else None
     path = socket_path(host)
     target = address(host, port)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import grpc
@@ -43,6 +44,7 @@ from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.servicers import ModelExecutorServicer
 from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.supervisor import Background
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -147,16 +149,18 @@ class ExecutorServer:
         registry = self.methods()
         server.add_generic_rpc_handlers((registry,))
         acceptors = Acceptors(server, registry.handlers)
-        self.port = open_port(server, self._host, self.port, self._security)
+        supervisor = self.books.supervisor
+        rejected = partial(supervisor.count, Background.CERTIFICATES)
+        self.port = open_port(server, self._host, self.port, self._security, rejected)
         self._server = server
-        self.books.supervisor.on_change = self.health.update
-        self.books.supervisor.watch(asyncio.get_running_loop())
+        supervisor.on_change = self.health.update
+        supervisor.watch(asyncio.get_running_loop())
         engine = self._engine()
         self.books.attach(engine)
         await server.start()
         acceptors.start()
         engine.start()
-        self._monitor = HeartbeatMonitor(engine, self.health, self.books.supervisor)
+        self._monitor = HeartbeatMonitor(engine, self.health, supervisor)
         self._monitor.start()
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
@@ -183,7 +187,7 @@ class ExecutorServer:
 
     def methods(self) -> Registry:
         """The handlers of every service."""
-        table: Any = Registry(self.calls, guard_of(self._security), self._limits)
+        table: Any = Registry(self.calls, guard_of(self._security, self.books.supervisor), self._limits)
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.books, self.calls, self.sessions), table
         )

@@ -28,6 +28,9 @@ class Background(enum.StrEnum):
     SESSION = "session"
     CALLBACK = "callback"
     """A callback of the event loop, or a task that nobody awaits: an engine's answer that could not be taken is one."""
+    TOKENS = "tokens"
+    CERTIFICATES = "certificates"
+    """Files that were written anew and cannot be used."""
 
 
 class Supervisor:
@@ -98,13 +101,17 @@ class Supervisor:
 
     def note(self, task: Background, error: BaseException) -> None:
         """It failed of this."""
-        self.failures[task.value] += 1
+        self.count(task)
         log.error(
             "background_task_failed",
             task=task.value,
             exc_info=error,
             action="report this stack trace: it is a bug in the executor; the task goes on",
         )
+
+    def count(self, task: Background) -> None:
+        """It failed, and the log says of what. Called by any thread, of one task by one at a time."""
+        self.failures[task.value] += 1
 
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

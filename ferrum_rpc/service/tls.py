@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ log = structlog.get_logger("ferrum_rpc.security")
 
 class ServerCertificates:
     """Certificate chain, key, and with mutual TLS the authorities of clients. Raises `SecurityError` when the files
-    cannot be used at the start; a change that cannot be used is logged, and what was known stays."""
+    cannot be used at the start; a change that cannot be used is logged, what was known stays, and ``failed`` is called,
+    by whatever thread."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, failed: Callable[[], object] = lambda: None) -> None:
         if security.tls_cert is None or security.tls_key is None:
             raise SecurityError("TLS needs tls_cert and tls_key")
         self._cert, self._key, self._client_ca = security.tls_cert, security.tls_key, security.tls_client_ca
+        self._failed = failed
         self._lock = threading.Lock()
         try:
             self._stamps, self._current = self._read()
@@ -56,6 +59,7 @@ class ServerCertificates:
                     self._stamps = stamps
                     action = "correct the files; until then the certificates that were read before are used"
                     log.error("certificates_rejected", error=str(error), action=action)
+                    self._failed()
                 return None
             log.info("certificates_loaded", path=str(self._cert))
             return self._current

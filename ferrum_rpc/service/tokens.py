@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -33,10 +34,11 @@ log = structlog.get_logger("ferrum_rpc.security")
 
 class TokenFile:
     """The tokens of a file. Raises `SecurityError` when the file cannot be used at the start; a change that cannot be
-    used is logged, and what was known stays."""
+    used is logged, what was known stays, and ``failed`` is called."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, failed: Callable[[], object] = lambda: None) -> None:
         self._path = path
+        self._failed = failed
         self._stamp, self._callers = self._read()
 
     def __len__(self) -> int:
@@ -65,6 +67,7 @@ class TokenFile:
                 self._stamp = stamp
                 action = "correct the file; until then the tokens that were read before are accepted"
                 log.error("tokens_rejected", path=str(self._path), error=str(error), action=action)
+                self._failed()
             return
         log.info("tokens_loaded", path=str(self._path), tokens=len(self._callers))
 

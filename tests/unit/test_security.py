@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import os
 import socket
+import ssl
 import stat
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +30,11 @@ from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.service.tokens import TokenFile, parse
-from tests.serving import LIMITS
+from tests.serving import LIMITS, serve_identity
+from tests.wiring import until
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -56,7 +61,7 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
 
 
 def test_where_nothing_is_asked_there_is_no_guard() -> None:
-    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k"))) is None
+    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k")), Supervisor()) is None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -219,6 +224,27 @@ def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_do
         ServerCertificates(files)
     path.write_bytes(before)
     assert certificates.changed() is not None
+
+
+async def test_what_a_server_cannot_use_of_its_files_is_counted(
+    files: Security, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the look at the tokens, and by the thread of gRPC's that asks for certificates before a handshake."""
+    monkeypatch.setattr("ferrum_rpc.service.tokens.CHECK_EVERY_S", 0.001)
+    (tmp_path / "tokens").write_text("alice a-token\n")
+    async with serve_identity(security=dataclasses.replace(files, tokens=tmp_path / "tokens")) as served:
+        failures = served.server.books.supervisor.failures
+        assert (failures[Background.TOKENS], failures[Background.CERTIFICATES]) == (0, 0)
+        replace(tmp_path / "tokens", "alice a-token\nbob\n")
+        await until(lambda: failures[Background.TOKENS] == 1)
+        files.tls_cert.write_text("no certificate")
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+        for _ in range(2):
+            with suppress(OSError):  # a client without a certificate; the server asked for its own before
+                await asyncio.open_connection("127.0.0.1", served.server.port, ssl=anybody)
+        assert failures[Background.CERTIFICATES] == 1
+        assert (failures[Background.TOKENS], failures[Background.CALLBACK]) == (1, 0)
 
 
 # --- where to listen --------------------------------------------------------------------------------------------------
