@@ -1,4 +1,5 @@
-"""The client of ferrum-rpc: what a scheduler imports. Needs grpcio, protobuf and numpy; loads no torch, no server code.
+"""The client of ferrum-rpc: what a scheduler imports. Needs grpcio with its health checking, protobuf and
+numpy; loads no torch, no server code.
 
     import asyncio
     from ferrum_rpc.client import ExecutorClient, TopTokens
@@ -45,11 +46,11 @@ from ferrum_rpc.client.facts import (
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
+    Health,
     MethodCount,
     SequenceInfo,
     WarmupReport,
 )
-from ferrum_rpc.client.health import Health
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sampling import Sampler, Sampling

@@ -10,6 +10,8 @@ from types import TracebackType
 
 import grpc
 from google.protobuf import duration_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer
@@ -28,14 +30,15 @@ from ferrum_rpc.client.facts import (
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
+    Health,
     SequenceInfo,
     WarmupReport,
     executor_state,
+    health_state,
     sequence_from_proto,
     status_from_proto,
     warmup_from_proto,
 )
-from ferrum_rpc.client.health import Health, checker, health, request
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
@@ -184,8 +187,8 @@ class ExecutorClient:
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
         context = self._context
-        response = await context.calls.ask(checker(self._open_channel), request(service), context.deadline(timeout_s))
-        return health(response.status)
+        method, message = HealthStub(self._open_channel).Check, HealthCheckRequest(service=service)
+        return health_state((await context.calls.ask(method, message, context.deadline(timeout_s))).status)
 
     async def warmup(
         self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None

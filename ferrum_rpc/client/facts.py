@@ -51,6 +51,15 @@ class ExecutorState(enum.Enum):
     FAILED = 4
 
 
+class Health(enum.Enum):
+    """``grpc.health.v1.HealthCheckResponse.ServingStatus``; the numbers are the wire's."""
+
+    UNKNOWN = 0
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What an executor is. Does not change during its life; ``instance_id`` names that life.
@@ -227,6 +236,14 @@ def executor_state(number: int) -> ExecutorState:
         return ExecutorState(number)
     except ValueError:
         return ExecutorState.UNKNOWN
+
+
+def health_state(number: int) -> Health:
+    """The enum of a wire number; what is not known yet is UNKNOWN."""
+    try:
+        return Health(number)
+    except ValueError:
+        return Health.UNKNOWN
 
 
 def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupReport:

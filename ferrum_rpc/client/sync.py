@@ -24,8 +24,7 @@ from ferrum_rpc.client.arguments import Output, Tokens
 from ferrum_rpc.client.background import ClientFacade, Facade, unwrapped
 from ferrum_rpc.client.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S, ChannelOption
 from ferrum_rpc.client.client import CacheMode
-from ferrum_rpc.client.facts import ExecutorInfo, ExecutorState, ExecutorStatus, SequenceInfo, WarmupReport
-from ferrum_rpc.client.health import Health
+from ferrum_rpc.client.facts import ExecutorInfo, ExecutorState, ExecutorStatus, Health, SequenceInfo, WarmupReport
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sampling import Sampling

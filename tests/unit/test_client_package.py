@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import glob
+import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-from ferrum_rpc.client.facts import Capability, ExecutorState, executor_state
-from ferrum_rpc.client.health import Health, health
+from ferrum_rpc.client.facts import Capability, ExecutorState, Health, executor_state, health_state
 from ferrum_rpc.executor.v1 import info_pb2
+from tests.unit.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,15 +35,18 @@ def test_importing_the_client_loads_no_torch_and_no_server_module() -> None:
     modules = loaded_by(LOADED)
     top = {name.partition(".")[0] for name in modules}
     assert not top & (SERVER_ONLY | {"tokenizers", "rich", "clients"})
-    assert "grpc_health.v1.health_pb2" not in modules, "grpc itself imports the bare package where it is there"
+    assert "grpc_health.v1.health" not in modules, "the health service, of which the client needs the messages"
     floors = {name.split(".")[1] for name in modules if name.startswith("ferrum_rpc.")}
     assert floors <= CLIENT_FLOORS
 
 
-def test_the_official_health_package_may_be_loaded_beside_the_client() -> None:
-    both = "import ferrum_rpc.client.health, grpc_health.v1.health_pb2"
-    assert loaded_by(both) == set()
-    assert loaded_by("import grpc_health.v1.health_pb2, ferrum_rpc.client.health") == set()
+def test_what_the_client_imports_is_installed_with_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {top for floor in CLIENT_FLOORS for top in FLOORS[f"ferrum_rpc.{floor}"].outside.split()}
+    assert "grpc_health" in imported
+    assert [top for top in imported if not installed & set(distributions[top])] == []
 
 
 def test_the_clients_enums_are_the_wires() -> None:
@@ -56,7 +61,7 @@ def test_the_clients_enums_are_the_wires() -> None:
 def test_the_health_enum_is_the_standard_one() -> None:
     from grpc_health.v1 import health_pb2
 
-    assert health(99) is Health.UNKNOWN
+    assert health_state(99) is Health.UNKNOWN
     assert {each.name: each.value for each in Health} == dict(health_pb2.HealthCheckResponse.ServingStatus.items())
 
 

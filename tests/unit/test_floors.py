@@ -68,7 +68,7 @@ FLOORS: dict[str, Floor] = {
         "ferrum_rpc core errors failpoints executor wire engine.heartbeat engine.work engine.thread engine.process",
         "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
-    "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc numpy"),
+    "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
     # programs
     "ferrum_rpc.usage": Floor(),
     "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic pydantic_settings"),
