@@ -93,7 +93,7 @@ def test_the_demo_tokenizer_and_the_byte_tokenizer_are_one(demo_folder: Path, te
         assert "".join(pieces(TextStream(library), [256, *library.encode(text), 256])) == text
 
 
-def test_a_tokenizer_is_found_or_its_absence_explained(demo_folder: Path) -> None:
+def test_a_tokenizer_is_found_or_its_absence_explained(demo_folder: Path, tmp_path: Path) -> None:
     assert isinstance(tokenizer_for(256, None), ByteTokenizer)
     assert isinstance(tokenizer_for(264, None), ByteTokenizer)
     assert isinstance(tokenizer_for(264, demo_folder), FileTokenizer)
@@ -101,9 +101,9 @@ def test_a_tokenizer_is_found_or_its_absence_explained(demo_folder: Path) -> Non
         tokenizer_for(151_936, None)
     with pytest.raises(TokenizerError, match="no tokenizer at"):
         tokenizer_for(264, demo_folder / "nowhere")
-    (demo_folder / "broken.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(TokenizerError, match="is not a tokenizer"):
-        tokenizer_for(264, demo_folder / "broken.json")
+        tokenizer_for(264, tmp_path / "broken.json")
 
 
 @settings(deadline=None)
