@@ -81,7 +81,7 @@ transcript: .venv/.dev  ## Write docs/transcript.md from real calls
 	@$(BIN)/python tools/transcript.py
 
 gpu-check: .venv/.dev  ## On a CUDA machine: run what waits for one, write benchmarks/results/gpu-check.json
-	@$(BIN)/python tools/gpu_check.py
+	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## Remove .venv and what the tools left
 	@rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

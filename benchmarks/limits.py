@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from benchmarks.cells import DECODE, Cell
-from benchmarks.shapes import tensor_shapes
+from benchmarks.cases import DECODE, Cell, tensor_shapes
 from ferrum_rpc.models.linear import PlainLinear, select_linear
 
 BUFFER_BYTES: Final = 512 << 20
@@ -27,76 +25,32 @@ REPEATS: Final = 5
 ROWS, IN, OUT = 512, 1024, 3072
 """The product: a prompt of 512 tokens through the widest linear layer of the 0.6B shape."""
 
-CPU: Final = torch.device("cpu")
 ELEMENT: Final = 2
 """Bytes of a bfloat16."""
 
 
-class Reading(TypedDict):
-    """One look at the machine."""
-
-    read_gb_s: float
-    bf16_tflops: float
-
-
-class Limits(TypedDict):
-    """The best of the readings."""
-
-    read_gb_s: float
-    bf16_tflops: float
-    threads: int
-    readings: list[Reading]
-
-
-class Roof(TypedDict):
-    """What a cell cannot pass: tokens a second, what bounds it, and what a step must read and compute."""
-
-    tokens_per_s: float
-    bound_by: Literal["memory", "matrix products"]
-    step_gb: float
-    step_gflop: float
+GPU_BYTES: Final = 1 << 30
+GPU_SIDE: Final = 8192
 
 
 class Machine:
     """Takes readings. ``quick``: of a buffer that a test can afford, which says nothing of memory."""
 
-    def __init__(self, threads: int, *, quick: bool = False) -> None:
+    def __init__(self, threads: int, device: str = "cpu", *, quick: bool = False) -> None:
         torch.set_num_threads(threads)
         self.threads = threads
-        self.readings: list[Reading] = []
-        size = QUICK_BYTES if quick else BUFFER_BYTES
-        buffer = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        generator = torch.Generator().manual_seed(1)
-        self._words = torch.frombuffer(buffer, dtype=torch.float32)
-        block = torch.randn(1 << 20, generator=generator)
-        self._words.copy_(block.repeat(len(self._words) // len(block)))
-        self._doubles = torch.frombuffer(buffer, dtype=torch.float64)
-        self._rows = torch.randn(ROWS, IN, generator=generator).bfloat16()
-        weight = torch.randn(OUT, IN, generator=generator).bfloat16()
-        self._products = [make(weight, None) for make in (PlainLinear, select_linear(CPU, weight.dtype)[2])]
+        self.readings: list[dict[str, float]] = []
+        self._calls = _cpu_calls(quick) if device == "cpu" else _gpu_calls(torch.device(device))
 
-    def read(self) -> Reading:
+    def read(self) -> None:
         """Two seconds or so. Which reduction reads fastest differs from machine to machine, and whose product is the
         fastest as well: the best of some."""
-        readers: Sequence[tuple[Callable[[Tensor], Tensor], Tensor]] = (
-            (torch.sum, self._words),
-            (torch.amax, self._words),
-            (torch.sum, self._doubles),
-            (lambda words: torch.dot(words, words), self._words),
-        )
-        fastest = min(_best(partial(read, words)) for read, words in readers)
-        product = min(_best(partial(multiply, self._rows), repeats=4 * REPEATS) for multiply in self._products)
-        reading: Reading = {
-            "read_gb_s": round(self._words.nbytes / fastest / 1e9, 2),
-            "bf16_tflops": round(2 * ROWS * IN * OUT / product / 1e12, 3),
-        }
-        self.readings.append(reading)
-        return reading
+        bytes_s = max(size / _best(call) for call, size in self._calls[0])
+        flop_s = max(size / _best(call, repeats=4 * REPEATS) for call, size in self._calls[1])
+        self.readings.append({"read_gb_s": round(bytes_s / 1e9, 2), "bf16_tflops": round(flop_s / 1e12, 3)})
 
-    def limits(self) -> Limits:
-        """Of all readings so far."""
+    def limits(self) -> dict[str, Any]:
+        """The best of all readings so far."""
         return {
             "read_gb_s": max(each["read_gb_s"] for each in self.readings),
             "bf16_tflops": max(each["bf16_tflops"] for each in self.readings),
@@ -105,8 +59,9 @@ class Machine:
         }
 
 
-def roof(cell: Cell, config: dict[str, Any], limits: Limits) -> Roof:
-    """The cell's limit on this machine, of a bfloat16 model with ``config``. Attention's products are counted; softmax,
+def roof(cell: Cell, config: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cell cannot pass on this machine, of a bfloat16 model with ``config``: tokens a second, what bounds it,
+    and what a step must read (GB) and compute (GFLOP). Attention's products are counted; softmax,
     norms and activations are not."""
     layers, heads, dim = config["num_hidden_layers"], config["num_attention_heads"], config["head_dim"]
     sizes = {name: shape[0] * shape[1] for name, shape in tensor_shapes(config).items() if len(shape) == 2}
@@ -125,6 +80,45 @@ def roof(cell: Cell, config: dict[str, Any], limits: Limits) -> Roof:
         "step_gb": round(read / 1e9, 3),
         "step_gflop": round(flop / 1e9, 3),
     }
+
+
+Calls = list[tuple[Callable[[], object], float]]
+"""What is timed, and bytes or operations of it."""
+
+
+def _cpu_calls(quick: bool) -> tuple[Calls, Calls]:
+    buffer = mmap.mmap(-1, QUICK_BYTES if quick else BUFFER_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.frombuffer(buffer, dtype=torch.float32)
+    block = torch.randn(1 << 20, generator=generator)
+    words.copy_(block.repeat(len(words) // len(block)))
+    doubles = torch.frombuffer(buffer, dtype=torch.float64)
+    rows = torch.randn(ROWS, IN, generator=generator).bfloat16()
+    weight = torch.randn(OUT, IN, generator=generator).bfloat16()
+    products = [make(weight, None) for make in (PlainLinear, select_linear(torch.device("cpu"), weight.dtype)[2])]
+    readers = (partial(torch.sum, words), partial(torch.amax, words), partial(torch.sum, doubles))
+    dot = partial(torch.dot, words, words)
+    return [(each, words.nbytes) for each in (*readers, dot)], [
+        (partial(each, rows), 2 * ROWS * IN * OUT) for each in products
+    ]
+
+
+def _gpu_calls(device: torch.device) -> tuple[Calls, Calls]:
+    """The better of a large copy (read and written) and a large read; a large square product. Each ends on the host."""
+    source, target = (torch.empty(GPU_BYTES // ELEMENT, dtype=torch.bfloat16, device=device).normal_() for _ in "ab")
+    left, right = (torch.randn(GPU_SIDE, GPU_SIDE, dtype=torch.bfloat16, device=device) for _ in "ab")
+
+    def ended(call: Callable[[], object]) -> Callable[[], object]:
+        def whole() -> None:
+            call()
+            torch.cuda.synchronize(device)
+
+        return whole
+
+    copy, read = ended(lambda: target.copy_(source)), ended(lambda: source.view(torch.int32).amax())
+    return [(copy, 2 * GPU_BYTES), (read, GPU_BYTES)], [(ended(lambda: left @ right), 2 * GPU_SIDE**3)]
 
 
 def _best(run: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -16,17 +16,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks import environment
-from benchmarks.cells import Cell
-from benchmarks.contest import CellResult, Plan, contest, under_roofs
-from benchmarks.limits import Machine
-from benchmarks.ours import INT8, REFERENCE, Player, Session, Unsupported, open_int8
-from benchmarks.peer_process import EAGER, PeerFailed, PeerKind, PeerProcess
-from benchmarks.record import Record, model_facts
-from benchmarks.suite import add_common, common, described, model
-from benchmarks.suite_tables import show
+from benchmarks import tables
+from benchmarks.compare import Unsupported
+from benchmarks.engines.grpc import INT8, Session, open_int8
+from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
+from benchmarks.machine import ROOT
+from benchmarks.record import Record
+from benchmarks.suite import EAGER, Contest, add_options, fill
 from ferrum_rpc.logs import configure_logging
 
 SPINS: Final = {"GOMP_SPINCOUNT": "300000"}
@@ -45,8 +43,8 @@ LEFT_OUT: Final = {
 }
 """Why a peer that one would look for is not among them."""
 
-ENVIRONMENT: Final = environment.ROOT / ".venv-peers"
-REQUIREMENTS: Final = environment.ROOT / "benchmarks" / "peers-requirements.txt"
+ENVIRONMENT: Final = ROOT / ".venv-peers"
+REQUIREMENTS: Final = ROOT / "benchmarks" / "peers-requirements.txt"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,10 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Ours beside other engines.")
     parser.add_argument("--peers", nargs="+", choices=[each.name for each in PEERS], help="(default: all)")
     parser.add_argument("--python", type=Path, help="interpreter that has the peers; nothing is installed then")
-    add_common(parser, "peers", rounds=3)
-    options = common(parser.parse_args(argv), "peers")
-    wanted = options.peers or [each.name for each in PEERS]
-    options.peers = [each for each in PEERS if each.name in wanted]
+    add_options(parser)
+    options = fill(parser.parse_args(argv), "peers", rounds=3)
+    options.peers = [each for each in PEERS if each.name in (options.peers or [each.name])]
     return options
 
 
@@ -78,49 +75,32 @@ def install() -> tuple[Path, dict[str, str]]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             failed[line] = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            print(f"{line} is not installed: {failed[line]}")
     return python, failed
 
 
 async def run(options: argparse.Namespace, python: Path, failed: dict[str, str]) -> Record:
-    """Our server stays up; a peer after the other."""
-    folder, config = model(options.quick)
-    cells: Sequence[Cell] = options.cells
-    record = Record("peers", described(options), options.out)
-    left_out = dict(LEFT_OUT)
-    results: list[CellResult] = []
-    sides: dict[str, Any] = {}
-    machine = Machine(options.threads, quick=options.quick)
+    """Our servers stay up; a peer after the other."""
+    here = Contest(options, "peers", "qwen3-0.6b")
+    cells, threads = options.cells, options.threads
+    here.record.values["left_out"] |= LEFT_OUT
     async with AsyncExitStack() as stack:
-        ours = {REFERENCE: await stack.enter_async_context(Session.open(str(folder), cells, options.threads))}
+        ours = {REFERENCE: await here.open(stack, REFERENCE, Session.open(here.folder, cells, threads))}
         if any(kind.rival == INT8 for kind in options.peers):
-            try:
-                ours[INT8] = await stack.enter_async_context(open_int8(str(folder), cells, options.threads))
-            except Unsupported as error:
-                left_out[INT8] = str(error)
-        sides |= {name: session.facts for name, session in ours.items()}
-        record.save(model=model_facts(folder.name, config), sides=sides, not_installed=failed)
-        machine.read()
+            ours[INT8] = await here.open(stack, INT8, open_int8(here.folder, cells, threads))
+        here.record.save(not_installed=failed)
         for kind in options.peers:
-            rival = kind.rival if kind.rival in ours else REFERENCE
-            try:
-                async with PeerProcess.open(kind, str(folder), options.threads, config["vocab_size"], python) as peer:
-                    sides[kind.name] = peer.facts
-                    for cell in cells:
-                        machine.read()
-                        results.append(await _beside(cell, rival, ours[rival], kind.name, peer, options))
-            except (PeerFailed, Unsupported, OSError) as error:
-                left_out[kind.name] = str(error)
-            under_roofs(results, cells, config, machine)
-            record.save(cells=results, sides=sides, left_out=left_out, limits=machine.limits())
-            print(f"{kind.name}: {left_out.get(kind.name, 'done')}", flush=True)
-    return record
-
-
-async def _beside(  # noqa: PLR0917 - called once
-    cell: Cell, rival: str, session: Session, name: str, peer: PeerProcess, options: argparse.Namespace
-) -> CellResult:
-    players: dict[str, Player] = {rival: session, name: peer}
-    return await contest(cell, players, rival, Plan(options.rounds, options.round_seconds))
+            rival = kind.rival if ours.get(kind.rival) else REFERENCE
+            async with AsyncExitStack() as its:
+                opening = PeerProcess.open(kind, here.folder, threads, here.config["vocab_size"], python)
+                side, peer = ours[rival], await here.open(its, kind.name, opening)
+                if side and peer:
+                    try:
+                        await here.play(cells, {rival: side, kind.name: peer}, rival)
+                    except Unsupported as error:  # it ended between two rounds
+                        here.record.values["left_out"][kind.name] = str(error)
+            here.record.save(limits=here.machine.limits())
+    return here.record
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,10 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     configure_logging(level="warning")
     python, failed = (options.python, {}) if options.python else install()
-    for requirement, reason in failed.items():
-        print(f"{requirement} is not installed: {reason}")
     record = asyncio.run(run(options, python, failed))
-    show(record.values)
+    tables.show_suite(record.values)
     record.tell()
 
 

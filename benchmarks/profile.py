@@ -4,25 +4,162 @@
 
 One table: a row for each stage, a column for each model and batch size. The identity model computes next to nothing, so
 its columns are the wire and the bookkeeping; the others show what is left of that beside a forward pass.
+
+Both ends note when each stage begins (`benchmarks.profile_server`); a stage lasts until the next mark of either. With
+one call in flight the marks of a step are one line in time, so the stages add up to the whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import tempfile
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from time import perf_counter_ns
+from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import environment
-from benchmarks.echo import Echo
-from benchmarks.profile_stages import WARM, Profile, profile, steps_of
-from benchmarks.tables import number, show_plain
-from benchmarks.workload import OUTPUTS, workload
+from benchmarks import machine, tables
+from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, OUTPUTS, Cell, model_path, settings
+from benchmarks.engines.echo import echo_channel
+from benchmarks.engines.grpc import TIMEOUT_S, Calls, serve_flags, vocabulary
+from benchmarks.engines.process import served
+from benchmarks.engines.ways import EchoCalls
+from benchmarks.profile_server import METHOD
+from ferrum_rpc.client.channel import open_channel
+from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc
+from ferrum_rpc.wire.output import output_to_proto
+
+PATH: Final = f"/ferrum_rpc.executor.v1.ModelExecutor/{METHOD}"
+WARM: Final = 50
+END: Final = "end"
+
+COMPUTE: Final = ("model thread: forward", "model thread: select")
+"""The stages that compute; every other one of the server is bookkeeping or the way to it."""
+
+BOOKKEEPERS: Final = ("server", "model thread")
+"""Whose stages are bookkeeping, but for `COMPUTE`; the hand-overs between the threads are not."""
+
+Mark = tuple[str, int]
+Timeline = dict[str, float]
+"""Microseconds by stage, in the order of the stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Of many steps: median microseconds by stage, in their order; of what the compute stages spend on what was summed
+    up; of the whole step. ``exchange``: the bytes of the last one."""
+
+    stages: Timeline
+    inside: Timeline
+    whole_us: float
+    exchange: tuple[bytes, bytes]
+
+    @property
+    def bookkeeping(self) -> Timeline:
+        """The stages of what the server does for a step besides computing and waking threads."""
+        return {
+            name: value
+            for name, value in self.stages.items()
+            if name.partition(":")[0] in BOOKKEEPERS and name not in COMPUTE
+        }
+
+
+async def profile(model: str, live: Cell, batches: Sequence[int], steps: int, threads: int) -> list[Profile]:
+    """Steps of the first sequences of ``live``, of as many as each of ``batches`` says; the others live and wait.
+    ``live`` has room for `steps_of` as many steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "marks.json"
+        flags = serve_flags(model, settings([live], threads), "benchmarks.profile_server")
+        async with served(*flags[:2], str(file), *flags[2:]) as target, open_channel(target, None) as channel:
+            client = MarkedClient(channel, live)
+            await client.side.prefill(live.prompts(await vocabulary(channel)).tolist())
+            runs = [await client.run(WARM + steps, batch) for batch in batches]
+        noted = json.loads(file.read_text(encoding="utf-8"))
+    return [_profile(run[WARM:], exchange, noted) for run, exchange in runs]
+
+
+def steps_of(batches: Sequence[int], steps: int) -> int:
+    """Steps that `profile` takes, and tokens that its sequences grow by at most."""
+    return (WARM + steps) * len(batches)
+
+
+def _profile(measured: Sequence[Sequence[Mark]], exchange: tuple[bytes, bytes], noted: Any) -> Profile:
+    lines = timelines(measured, [(stage, time) for stage, time in noted["marks"]])
+    first, last = measured[0][0][1], measured[-1][-1][1]
+    within = [spent for time, spent in noted["inside"] if first <= time <= last]
+    whole = float(np.median([sum(each.values()) for each in lines]))
+    return Profile(medians(lines), medians(within), whole, exchange)
+
+
+def medians(found: Sequence[Timeline]) -> Timeline:
+    """Of every stage, in the order of the timeline that has the most; a stage that a step did not have took nothing."""
+    longest = max(found, key=len, default={})
+    return {stage: float(np.median([each.get(stage, 0.0) for each in found])) for stage in longest}
+
+
+class MarkedClient:
+    """A scheduler that notes its own stages."""
+
+    def __init__(self, channel: Any, live: Cell) -> None:
+        stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
+        stub.BatchDecode = channel.unary_unary(PATH, request_serializer=self._write, response_deserializer=self._read)
+        self.side = Calls(channel, stub=stub)
+        self._spec = output_to_proto(live.spec)
+        self._marks: list[Mark] = []
+
+    async def run(self, steps: int, batch: int) -> tuple[list[list[Mark]], tuple[bytes, bytes]]:
+        """Decode; the sequences grow by a token a step. The marks of each step, and the bytes of the last one."""
+        side, fed, taken = self.side, [1] * batch, []
+        gc.collect()
+        for _ in range(steps):
+            self._marks = []
+            self._mark("client: build the request")
+            request = model_executor_pb2.BatchDecodeRequest(items=side.items(fed, self._spec))
+            self._mark("client: grpc.aio starts the call")
+            response = await side.stub.BatchDecode(request, timeout=TIMEOUT_S)
+            self._mark("client: rows and handles")
+            side.accept(response)
+            self._mark(END)
+            taken.append(self._marks)
+        return taken, (request.SerializeToString(), response.SerializeToString())
+
+    def _mark(self, stage: str) -> None:
+        self._marks.append((stage, perf_counter_ns()))
+
+    def _write(self, request: model_executor_pb2.BatchDecodeRequest) -> bytes:
+        self._mark("client: serialize the request")
+        data = request.SerializeToString()
+        self._mark("wire: request")
+        return data
+
+    def _read(self, data: bytes) -> model_executor_pb2.BatchDecodeResponse:
+        self._mark("client: parse the answer")
+        response = model_executor_pb2.BatchDecodeResponse.FromString(data)
+        self._mark("client: grpc.aio wakes the caller")
+        return response
+
+
+def timelines(client: Sequence[Sequence[Mark]], server: Sequence[Mark]) -> list[Timeline]:
+    """Each step's stages. A stage that begins several times in a step (one per span) counts from its first time."""
+    times = [time for _, time in server]
+    found = []
+    for marks in client:
+        low, high = bisect_left(times, marks[0][1]), bisect_left(times, marks[-1][1])
+        begun: dict[str, int] = {}
+        for stage, time in sorted([*marks, *server[low:high]], key=lambda each: each[1]):
+            begun.setdefault(stage, time)
+        order = list(begun.items())
+        found.append({name: (after - time) / 1e3 for (name, time), (_, after) in pairwise(order)})
+    return found
+
 
 WITHIN: Final = "  of these:"
 
@@ -44,9 +181,9 @@ def rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
     lines += _lines([_owners(column.found.stages) for column in columns], columns, "all of ")
     lines += _lines([column.found.inside for column in columns], columns, f"{WITHIN} ")
     totals: tuple[tuple[str, list[str]], ...] = (
-        ("whole step", [number(column.found.whole_us) for column in columns]),
-        ("server's bookkeeping", [number(sum(column.found.bookkeeping.values())) for column in columns]),
-        ("bare grpc.aio echo of the same bytes", [number(column.echo_us) for column in columns]),
+        ("whole step", [tables.number(column.found.whole_us) for column in columns]),
+        ("server's bookkeeping", [tables.number(sum(column.found.bookkeeping.values())) for column in columns]),
+        ("bare grpc.aio echo of the same bytes", [tables.number(column.echo_us) for column in columns]),
         ("whole step, in echoes", [f"{column.found.whole_us / column.echo_us:.2f}" for column in columns]),
     )
     return lines + [(name, *cells) for name, cells in totals]
@@ -59,7 +196,7 @@ def _lines(found: Sequence[dict[str, float]], columns: Sequence[Column], prefix:
         (
             prefix + name,
             *(
-                f"{number(each[name])} ({each[name] / column.found.whole_us:.1%})" if name in each else ""
+                f"{tables.number(each[name])} ({each[name] / column.found.whole_us:.1%})" if name in each else ""
                 for each, column in zip(found, columns, strict=True)
             ),
         )
@@ -78,15 +215,17 @@ def _owners(stages: dict[str, float]) -> dict[str, float]:
 async def measure(options: argparse.Namespace) -> list[Column]:
     """Every case; a server for each model."""
     columns = []
-    async with Echo.open() as echo:
+    most = steps_of(options.batches, options.steps)
+    async with echo_channel() as channel:
         for model in options.models:
-            work = workload(model, max(options.batches), steps_of(options.batches, options.steps))
-            profiles = await profile(work, options.batches, options.output, options.steps, options.threads)
+            context = IDENTITY_CONTEXT if model == IDENTITY else CONTEXT
+            live = Cell(DECODE, max(options.batches), context, most=most, output=options.output)
+            path = model_path(model)
+            profiles = await profile(path, live, options.batches, options.steps, options.threads)
             for batch, found in zip(options.batches, profiles, strict=True):
-                await echo.prepare(*found.exchange)
-                await echo.round(WARM)
-                timed = await echo.round(options.steps)
-                columns.append(Column(f"{work.name} b{batch}", found, float(np.median(timed.step_s)) * 1e6))
+                timed = await EchoCalls(channel, found).round(1, WARM + options.steps)
+                echo_us = float(np.median(timed.step_s[WARM:])) * 1e6
+                columns.append(Column(f"{Path(path).name} b{batch}", found, echo_us))
     return columns
 
 
@@ -97,15 +236,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="sequences of a step")
     parser.add_argument("--output", choices=OUTPUTS, default="greedy")
     parser.add_argument("--steps", type=int, default=100, help="of each case")
-    parser.add_argument("--threads", type=int, default=environment.hardware()["cores"])
+    parser.add_argument("--threads", type=int, default=machine.hardware()["cores"])
     parser.add_argument("--out", type=Path, help="JSON file of the medians (default: none)")
     options = parser.parse_args(argv)
     columns = asyncio.run(measure(options))
     print()
-    show_plain(rows(columns))
+    tables.show_lines(rows(columns))
     if options.out is not None:
         cases = {each.name: {"stages": each.found.stages, "inside": each.found.inside} for each in columns}
-        facts = {"commit": environment.commit(), "hardware": environment.hardware(), "microseconds": cases}
+        facts = {"commit": machine.commit(), "hardware": machine.hardware(), "microseconds": cases}
         options.out.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

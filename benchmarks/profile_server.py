@@ -1,4 +1,4 @@
-"""`ferrum-rpc serve` that notes when each stage of a BatchDecode begins. Started by `benchmarks.profile_stages`.
+"""`ferrum-rpc serve` that notes when each stage of a BatchDecode begins. Started by `benchmarks.profile`.
 
 The server's files stay as they are: this wraps the seams between its floors before it starts. A mark costs 0.1 µs, and
 its clock (CLOCK_MONOTONIC) is one for all processes of the machine, so that marks of both ends make one timeline. What

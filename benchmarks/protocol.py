@@ -3,6 +3,11 @@
 The identity model with one layer and one head computes next to nothing, so a step is the wire, the protocol and the
 hand-over to the model thread. Every server has a process of its own, TCP and unix sockets alike; rounds of all ways
 alternate, and only one works at a time.
+
+    python -m benchmarks.protocol --against ../before --transports tcp
+
+is what a change costs: executors of this checkout and of another one, by the callers of this one, round by round in
+turn. The rows of the other checkout are a transport of their own, and a ratio is told for every way.
 """
 
 from __future__ import annotations
@@ -10,26 +15,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
+import numpy as np
 
-from benchmarks import environment
-from benchmarks.echo import ANY_PORT, OPTIONS
-from benchmarks.process import served
-from benchmarks.protocol_points import BATCHES, CROWD, DEPTHS, MANY, Point, Rounds, points
-from benchmarks.protocol_tables import show
-from benchmarks.record import Record
-from benchmarks.remote import vocabulary
-from benchmarks.sides import Round
-from benchmarks.ways import CONTEXT, LEAD_IN, Batches, Client, EchoCalls, EchoFrames, Frames, Unary, Way, exchange_bytes
-from benchmarks.wire import RESULTS
-from benchmarks.workload import CACHE
+from benchmarks import tables
+from benchmarks.compare import Round, alternate, ratio
+from benchmarks.engines.echo import ANY_PORT, echo_channel
+from benchmarks.engines.grpc import serve_flags, vocabulary
+from benchmarks.engines.process import served
+from benchmarks.engines.ways import CONTEXT, LEAD_IN, Batches, Client, EchoCalls, EchoFrames, InSession, Unary, Way
+from benchmarks.machine import ROOT
+from benchmarks.record import Record, add_common, out_of
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.channel import open_channel
 from ferrum_rpc.logs import configure_logging
@@ -38,6 +40,7 @@ SETTLE_S: Final = 0.01
 """Between rounds: what a server does after its last answer is not the next way's."""
 
 TRANSPORTS: Final = ("tcp", "unix")
+AGAINST: Final = " of the other checkout"
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "identity": {"identity-layers": 1, "identity-heads": 1, "identity-kv-heads": 1, "threads": 1},
     "demo": {},
@@ -45,10 +48,41 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 SHARED: Final[dict[str, Any]] = {"device": "cpu", "kv-blocks": 8192}
 """The cheapest step there is, or the demo model's; and blocks for every sequence at its longest."""
 
-ALL_DEPTHS: Final = (*DEPTHS, CROWD, MANY)
-
 LEASE_TTL_S: Final = 600.0
 """A session's sequences outlive the rounds of the other ways."""
+
+WARM_STEPS: Final = 4
+DEPTHS: Final = (1, 2, 4)
+"""Steps in flight."""
+
+MANY: Final = 64
+"""Callers at a time, of unary calls only: a session is one scheduler's."""
+
+CROWD: Final = 50
+"""Coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep."""
+
+ALL_DEPTHS: Final = (*DEPTHS, CROWD, MANY)
+BATCHES: Final = "client, batches"
+"""What a crowd of coroutines is measured against."""
+
+ECHO_OF: Final = {
+    "unary": "echo, unary",
+    "client, unary": "echo, unary",
+    "session": "echo, stream",
+    "client, session": "echo, stream",
+    BATCHES: "echo, stream",
+}
+"""What each way is measured against."""
+
+TARGETS: Final = {1: 2.0, CROWD: 1.25}
+"""By depth: an empty step in bare echoes of the same bytes, and one of the crowd in steps of a batch of as many (0.8 of
+its rate), at most. They state where things are to be; nothing fails."""
+
+RATE_TARGETS: Final = {("session", 4): 3000.0, ("unary", MANY): 3000.0}
+"""Steps a second, at least, by way and depth."""
+
+Key = tuple[str, str, int]
+"""Transport, way and depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +101,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.protocol", description="What the protocol costs, in echoes of the same bytes."
     )
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--rounds", type=int, help="rounds of each way (default: 10)")
     parser.add_argument("--steps", type=int, help="steps of a round with one in flight (default: 256)")
     parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of the executors")
     parser.add_argument("--model", choices=tuple(MODELS), default="identity", help="what the executors compute")
-    parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/protocol-<machine>.json)")
+    parser.add_argument("--against", type=Path, help="another checkout, whose executors take turns with these")
+    add_common(parser)
     options = parser.parse_args(argv)
     options.rounds = options.rounds or (2 if options.quick else 10)
     options.steps = options.steps or (16 if options.quick else 256)
-    if options.out is None:  # a quick run is no result
-        label = environment.label(environment.hardware())
-        options.out = CACHE / "protocol-quick.json" if options.quick else RESULTS / f"{_name(options)}-{label}.json"
+    model = "" if options.model == "identity" else f"-{options.model}"
+    options.name = f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"
+    if options.against is not None:
+        options.name += "-against"
+    options.out = out_of(options, options.name)
     return options
 
 
@@ -88,71 +123,98 @@ def steps_of(depth: int, steps: int) -> int:
 
 
 @asynccontextmanager
-async def sides(transport: str, folder: Path, engine: str, model: str) -> AsyncIterator[list[Side]]:
-    """All ways over one transport, up and prepared."""
-    flags = {
-        **MODELS[model],
-        **SHARED,
-        "engine": engine,
-        "lease-ttl-s": LEASE_TTL_S,
-        "grace-s": 0,
-        "log-format": "json",
-    }
-    flags |= {"host": f"unix:{folder}/executor"} if transport == "unix" else {"port": 0}
-    written = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        target = await enter(served("-m", "ferrum_rpc.cli", "serve", model, *written))
-        echo = await enter(served("-m", "benchmarks.echo", f"unix:{folder}/echo" if transport == "unix" else ANY_PORT))
-        channel = await enter(open_channel(target, None))
-        bare = await enter(grpc.aio.insecure_channel(echo, options=OPTIONS))
-        await vocabulary(channel)
-        in_session = partial(ExecutorClient, target, session=True)
-        unary, frames = Unary(channel), Frames(channel)
-        found = [
-            Side(transport, "unary", unary, (*DEPTHS, MANY)),
-            Side(transport, "client, unary", Client(await enter(ExecutorClient(target))), (*DEPTHS, MANY)),
-            Side(transport, "echo, unary", EchoCalls(bare, unary), (*DEPTHS, MANY)),
-            Side(transport, "session", frames, DEPTHS),
-            Side(transport, "client, session", Client(await enter(in_session())), (*DEPTHS, CROWD)),
-            Side(transport, BATCHES, Batches(await enter(in_session())), (*DEPTHS, CROWD)),
-            Side(transport, "echo, stream", EchoFrames(bare, frames), DEPTHS),
-        ]
-        for side in found:
-            await side.way.prepare(max(side.depths))
-        yield found
+async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) -> AsyncIterator[list[Side]]:
+    """All ways over one transport to the executor of a checkout, up and prepared."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {**MODELS[options.model], **SHARED, "engine": options.engine, "lease-ttl-s": LEASE_TTL_S}
+        unix = transport == "unix"
+        flags |= {"host": f"unix:{folder}/executor"} if unix else {}
+        name = transport if root == ROOT else transport + AGAINST
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            target = await enter(served(*serve_flags(options.model, flags), root=root))
+            channel = await enter(open_channel(target, None))
+            bare = await enter(echo_channel(f"unix:{folder}/echo" if unix else ANY_PORT))
+            await vocabulary(channel)
+            clients = [await enter(ExecutorClient(target, session=session)) for session in (False, True, True)]
+            unary, session = Unary(channel), InSession(channel)
+            found = [
+                Side(name, "unary", unary, (*DEPTHS, MANY)),
+                Side(name, "client, unary", Client(clients[0]), (*DEPTHS, MANY)),
+                Side(name, "echo, unary", EchoCalls(bare, unary), (*DEPTHS, MANY)),
+                Side(name, "session", session, DEPTHS),
+                Side(name, "client, session", Client(clients[1]), (*DEPTHS, CROWD)),
+                Side(name, BATCHES, Batches(clients[2]), (*DEPTHS, CROWD)),
+                Side(name, "echo, stream", EchoFrames(bare, session), DEPTHS),
+            ]
+            for side in found:
+                await side.way.prepare(max(side.depths))
+            yield found
 
 
-async def measure(found: Sequence[Side], rounds: int, steps: int) -> tuple[Rounds, int]:
-    """Rounds of every way at every depth, in turn; those during which others used the machine are repeated, ``rounds``
-    times at most. Returns the rounds, and how many were disturbed and kept."""
-    taken: Rounds = {}
-    for depth in ALL_DEPTHS:  # warm up
-        await _turn(found, depth, 4)
-    repeated = kept = 0
-    for depth in ALL_DEPTHS:
-        done = 0
-        while done < rounds:
-            bystanders = environment.Bystanders()
-            turn = await _turn(found, depth, steps_of(depth, steps))
-            if bystanders.disturbed():
-                if repeated < rounds:
-                    repeated += 1
-                    continue
-                kept += 1
-            done += 1
-            for side, timed in turn:
-                taken.setdefault((side.transport, side.name, depth), []).append(timed)
+async def measure(found: Sequence[Side], rounds: int, steps: int) -> tuple[dict[Key, list[Round]], int]:
+    """Rounds of every way at every depth, in turn; and how many turns were disturbed and kept."""
+    taken: dict[Key, list[Round]] = {}
+    kept = 0
+    for depth, limit in [(depth, None) for depth in ALL_DEPTHS] + [(depth, steps) for depth in ALL_DEPTHS]:
+        each = WARM_STEPS if limit is None else steps_of(depth, limit)
+        takes = {
+            (side.transport, side.name, depth): partial(_take, side.way, depth, each)
+            for side in found
+            if depth in side.depths
+        }
+        turns, disturbed = await alternate(takes, 1 if limit is None else rounds, settle_s=SETTLE_S)
+        if limit is not None:
+            kept += disturbed[1]
+            taken |= {key: [turn[key] for turn in turns] for key in takes}
     return taken, kept
 
 
-async def _turn(found: Sequence[Side], depth: int, steps: int) -> list[tuple[Side, Round]]:
-    turn = []
-    for side in found:
-        if depth in side.depths:
-            await asyncio.sleep(SETTLE_S)
-            turn.append((side, await side.way.round(depth, steps)))
-    return turn
+async def _take(way: Way, depth: int, steps: int, _: int) -> Round:
+    return await way.round(depth, steps)
+
+
+def points(taken: Mapping[Key, Sequence[Round]]) -> list[dict[str, Any]]:
+    """Every way at every depth, in the order of the rounds."""
+    found = []
+    for (transport, way, depth), rounds in taken.items():
+        against = ECHO_OF.get(way, "") if depth != CROWD else BATCHES * (way != BATCHES)
+        found.append(point((transport, way, depth), rounds, taken.get((transport, against, depth))))
+        if other := taken.get((transport + AGAINST, way, depth)):
+            found[-1]["against"] = ratio(rounds, other)
+    return found
+
+
+def point(key: Key, rounds: Sequence[Round], echoes: Sequence[Round] | None) -> dict[str, Any]:
+    """The figures of rounds, and of the echo's rounds that they were paired with (None: it is an echo itself).
+    Milliseconds of a step; ``steps_per_s``: median of the rounds. Of the server's own clock, where there is one:
+    ``queue_ms``, ``forward_ms``, and ``around_ms``, the step less its forward less the echo: what the protocol, its
+    handlers and the hand-overs cost."""
+    transport, way, depth = key
+    steps = np.array([second for each in rounds for second in each.step_s])
+    queue = [second for each in rounds for second in each.queue_s]
+    forward = np.array([second for each in rounds for second in each.forward_s])
+    around = None
+    if len(forward) and echoes is not None:
+        around = _ms(np.median(steps - forward) - np.median([second for each in echoes for second in each.step_s]))
+    return {
+        "transport": transport,
+        "way": way,
+        "depth": depth,
+        "samples": len(steps),
+        "p50_ms": _ms(np.median(steps)),
+        "p99_ms": _ms(np.percentile(steps, 99)),
+        "steps_per_s": round(float(np.median([len(each.step_s) / each.wall_s for each in rounds])), 1),
+        "rate_target": RATE_TARGETS.get((way, depth)),
+        "ratio": None if echoes is None else ratio(rounds, echoes) | {"target": TARGETS.get(depth)},
+        "queue_ms": _ms(np.median(queue)) if queue else None,
+        "forward_ms": _ms(np.median(forward)) if len(forward) else None,
+        "around_ms": around,
+    }
+
+
+def _ms(seconds: float | np.floating) -> float:
+    return round(float(seconds) * 1e3, 4)
 
 
 async def run(options: argparse.Namespace) -> Record:
@@ -160,36 +222,27 @@ async def run(options: argparse.Namespace) -> Record:
     async with AsyncExitStack() as stack:
         found: list[Side] = []
         for transport in options.transports:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            found += await stack.enter_async_context(sides(transport, folder, options.engine, options.model))
-        record = Record(_name(options), _settings(options), options.out, module="protocol")
+            for root in (ROOT, *([options.against.resolve()] if options.against else [])):
+                found += await stack.enter_async_context(sides(transport, options, root))
+        told = {**MODELS[options.model], **SHARED}
+        settings = {
+            "model": ", ".join([options.model, *(f"{name} {value}" for name, value in told.items())]),
+            "engine": options.engine,
+            "processes": "the callers in one, an executor and an echo server for each transport in one each",
+            "request_ids": True,
+            "context": CONTEXT,
+            "lead_in_steps": LEAD_IN,
+            "rounds": options.rounds,
+            "steps": {str(depth): steps_of(depth, options.steps) for depth in ALL_DEPTHS},
+        }
+        record = Record(options.name, settings, options.out, module="protocol")
         taken, kept = await measure(found, options.rounds, options.steps)
-        sizes = {f"{side.transport}, {side.name}": exchange_bytes(side.way) for side in found}
+        sizes = {f"{side.transport}, {side.name}": [len(each) for each in side.way.exchange] for side in found}
     settings = record.values["settings"]
     settings["disturbed_rounds_kept"] = kept
-    settings["exchange_bytes"] = {name: size for name, size in sizes.items() if size}
+    settings["exchange_bytes"] = {name: size for name, size in sizes.items() if any(size)}
     record.save(points=points(taken))
     return record
-
-
-def _name(options: argparse.Namespace) -> str:
-    model = "" if options.model == "identity" else f"-{options.model}"
-    return f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": ", ".join(
-            [options.model, *(f"{name} {value}" for name, value in {**MODELS[options.model], **SHARED}.items())]
-        ),
-        "engine": options.engine,
-        "processes": "the callers in one, an executor and an echo server for each transport in one each",
-        "request_ids": True,
-        "context": CONTEXT,
-        "lead_in_steps": LEAD_IN,
-        "rounds": options.rounds,
-        "steps": {str(depth): steps_of(depth, options.steps) for depth in ALL_DEPTHS},
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,8 +250,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     configure_logging(level="warning")
     record = asyncio.run(run(options))
-    measured: list[Point] = record.values["points"]
-    show(measured)
+    measured = record.values["points"]
+    tables.show(tables.protocol(measured), tables.PROTOCOL_LEGEND)
+    for each in measured:
+        if "against" in each:
+            told = tables.low_to_high(each["against"], 3)
+            print(f"{each['transport']}, {each['way']} at {each['depth']}: {told} of the other checkout's step")
     record.tell()
 
 

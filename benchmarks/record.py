@@ -1,8 +1,9 @@
-"""What every file of a comparison holds besides its figures, and how it is written: after each part, so that an
-interrupted run keeps what it has."""
+"""What every file of results holds besides its figures, and how it is written: after each part, so that an interrupted
+run keeps what it has."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -11,9 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import environment
-from benchmarks.shapes import tensor_shapes
-from benchmarks.workload import SEED
+from benchmarks import machine
+from benchmarks.cases import CACHE, SEED, tensor_shapes
 from ferrum_rpc.polling import polled
 
 SCHEMA: Final = 1
@@ -22,8 +22,8 @@ SCHEMA: Final = 1
 class Record:
     """A result in the making; ``values`` is what the file holds. ``module`` runs it, where its name is another."""
 
-    def __init__(self, benchmark: str, settings: dict[str, Any], out: Path, module: str = "") -> None:
-        self._bystanders = environment.Bystanders()
+    def __init__(self, benchmark: str, settings: Mapping[str, Any], out: Path, module: str = "") -> None:
+        self._bystanders = machine.Bystanders()
         self._out = out
         self.values: dict[str, Any] = {
             "schema": SCHEMA,
@@ -31,9 +31,9 @@ class Record:
             "command": shlex.join(["python", "-m", f"benchmarks.{module or benchmark}", *sys.argv[1:]]),
             "began": _now(),
             "ended": "",
-            "commit": environment.commit(),
-            "hardware": environment.hardware(),
-            "versions": environment.versions(),
+            "commit": machine.commit(),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
             "sockets": polled(),
             "others_cpu": None,
             "settings": {"seed": SEED, **settings},
@@ -51,13 +51,28 @@ class Record:
         """Where it is, and whether the machine was quiet."""
         print(f"\nsaved {self._out}")
         others = self.values["others_cpu"]
-        if others is not None and others > environment.QUIET:
+        if others is not None and others > machine.QUIET:
             print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options that all benchmarks have."""
+    parser.add_argument("--rounds", type=int, help="of every side")
+    parser.add_argument("--quick", action="store_true", help="the smallest size, few steps: does it run at all?")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/NAME-<kind of machine>.json)")
+
+
+def out_of(options: argparse.Namespace, name: str) -> Path:
+    """The file of a result; a quick run is no result."""
+    if options.out is not None:
+        return Path(options.out)
+    label = machine.label(machine.hardware())
+    return CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / f"{name}-{label}.json"
 
 
 def model_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a checkpoint with random weights."""
-    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensor_shapes(dict(config)).values()]
+    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensor_shapes(config).values()]
     return {
         "name": name,
         "parameters": sum(sizes),
@@ -73,17 +88,14 @@ def model_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
-    machine, commit = result["hardware"], result["commit"]
+    here, commit = result["hardware"], result["commit"]
     versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
     others = "unknown" if result["others_cpu"] is None else f"{result['others_cpu']:.1%} of the cores' time"
     rows = [
         ("taken", f"{result['began']} to {result['ended']}"),
         ("commit", f"`{commit['id'][:12]}`{' with uncommitted changes' if commit['dirty'] else ''}"),
-        (
-            "machine",
-            f"{machine['cores']} × {machine['cpu']}, {machine['memory_gib']} GiB, {', '.join(machine['flags'])}",
-        ),
-        ("huge pages", machine["huge_pages"]),
+        ("machine", f"{here['cores']} × {here['cpu']}, {here['memory_gib']} GiB, {', '.join(here['flags'])}"),
+        ("huge pages", here["huge_pages"]),
         ("other processes", others),
         ("versions", versions),
         *((("gRPC's sockets", f"read {result['sockets']}"),) if "sockets" in result else ()),  # not in older files

@@ -14,29 +14,90 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import environment
-from benchmarks.bookkeeping import QUICK_SIZES, SIZES, slopes
-from benchmarks.cells import CELLS, QUICK_CELLS, Cell
-from benchmarks.contest import Plan, contest, under_roofs
-from benchmarks.limits import Machine
-from benchmarks.mixed import MIX, QUICK_MIX, mixed
-from benchmarks.ours import INSIDE, INT8, REFERENCE, Inside, Player, Session, Unsupported, open_int8, settings
-from benchmarks.peer_process import EAGER, PeerFailed, PeerProcess
-from benchmarks.record import Record, model_facts
-from benchmarks.starting import starting
-from benchmarks.suite_tables import show
-from benchmarks.wire import RESULTS
-from benchmarks.workload import BLOCK_SIZE, CACHE, LEAD_IN, checkpoint
+from benchmarks import machine, tables
+from benchmarks.cases import BLOCK_SIZE, CELLS, LEAD_IN, QUICK_CELLS, Cell, checkpoint, settings
+from benchmarks.compare import Player, Unsupported, contest
+from benchmarks.engines.grpc import INT8, Session, open_int8
+from benchmarks.engines.inprocess import INSIDE, Inside
+from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
+from benchmarks.limits import Machine, roof
+from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, slopes, starting
+from benchmarks.record import Record, add_common, model_facts, out_of
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.openmp import waits
 
 PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
-SHAPE: Final = "qwen3-0.6b"
+EAGER: Final = PeerKind("transformers eager", "hf")
+Opening = AbstractAsyncContextManager[Player]
+
+
+class Contest:
+    """The cells of a run, side by side: a result for each, with its limit, saved as it comes."""
+
+    def __init__(self, options: argparse.Namespace, name: str, shape: str, device: str = "cpu") -> None:
+        folder = checkpoint("tiny" if options.quick else shape)
+        self.folder, self.options = str(folder), options
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        told = {
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "round_s": options.round_seconds,
+            "lead_in_steps": LEAD_IN,
+            "block_size": BLOCK_SIZE,
+            "openmp_waits": waits(),
+            "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
+        }
+        self.record = Record(name, told, options.out)
+        self.record.save(model=model_facts(folder.name, self.config), cells=[], sides={}, left_out={})
+        self.machine = Machine(options.threads, device, quick=options.quick)
+        self.machine.read()
+
+    async def open(self, stack: AsyncExitStack, name: str, opening: Opening) -> Player | None:
+        """A side, or None: then it is left out, and the file says why."""
+        values = self.record.values
+        try:
+            player = await stack.enter_async_context(opening)
+        except (Unsupported, OSError) as error:
+            values["left_out"][name] = str(error)
+            return None
+        values["sides"][name] = player.facts
+        return player
+
+    async def play(self, cells: Sequence[Cell], players: Mapping[str, Player], reference: str = REFERENCE) -> None:
+        """Every cell, by all sides in turn."""
+        results: list[dict[str, Any]] = self.record.values["cells"]
+        named = {cell.name: cell for cell in self.options.cells}
+        for cell in cells:
+            self.machine.read()
+            options = self.options
+            results.append(await contest(cell, players, reference, options.rounds, options.round_seconds))
+            limits = self.machine.limits()  # the best readings of the whole run, for every cell
+            for result in results:
+                result["roof"] = roof(named[result["cell"]], self.config, limits)
+            self.record.save(limits=limits)
+            print(f"{', '.join(players)}: {cell.name}: done", flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every contest of cells has."""
+    parser.add_argument("--round-seconds", type=float, help="of a round, about (default: 2)")
+    parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
+    add_common(parser)
+
+
+def fill(options: argparse.Namespace, name: str, rounds: int, cells: Sequence[Cell] = CELLS) -> argparse.Namespace:
+    """What was not written."""
+    options.rounds = options.rounds or (2 if options.quick else rounds)
+    options.round_seconds = options.round_seconds or (0.01 if options.quick else 2.0)
+    options.threads = options.threads or machine.hardware()["cores"]
+    options.cells = QUICK_CELLS if options.quick else cells
+    options.out = out_of(options, name)
+    return options
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,103 +106,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.suite", description="How fast, beside limits and a peer."
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    add_common(parser, "suite", rounds=5)
-    return common(parser.parse_args(argv), "suite")
-
-
-def add_common(parser: argparse.ArgumentParser, name: str, rounds: int) -> None:
-    """What this and `benchmarks.peers` have in common."""
-    parser.add_argument("--rounds", type=int, help=f"of every side (default: {rounds})")
-    parser.add_argument("--round-seconds", type=float, help="of a round, about (default: 2)")
-    parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few steps: does it run at all?")
-    parser.add_argument("--out", type=Path, help=f"JSON file (default: benchmarks/results/{name}-<machine>.json)")
-    parser.set_defaults(default_rounds=rounds)
-
-
-def common(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """Fill in what was not written."""
-    machine = environment.hardware()
-    options.rounds = options.rounds or (2 if options.quick else options.default_rounds)
-    options.round_seconds = options.round_seconds or (0.01 if options.quick else 2.0)
-    options.threads = options.threads or machine["cores"]
-    options.cells = QUICK_CELLS if options.quick else CELLS
-    if options.out is None:  # a quick run is no result
-        label = environment.label(machine)
-        options.out = CACHE / f"{name}-quick.json" if options.quick else RESULTS / f"{name}-{label}.json"
-    return options
-
-
-def model(quick: bool) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint and its configuration."""
-    folder = checkpoint("tiny" if quick else SHAPE)
-    return folder, json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
-def described(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file says of how the cells were run."""
-    return {
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "round_s": options.round_seconds,
-        "lead_in_steps": LEAD_IN,
-        "block_size": BLOCK_SIZE,
-        "openmp_waits": waits(),
-        "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
-    }
+    add_options(parser)
+    return fill(parser.parse_args(argv), "suite", rounds=5)
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure the parts. Starts come first: no other process holds the weights in memory yet."""
-    folder, config = model(options.quick)
-    record = Record("suite", described(options), options.out)
-    record.save(model=model_facts(folder.name, config))
-    machine = Machine(options.threads, quick=options.quick)
-    machine.read()
+    here = Contest(options, "suite", "qwen3-0.6b")
+    record, folder, cells, quick = here.record, here.folder, options.cells, options.quick
     if "start" in options.only:
-        flags = settings(options.cells, options.threads)
-        record.save(start=await starting(folder, flags, 1 if options.quick else 3))
+        record.save(start=await starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
     if "bookkeeping" in options.only:
-        sizes = QUICK_SIZES if options.quick else SIZES
-        record.save(bookkeeping=await slopes(sizes, 8 if options.quick else 200))
-    if "cells" in options.only or "mixed" in options.only:
-        await _sides(options, folder, config, machine, record)
-    record.save(limits=machine.limits())
-    return record
-
-
-async def _sides(
-    options: argparse.Namespace, folder: Path, config: dict[str, Any], machine: Machine, record: Record
-) -> None:
-    cells: Sequence[Cell] = options.cells
-    mix = QUICK_MIX if options.quick else MIX
+        record.save(bookkeeping=await slopes(QUICK_SIZES if quick else SIZES, 8 if quick else 200))
+    mix = QUICK_MIX if quick else MIX
+    record.save(limits=here.machine.limits())
+    if not {"cells", "mixed"} & set(options.only):
+        return record
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(Session.open(str(folder), [*cells, mix.cell], options.threads))
-        players: dict[str, Player] = {REFERENCE: session}
+        session = await stack.enter_async_context(Session.open(folder, [*cells, mix.cell], options.threads))
         if "cells" in options.only:
-            enter = stack.enter_async_context
-            players[INSIDE] = await enter(Inside.open(str(folder), cells, options.threads))
-            left_out = {}
-            try:
-                players[INT8] = await enter(open_int8(str(folder), cells, options.threads))
-            except Unsupported as error:
-                left_out[INT8] = str(error)
-            peer = PeerProcess.open(EAGER, str(folder), options.threads, config["vocab_size"])
-            try:
-                players[EAGER.name] = await enter(peer)
-            except PeerFailed as error:
-                left_out[EAGER.name] = str(error)
-            record.save(left_out=left_out)
-            record.save(sides={name: player.facts for name, player in players.items()})
-            results = []
-            for cell in cells:
-                machine.read()
-                results.append(await contest(cell, players, REFERENCE, Plan(options.rounds, options.round_seconds)))
-                under_roofs(results, cells, config, machine)
-                record.save(cells=results, limits=machine.limits())
-                print(f"{cell.name}: done", flush=True)
+            sides: dict[str, Opening] = {
+                INSIDE: Inside.open(folder, cells, options.threads),
+                INT8: open_int8(folder, cells, options.threads),
+                EAGER.name: PeerProcess.open(EAGER, folder, options.threads, here.config["vocab_size"]),
+            }
+            record.values["sides"][REFERENCE] = session.facts
+            found = {name: await here.open(stack, name, opening) for name, opening in sides.items()}
+            await here.play(cells, {REFERENCE: session, **{name: each for name, each in found.items() if each}})
         if "mixed" in options.only:
             record.save(mixed=await mixed(session, mix))
+    return record
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -149,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     configure_logging(level="warning")
     record = asyncio.run(run(options))
-    show(record.values)
+    tables.show_suite(record.values)
     record.tell()
 
 

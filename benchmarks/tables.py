@@ -1,13 +1,175 @@
-"""The points of a run as rows of text: one set of columns for the terminal and for the documentation."""
+"""Figures as rows of text: the same tables on the terminal and in the documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from benchmarks.measure import Point, Spread
+Row = tuple[str, ...]
+Legend = Sequence[tuple[str, str]]
 
-COLUMNS: Final = (
+NOT_YET: Final = "not yet measured"
+IN_PROCESS: Final = "in process"
+GRPC: Final = "gRPC"
+ECHO: Final = "echo"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns and rows, the columns in ``left`` set to the left."""
+
+    columns: Row
+    rows: Sequence[Row]
+    left: Iterable[int] = (0,)
+
+    def markdown(self) -> str:
+        """For the documentation."""
+        rule = tuple("---" if index in self.left else "---:" for index in range(len(self.columns)))
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows))
+
+
+def show(table: Table, legend: Legend = ()) -> None:
+    """On the terminal."""
+    show_lines([table.columns, *table.rows])
+    for name, text in legend:
+        print(f"  {name}: {text}")
+
+
+def show_lines(lines: Sequence[Row]) -> None:
+    """In columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for cells in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+
+def number(value: float) -> str:
+    """Three digits that mean something."""
+    size = abs(value)
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def spread(value: Mapping[str, float]) -> str:
+    """``1.23 (1.20 to 1.31)``: median, 10th and 90th percentile."""
+    return f"{number(value['median'])} ({number(value['p10'])} to {number(value['p90'])})"
+
+
+def low_to_high(ratio: Mapping[str, float] | None, digits: int = 2) -> str:
+    """``1.23 (1.20 to 1.31)``: median, lowest and highest pair."""
+    if ratio is None:
+        return ""
+    low, high = (f"{ratio[end]:.{digits}f}" for end in ("low", "high"))
+    return f"{ratio['median']:.{digits}f} ({low} to {high})"
+
+
+# --- cells: the suite, the peers, a GPU -------------------------------------------------------------------------------
+
+CELL_COLUMNS: Final = (
+    "cell",
+    "side",
+    "tok/s (lowest to highest round)",
+    "step, ms",
+    "of the limit",
+    "ours is (pairs)",
+    "same tokens",
+)
+CELL_LEGEND: Final = (
+    ("tok/s", "median of the rounds' medians, lowest and highest round"),
+    ("step", "median (10th to 90th percentile) of all timed steps"),
+    ("of the limit", "of what memory and matrix products allow on this machine, by the best readings of the same run"),
+    ("ours is", "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)"),
+    (
+        "same tokens",
+        "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
+    ),
+)
+EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0")
+"""Sides that read half the bytes: the limit is not theirs."""
+
+
+def cells(results: Sequence[Mapping[str, Any]]) -> Table:
+    """The limit of each cell, and every side of it."""
+    rows: list[Row] = []
+    for cell in results:
+        name, roof = cell["cell"], cell["roof"]
+        if roof is not None:
+            rows.append((name, f"limit: {roof['bound_by']}", number(roof["tokens_per_s"]), "", "1", "", ""))
+        for side, found in cell["sides"].items():
+            rate, (same, of) = found["tokens_per_s"], found["same_tokens"]
+            ratio = cell["ratios"].get(side)
+            rows.append(
+                (
+                    name,
+                    side,
+                    f"{number(rate)} ({number(found['low'])} to {number(found['high'])})",
+                    spread(found["step_ms"]),
+                    "" if roof is None or side in EIGHT_BITS else f"{rate / roof['tokens_per_s']:.2f}",
+                    low_to_high(ratio).replace(" (", " × ("),
+                    f"{same} of {of}" if of else "",  # nothing of a side that feeds tokens of its own
+                )
+            )
+        rows += [(name, side, f"none: {reason}", "", "", "", "") for side, reason in cell["absent"].items()]
+    return Table(CELL_COLUMNS, rows, (0, 1))
+
+
+def parts(result: Mapping[str, Any]) -> Table:
+    """The other parts of a suite."""
+    return Table(("what", "measured", "target"), list(_parts(result)))
+
+
+def _parts(result: Mapping[str, Any]) -> Iterator[Row]:
+    if (mix := result.get("mixed")) is not None:
+        of = f"(b{mix['batch']} @{mix['context']}) beside chunks of {mix['chunk']} tokens"
+        times = f"{number(mix['p99_ms'])} over {number(mix['p50_ms'])} ms"
+        alone = f"alone {number(mix['alone_p99_ms'])} over {number(mix['alone_p50_ms'])} ms"
+        found = f"{mix['ratio']:.2f} ({times}, {mix['chunks']} chunks; {alone})"
+        yield (f"p99 over p50 of a decode step {of}", found, f"≤ {mix['target']:g}")
+    for slope in result.get("bookkeeping", ()):
+        what = f"bookkeeping of a sequence and step: {slope['batch']} of {slope['live']} live @{slope['context']}"
+        most = sorted(slope["stages_us"].items(), key=lambda each: -each[1])[:3]
+        told = ", ".join(f"{name.partition(': ')[2]} {number(each)}" for name, each in most)
+        yield (what, f"{slope['per_sequence_us']:.1f} µs ({told})", f"≤ {slope['target_us']:g} µs")
+    if (start := result.get("start")) is not None:
+        weights = f"{start['weight_bytes'] / 2**30:.2f} GiB of weights"
+        page_cache = "from the disk" if start["cold"] else "from the page cache"
+        yield (
+            f"start of serve until the model answers, {weights} {page_cache}",
+            f"{start['ready_s']:.2f} s, of which loading {start['loading_s']:.2f} s",
+            f"a plain read: {start['plain_read_s']:.2f} s",
+        )
+
+
+def limit_line(result: Mapping[str, Any]) -> str:
+    """The readings of the run."""
+    limits = result.get("limits")
+    if limits is None:
+        return "No limits were read: the run was interrupted."
+    return (
+        f"Limits read in this run with {limits['threads']} threads, best of {len(limits['readings'])} readings: "
+        f"memory {limits['read_gb_s']:.1f} GB/s, bfloat16 products {limits['bf16_tflops']:.2f} TFLOP/s."
+    )
+
+
+def show_suite(result: Mapping[str, Any]) -> None:
+    """All of it on the terminal."""
+    print()
+    for table in (cells(result.get("cells", ())), parts(result)):
+        if table.rows:
+            show(table)
+            print()
+    print(limit_line(result))
+
+
+# --- what gRPC costs --------------------------------------------------------------------------------------------------
+
+RATIO_TARGETS: Final = {("greedy", None): 0.97, ("full-bf16", 32): 0.85}
+"""In-process over gRPC step time, by output and batch size (None: every one). Goals of later work: they state where
+things are to be, and nothing passes or fails."""
+
+ECHO_TARGET: Final = 2.0
+"""The identity model's step through the whole service, in bare echoes of the same bytes, at most."""
+
+WIRE_COLUMNS: Final = (
     "model",
     "batch",
     "output",
@@ -22,7 +184,7 @@ COLUMNS: Final = (
     "ours, ms",
     "around forward, ms",
 )
-LEGEND: Final = (
+WIRE_LEGEND: Final = (
     ("in process, gRPC, echo", "median step (10th to 90th percentile), milliseconds"),
     ("ratio", "in process over gRPC, median of the pairs of rounds and its spread: 1 means that gRPC costs nothing"),
     (
@@ -42,82 +204,109 @@ LEGEND: Final = (
 )
 
 
-def row(point: Point) -> tuple[str, ...]:
-    """One point, in the order of `COLUMNS`."""
-    ratio = point["ratio"]
+def wire(results: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each cell of `benchmarks.wire`."""
+    return Table(WIRE_COLUMNS, [_wire(each) for each in results], (0, 2))
+
+
+def _wire(cell: Mapping[str, Any]) -> Row:
+    inside, grpc, echo = (cell["sides"][side] for side in (IN_PROCESS, GRPC, ECHO))
+    echo_ms, step_ms = echo["step_ms"]["median"], grpc["step_ms"]["median"]
+    output, batch = cell["output"], cell["batch"]
+    least = RATIO_TARGETS.get((output, None), RATIO_TARGETS.get((output, batch)))
+    target = "" if least is None else f"≥ {least:.2f}"
+    if cell["model"] == "identity":
+        target = f"≤ {ECHO_TARGET:g} echoes: {step_ms / echo_ms:.2f}"
     return (
-        point["model"],
-        str(point["batch"]),
-        point["output"],
-        spread(point["in_process"]["step_ms"]),
-        spread(point["grpc"]["step_ms"]),
-        number(point["in_process"]["tokens_per_s"]),
-        number(point["grpc"]["tokens_per_s"]),
-        f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
-        _target(point),
-        number(point["grpc_forward_ms"]["median"]),
-        spread(point["echo_ms"]),
-        number(point["bookkeeping_ms"]),
-        number(point["around_forward_ms"]),
+        cell["model"],
+        str(batch),
+        output,
+        spread(inside["step_ms"]),
+        spread(grpc["step_ms"]),
+        number(inside["tokens_per_s"]),
+        number(grpc["tokens_per_s"]),
+        low_to_high(cell["ratios"][IN_PROCESS], 3),
+        target,
+        number(grpc["forward_ms"]["median"]),
+        spread(echo["step_ms"]),
+        number(round(step_ms - inside["step_ms"]["median"] - echo_ms, 4)),
+        number(round(grpc["beyond_ms"]["median"] - echo_ms, 4)),
     )
 
 
-def markdown(points: Sequence[Point]) -> str:
-    """A table for the documentation."""
-    lines = [COLUMNS, tuple("---" if index in (0, 2) else "---:" for index in range(len(COLUMNS))), *map(row, points)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+# --- what the protocol costs ------------------------------------------------------------------------------------------
+
+DEPTHS: Final = (1, 2, 4, 64)
+CROWD: Final = 50
+PROTOCOL_COLUMNS: Final = (
+    "transport",
+    "way",
+    "p50, ms",
+    "p99, ms",
+    "in echoes (lowest to highest pair)",
+    "target",
+    *(f"steps/s at {depth}" for depth in DEPTHS),
+    f"in batches of {CROWD} (lowest to highest pair)",
+    "queue, ms",
+    "forward, ms",
+    "around, ms",
+)
+PROTOCOL_LEGEND: Final = (
+    ("unary, session", "Decode calls, or forward frames of one session, by the bare stubs: until the next handle"),
+    ("client, …", "the same through `ferrum_rpc.client`, until the answer's rows are arrays"),
+    ("echo", "a bare grpc.aio server that answers the same bytes, by unary calls or on one stream"),
+    ("p50, p99", "of a step with one in flight"),
+    ("in echoes", "median step over the echo's, median of the pairs of rounds and its spread"),
+    ("target", "in echoes, at most; no verdict"),
+    ("steps/s", "with so many steps in flight; to be ≥ 3,000 in a session at 4, and of 64 unary callers in total"),
+    (
+        f"in batches of {CROWD}",
+        f"a step of one of {CROWD} coroutines on one client, in steps of a batch of {CROWD}; at most 1.25",
+    ),
+    ("queue, forward", "by the server's clock: from the submit to the step, and the step itself"),
+    ("around", "the step less its forward less the echo: protobuf, handlers, admission, hand-overs, replay log"),
+)
 
 
-def show(points: Sequence[Point]) -> None:
-    """On the terminal: rich where there is one, plain columns in a pipe."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        show_plain([COLUMNS, *map(row, points)])
-    else:
-        table = Table(*COLUMNS[:3], show_edge=False)
-        for column in COLUMNS[3:]:
-            table.add_column(column, justify="right")
-        previous = ""
-        for point in points:
-            if previous not in ("", point["model"]):
-                table.add_section()
-            previous = point["model"]
-            table.add_row(*row(point))
-        console.print(table)
-    for name, text in LEGEND:
-        print(f"  {name}: {text}")
+def protocol(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way over each transport."""
+    by_way: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for point in points:
+        by_way.setdefault((point["transport"], point["way"]), {})[point["depth"]] = point
+    return Table(PROTOCOL_COLUMNS, [_protocol(depths) for depths in by_way.values()], (0, 1))
 
 
-def spread(value: Spread) -> str:
-    """``1.23 (1.20 to 1.31)``."""
-    return f"{number(value['median'])} ({number(value['p10'])} to {number(value['p90'])})"
-
-
-def show_plain(lines: Sequence[tuple[str, ...]]) -> None:
-    """Columns for a pipe."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for cells in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-
-
-def _target(point: Point) -> str:
-    if point["echo_target"] is not None:
-        return f"≤ {point['echo_target']:g} echoes: {point['echo_multiple']:.2f}"
-    return "" if point["ratio"]["target"] is None else f"≥ {point['ratio']['target']:.2f}"
-
-
-def number(value: float) -> str:
-    """Three digits that mean something."""
-    size = abs(value)
+def _protocol(depths: Mapping[int, Mapping[str, Any]]) -> Row:
+    one = depths[1]
+    ratio = one["ratio"]
+    rates = [f"{depths[depth]['steps_per_s']:,.0f}" if depth in depths else "" for depth in DEPTHS]
+    times = (one["queue_ms"], one["forward_ms"], one["around_ms"])
     return (
-        f"{value:.0f}"
-        if size >= 100
-        else f"{value:.1f}"
-        if size >= 10
-        else f"{value:.2f}"
-        if size >= 1
-        else f"{value:.3f}"
+        one["transport"],
+        one["way"],
+        number(one["p50_ms"]),
+        number(one["p99_ms"]),
+        low_to_high(ratio),
+        "" if ratio is None or ratio["target"] is None else f"≤ {ratio['target']:g}",
+        *rates,
+        low_to_high(depths[CROWD]["ratio"] if CROWD in depths else None),
+        *("" if value is None else number(value) for value in times),
     )
+
+
+# --- attention kernels on a GPU ---------------------------------------------------------------------------------------
+
+
+def attention(result: Mapping[str, Any]) -> Table:
+    """A row for each load of the kernels alone."""
+    columns = ("attention alone", "ms", "of the bandwidth", "of the matrix units", "SDPA took", "varlen_attn took")
+    return Table(columns, [_attention(each) for each in result.get("attention", ())])
+
+
+def _attention(load: Mapping[str, Any]) -> Row:
+    shares = (f"{load['share_of_bandwidth']:.2f}", f"{load['share_of_matrix_units']:.2f}")
+    peers = (
+        f"{low_to_high(load['ratios'][side])} ×" if side in load["ratios"] else f"none: {load['absent'][side]}"
+        for side in ("sdpa", "varlen_attn")
+    )
+    return (load["name"], number(load["ms"]), *shares, *(each.replace("|", "\\|") for each in peers))

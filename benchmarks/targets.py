@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.cells import CELLS
-from benchmarks.ours import INT8, REFERENCE
-from benchmarks.suite_tables import NOT_YET, Row
-from benchmarks.tables import number
+from benchmarks.cases import CELLS
+from benchmarks.engines.grpc import INT8
+from benchmarks.engines.inprocess import INSIDE
+from benchmarks.engines.process import REFERENCE
+from benchmarks.tables import IN_PROCESS, NOT_YET, Row, number
 
 COLUMNS: Final = ("what", "measured", "target", "reached", "goal", "file")
 
@@ -57,9 +58,9 @@ def _cell(name: str, side: str = REFERENCE) -> Callable[[Any], float | None]:
 
 def _wire(batch: int, output: str) -> Callable[[Any], float | None]:
     return lambda result: _first(
-        point["ratio"]["median"]
-        for point in result["points"]
-        if (point["model"], point["batch"], point["output"]) == ("qwen3-0.6b", batch, output)
+        cell["ratios"][IN_PROCESS]["median"]
+        for cell in result["cells"]
+        if (cell["model"], cell["batch"], cell["output"]) == ("qwen3-0.6b", batch, output)
     )
 
 
@@ -84,15 +85,27 @@ def _bookkeeping(result: Any) -> float | None:
     return max((float(each["per_sequence_us"]) for each in result.get("bookkeeping", ())), default=None)
 
 
-def _gpu_cell(part: str, name: str, figure: str) -> Callable[[Any], float | None]:
+def _share(name: str) -> Callable[[Any], float | None]:
     """By the cell's name: a check of another size, or of other parts, has none of that name."""
+    return lambda result: _first(
+        cell["sides"][INSIDE]["tokens_per_s"] / cell["roof"]["tokens_per_s"]
+        for cell in result.get("cells", ())
+        if cell["cell"] == name and INSIDE in cell["sides"]
+    )
 
-    def find(result: Any) -> float | None:
-        found = result.get(part, ())
-        cells = found["loads"] if part == "attention" and found else found
-        return _first(cell[figure] for cell in cells if cell["name"] == name)
 
-    return find
+def _gpu_wire(name: str) -> Callable[[Any], float | None]:
+    return lambda result: _first(
+        cell["ratios"][INSIDE]["median"]
+        for cell in result.get("cells", ())
+        if cell["cell"] == name and INSIDE in cell["ratios"]
+    )
+
+
+def _attention(name: str) -> Callable[[Any], float | None]:
+    return lambda result: _first(
+        load["share_of_bandwidth"] for load in result.get("attention", ()) if load["name"] == name
+    )
 
 
 def _speed() -> Iterator[Target]:
@@ -124,21 +137,14 @@ def _costs() -> Iterator[Target]:
 
 
 def _gpu() -> Iterator[Target]:
-    shape = "CUDA, Qwen3-8B shape, bf16"
-    for what, part, name, figure, bound in (
-        ("decode b1 @1k, of the limit", "decode", "decode, batch 1 @ 1024", "share_of_limit", 0.85),
-        ("decode b64 @2k, of the limit", "decode", "decode, batch 64 @ 2048", "share_of_limit", 0.80),
-        ("prefill 8k, of the limit", "prefill", "prefill of 8192", "share_of_limit", 0.60),
-        ("attention, decode b64 @4k, of the limit", "attention", "decode, 64 x 4k", "share_of_bandwidth", 0.80),
-        (
-            "gRPC against in process, b64, greedy",
-            "wire",
-            "gRPC against in process, batch 64 @ 2047, greedy",
-            "ratio",
-            0.97,
-        ),
+    for what, find, bound in (
+        ("decode b1 @1k, of the limit", _share("decode b1 @1024"), 0.85),
+        ("decode b64 @2k, of the limit", _share("decode b64 @2048"), 0.80),
+        ("prefill 8k, of the limit", _share("prefill 8192"), 0.60),
+        ("attention, decode b64 @4k, of the limit", _attention("decode, 64 x 4k"), 0.80),
+        ("gRPC against in process, b64, greedy", _gpu_wire("decode b64 @2048"), 0.97),
     ):
-        yield Target(f"{shape}: {what}", "gpu", _gpu_cell(part, name, figure), bound)
+        yield Target(f"CUDA, Qwen3-8B shape, bf16: {what}", "gpu", find, bound)
 
 
 TARGETS: Final = (*_speed(), *_costs(), *_gpu())

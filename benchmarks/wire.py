@@ -15,37 +15,52 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
-from benchmarks import environment
-from benchmarks.echo import Echo
-from benchmarks.inprocess import InProcess
-from benchmarks.measure import Case, Point, Schedule, Sides, measure
-from benchmarks.record import Record
-from benchmarks.remote import Remote, RemoteSession
-from benchmarks.tables import show, spread
-from benchmarks.workload import BLOCK_SIZE, CACHE, LEAD_IN, MAX_STEPS, outputs_for, workload
+from benchmarks import machine, tables
+from benchmarks.cases import (
+    BLOCK_SIZE,
+    CONTEXT,
+    DECODE,
+    IDENTITY,
+    IDENTITY_CONTEXT,
+    LEAD_IN,
+    Cell,
+    model_path,
+    settings,
+)
+from benchmarks.compare import Player, Round, contest
+from benchmarks.engines.echo import echo_channel
+from benchmarks.engines.grpc import Calls, Frames
+from benchmarks.engines.inprocess import Inside
+from benchmarks.engines.ways import EchoCalls
+from benchmarks.record import Record, add_common, out_of
 from ferrum_rpc.logs import configure_logging
 
-RESULTS: Final = environment.ROOT / "benchmarks" / "results"
-WAYS: Final[dict[str, tuple[type[Remote], str]]] = {
-    "unary": (Remote, "unary"),
-    "session": (RemoteSession, "one session; the echo is unary"),
+WAYS: Final[dict[str, tuple[type[Calls], str]]] = {
+    "unary": (Calls, "unary"),
+    "session": (Frames, "one session; the echo is unary"),
 }
 """Who steps, and how it is told."""
 
+MAX_STEPS: Final = 128
+ECHOES: Final = 32
+"""Exchanges of an echo round, at least: they are cheap beside a step."""
 
-class Served(TypedDict):
-    """What a model turned out to be: the runner's own words."""
 
-    name: str
-    parameters: int
-    vocab_size: int
-    weight_dtype: str
-    kv_dtype: str
-    context: int
-    settings: dict[str, Any]
-    choices: list[list[str]]
+class Echo:
+    """Exchanges of the bytes of the last step of ``like``, one after the other."""
+
+    def __init__(self, channel: Any, like: Calls) -> None:
+        self.facts: dict[str, Any] = {}
+        self._calls = EchoCalls(channel, like)
+
+    async def prepare(self, cell: Cell) -> None:
+        """There is nothing to make."""
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """Timed exchanges."""
+        return await self._calls.round(1, max(steps, ECHOES))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,57 +71,48 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", help="identity, demo, qwen3-0.6b or a folder (default: these three)")
     parser.add_argument("--batches", nargs="+", type=int, help="sequences of a step (default: 1 8 32)")
     parser.add_argument("--outputs", nargs="+", choices=("greedy", "full"), help="default: both; in a session greedy")
-    parser.add_argument("--rounds", type=int, help="pairs of rounds (default: 10)")
     parser.add_argument("--round-seconds", type=float, help="of a round, about (default: 1)")
     parser.add_argument("--threads", type=int, help="compute threads of both sides (default: one per core)")
     parser.add_argument("--way", choices=tuple(WAYS), default="unary", help="of B: calls, or frames of one session")
     parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of B's server")
-    parser.add_argument("--quick", action="store_true", help="the identity model, few steps: does it run at all?")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/wire-<kind of machine>.json)")
+    add_common(parser)
     options = parser.parse_args(argv)
     quick = options.quick
-    options.models = options.models or (["identity"] if quick else ["identity", "demo", "qwen3-0.6b"])
+    options.models = options.models or ([IDENTITY] if quick else [IDENTITY, "demo", "qwen3-0.6b"])
     options.outputs = options.outputs or (["greedy", "full"] if options.way == "unary" else ["greedy"])
     if options.way == "session" and "full" in options.outputs:
         parser.error("in a session whole rows come in frames of their own: --outputs greedy")
     options.batches = sorted(set(options.batches or ([1, 8] if quick else [1, 8, 32])))
     options.rounds = options.rounds or (2 if quick else 10)
     options.round_seconds = options.round_seconds or (0.02 if quick else 1.0)
-    machine = environment.hardware()
-    options.threads = options.threads or machine["cores"]
-    if options.out is None:  # a quick run is no result
-        label = f"{_benchmark(options)}-{environment.label(machine)}"
-        options.out = CACHE / "wire-quick.json" if quick else RESULTS / f"{label}.json"
+    options.threads = options.threads or machine.hardware()["cores"]
+    words = ("wire", "session" * (options.way == "session"), "process" * (options.engine == "process"))
+    options.name = "-".join(filter(None, words))  # unlike ways and engines are unlike benchmarks
+    options.out = out_of(options, options.name)
     return options
 
 
+def outputs_for(requested: Sequence[str], batch: int) -> list[str]:
+    """The columns of a batch size: full rows are bfloat16, and for one sequence float32 as well."""
+    columns = ["greedy"] if "greedy" in requested else []
+    if "full" in requested:
+        columns += ["full-bf16", "full-f32"] if batch == 1 else ["full-bf16"]
+    return columns
+
+
+def cells_of(model: str, options: argparse.Namespace) -> list[Cell]:
+    """Every batch size with its outputs."""
+    context, most = IDENTITY_CONTEXT if model == IDENTITY else CONTEXT, 16 if options.quick else MAX_STEPS
+    return [
+        Cell(DECODE, batch, context, most=most, output=output)
+        for batch in options.batches
+        for output in outputs_for(options.outputs, batch)
+    ]
+
+
 async def run(options: argparse.Namespace) -> Record:
-    """Measure every point. The file is written after each model: an interrupted run keeps what it has."""
-    plan: Schedule = {
-        "rounds": options.rounds,
-        "round_s": options.round_seconds,
-        "max_steps": 16 if options.quick else MAX_STEPS,
-    }
-    record = Record(_benchmark(options), _settings(options, plan), options.out, module="wire")
-    models: list[Served] = []
-    points: list[Point] = []
-    async with Echo.open() as echo:
-        for name in options.models:
-            served, measured = await _model(name, options, plan, echo)
-            models.append(served)
-            points += measured
-            record.save(models=models, points=points)
-    return record
-
-
-def _benchmark(options: argparse.Namespace) -> str:
-    """What the result is called: unlike ways and engines are unlike benchmarks."""
-    parts = ("wire", "session" if options.way == "session" else "", "process" if options.engine == "process" else "")
-    return "-".join(part for part in parts if part)
-
-
-def _settings(options: argparse.Namespace, plan: Schedule) -> dict[str, Any]:
-    return {
+    """Measure every cell. The file is written after each model: an interrupted run keeps what it has."""
+    told = {
         "threads_in_process": options.threads,
         "threads_server": options.threads,
         "processes": "A and the scheduler of B in one, the server of B in another, the echo server in a third",
@@ -115,44 +121,43 @@ def _settings(options: argparse.Namespace, plan: Schedule) -> dict[str, Any]:
         "request_ids": True,
         "block_size": BLOCK_SIZE,
         "lead_in_steps": LEAD_IN,
-        **plan,
+        "rounds": options.rounds,
+        "round_s": options.round_seconds,
     }
+    record = Record(options.name, told, options.out, module="wire")
+    models: list[dict[str, Any]] = []
+    cells: list[dict[str, Any]] = []
+    async with echo_channel() as channel:
+        for name in options.models:
+            facts, measured = await _model(name, options, channel)
+            models.append(facts)
+            cells += measured
+            record.save(models=models, cells=cells)
+    return record
 
 
-async def _model(name: str, options: argparse.Namespace, plan: Schedule, echo: Echo) -> tuple[Served, list[Point]]:
-    work = workload(name, max(options.batches), plan["max_steps"])
+async def _model(name: str, options: argparse.Namespace, channel: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    path, cells, found = model_path(name), cells_of(name, options), []
     async with AsyncExitStack() as stack:
-        in_process = await stack.enter_async_context(InProcess.open(work, options.threads))
-        remote = WAYS[options.way][0].open(work, options.threads, options.engine)
-        sides = Sides(in_process, await stack.enter_async_context(remote), echo)
-        points = []
-        for batch in options.batches:
-            for output in outputs_for(options.outputs, batch):
-                point = await measure(Case(work.name, work.context, batch, output), sides, plan)
-                points.append(point)
-                _tell(point)
-        info, device = in_process.runner.info, in_process.runner.device
-    served: Served = {
-        "name": work.name,
+        inside = await stack.enter_async_context(Inside.open(path, cells, options.threads))
+        remote = WAYS[options.way][0].open(path, cells, options.threads, options.engine)
+        grpc = await stack.enter_async_context(remote)
+        players: dict[str, Player] = {tables.IN_PROCESS: inside, tables.GRPC: grpc, tables.ECHO: Echo(channel, grpc)}
+        for cell in cells:
+            result = await contest(cell, players, tables.GRPC, options.rounds, options.round_seconds)
+            found.append({"model": Path(path).name, **result, "exchange_bytes": [len(each) for each in grpc.exchange]})
+            tables.show(tables.wire(found[-1:]))
+        info, device = inside.runner.info, inside.runner.device
+    return {
+        "name": Path(path).name,
         "parameters": info.parameters,
         "vocab_size": info.vocab_size,
         "weight_dtype": info.weight_dtype,
         "kv_dtype": info.kv_dtype,
-        "context": work.context,
-        "settings": work.settings,
+        "context": cells[0].context,
+        "settings": settings(cells, options.threads),
         "choices": [list(choice) for choice in device.choices],
-    }
-    return served, points
-
-
-def _tell(point: Point) -> None:
-    """The pairs as they come."""
-    inside, outside, ratio = point["in_process"]["step_ms"], point["grpc"]["step_ms"], point["ratio"]
-    print(
-        f"{point['model']} batch {point['batch']} {point['output']}: in process {spread(inside)} ms,"
-        f" gRPC {spread(outside)} ms, ratio {ratio['median']:.3f} of pairs {' '.join(map(str, ratio['pairs']))}",
-        flush=True,
-    )
+    }, found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging(level="warning")
     record = asyncio.run(run(options))
     print()
-    show(record.values["points"])
+    tables.show(tables.wire(record.values["cells"]), tables.WIRE_LEGEND)
     record.tell()
 
 

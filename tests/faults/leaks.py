@@ -169,7 +169,7 @@ async def _expired(calls: int) -> dict[str, str]:
         request = pb.ReserveKvRequest(handle=handle)
         ours = await _lost(server, lambda: client.executor.ReserveKv(request, timeout=HURRIED_S), calls)
     echo = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.echo", cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "benchmarks.engines.echo", cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )
     bare = ServerProcess(echo)
     try:

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Shape, buckets
+from tests.kernels.rerun import Rerun
 from tests.kernels.worlds import PER_SEQUENCE, PlannedTorch, World
-from tools.gpu_rerun import Rerun
 
 BACKENDS = pytest.mark.parametrize("backend", [PlannedTorch, TritonPagedAttention])
 

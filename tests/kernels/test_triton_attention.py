@@ -1,6 +1,6 @@
 """The paged attention kernels against attention written out in float64, over every kind of span, layer and split.
 
-Here and in `tools/gpu_cases.py` every slot that no sequence owns holds NaN: one read too many shows in the result.
+Here and in `tests/kernels/cases.py` every slot that no sequence owns holds NaN: one read too many shows in the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.attention.triton_plan import Tile
 from ferrum_rpc.core import AttentionSpec
-from tools.gpu_cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
+from tests.kernels.cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
 
 SMALL = AttentionSpec(4, 2, 16, 0.25)
 FINE = (Tile(16, 16, 4, 3, 16), Tile(32, 16, 4, 3, 32))

@@ -34,7 +34,7 @@ class Reserved:
 
 
 class PlannedTorch(TorchPagedAttention):
-    """The oracle with plans of a fixed size, as far as a `tools.gpu_rerun.Rerun` needs them: filled on the host."""
+    """The oracle with plans of a fixed size, as far as a `tests.kernels.rerun.Rerun` needs them: filled on the host."""
 
     name = "planned torch"
 

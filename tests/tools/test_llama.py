@@ -91,10 +91,10 @@ def script(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", engine)
     files = ModuleType("gguf_file")
     files.converted = lambda folder, kind: folder / f"model.{kind}.gguf"
-    monkeypatch.setitem(sys.modules, "benchmarks.peer_scripts.gguf_file", files)
-    monkeypatch.delitem(sys.modules, "benchmarks.peer_scripts.llama_cpp_peer", raising=False)
-    yield importlib.import_module("benchmarks.peer_scripts.llama_cpp_peer"), engine
-    sys.modules.pop("benchmarks.peer_scripts.llama_cpp_peer", None)
+    monkeypatch.setitem(sys.modules, "benchmarks.engines.peers.gguf_file", files)
+    monkeypatch.delitem(sys.modules, "benchmarks.engines.peers.llama_cpp_peer", raising=False)
+    yield importlib.import_module("benchmarks.engines.peers.llama_cpp_peer"), engine
+    sys.modules.pop("benchmarks.engines.peers.llama_cpp_peer", None)
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import peers
-from benchmarks.cells import QUICK_CELLS
-from benchmarks.ours import INT8, REFERENCE, Unsupported
-from benchmarks.peer_process import PeerFailed, PeerKind, PeerProcess
-from benchmarks.peer_scripts import lines
-from benchmarks.peer_scripts.gguf_names import tensor_name
-from benchmarks.peer_scripts.hf import Transformers
-from benchmarks.shapes import QWEN3_8B, TINY, tensor_shapes, write_checkpoint
-from benchmarks.sides import Round
+from benchmarks.cases import QUICK_CELLS, QWEN3_8B, TINY, tensor_shapes, write_checkpoint
+from benchmarks.compare import Round, Unsupported
+from benchmarks.engines.grpc import INT8
+from benchmarks.engines.peers import lines
+from benchmarks.engines.peers.gguf_file import tensor_name
+from benchmarks.engines.peers.hf import Transformers
+from benchmarks.engines.process import REFERENCE, PeerFailed, PeerKind, PeerProcess
+from benchmarks.machine import ROOT
 
 
 class Engine:
@@ -103,7 +103,7 @@ def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, m
             pass
 
         async def round(self, cell, number, steps):
-            return Round(step_s=[0.001] * steps, tokens=[1])
+            return Round(step_s=[0.001] * steps, last=[1])
 
     @asynccontextmanager
     async def bfloat16(*_):
@@ -157,5 +157,5 @@ def test_every_tensor_has_a_name_of_its_own_in_gguf(config):
 
 
 def test_every_peer_has_its_script():
-    folder = peers.environment.ROOT / "benchmarks" / "peer_scripts"
+    folder = ROOT / "benchmarks" / "engines" / "peers"
     assert {each.script for each in peers.PEERS} <= {file.stem for file in folder.glob("*.py")}

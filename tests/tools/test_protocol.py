@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from benchmarks import protocol_tables, report
-from benchmarks.environment import ROOT
-from benchmarks.pace import in_calls, in_frames
-from benchmarks.protocol import steps_of
-from benchmarks.protocol_points import BATCHES, CROWD, DEPTHS, ECHO_OF, MANY, point, points
-from benchmarks.sides import Round
+from benchmarks import report, tables
+from benchmarks.compare import Round
+from benchmarks.engines.ways import in_calls, in_frames
+from benchmarks.machine import ROOT
+from benchmarks.protocol import AGAINST, BATCHES, CROWD, DEPTHS, ECHO_OF, MANY, point, points, steps_of
 
 
 def rounds(step_s, forward_s=None, count=3, depth=1):
@@ -47,12 +46,12 @@ def test_a_quick_run_takes_every_way_at_every_depth(tmp_path):
     assert set(sizes) == {"unix, unary", "unix, session"} and all(min(each) > 40 for each in sizes.values())
     assert str(out) in done.stdout
     page = report.document([("protocol.json", result)])
-    for row in protocol_tables.rows(result["points"]):
+    for row in tables.protocol(result["points"]).rows:
         assert "| " + " | ".join(row) + " |" in page
 
 
 def test_a_point_tells_the_forward_and_the_echo_from_what_is_around_them():
-    found = point("tcp", "session", 1, rounds(1e-3, 4e-4), rounds(2.5e-4))
+    found = point(("tcp", "session", 1), rounds(1e-3, 4e-4), rounds(2.5e-4))
     assert found["ratio"] == {"pairs": [4.0] * 3, "median": 4.0, "low": 4.0, "high": 4.0, "target": 2.0}
     assert found["around_ms"] == pytest.approx(0.35)
     assert (found["forward_ms"], found["queue_ms"], found["steps_per_s"]) == (0.4, 0.4, 1000.0)
@@ -71,6 +70,29 @@ def test_a_crowd_is_measured_against_batches_and_not_against_the_echo():
     session, batches = points(taken)
     assert session["ratio"] == {"pairs": [1.25] * 3, "median": 1.25, "low": 1.25, "high": 1.25, "target": 1.25}
     assert batches["ratio"] is None
+
+
+def test_two_checkouts_are_compared_pair_by_pair():
+    taken = {("tcp", "unary", 1): rounds(1.1e-3), ("tcp" + AGAINST, "unary", 1): rounds(1e-3)}
+    ours, theirs = points(taken)
+    assert ours["against"] == {"pairs": [1.1] * 3, "median": 1.1, "low": 1.1, "high": 1.1} and "against" not in theirs
+    assert len(tables.protocol([ours, theirs]).rows) == 2
+
+
+def test_the_executor_of_another_checkout_is_what_runs(tmp_path):
+    (other := tmp_path / "other").mkdir()
+    (other / "ferrum_rpc").mkdir()
+    (other / "ferrum_rpc" / "__init__.py").touch()
+    (other / "ferrum_rpc" / "cli.py").write_text("raise SystemExit('this is the other checkout')")
+    command = ["-m", "benchmarks.protocol", "--quick", "--transports", "unix", "--against", str(other)]
+    done = subprocess.run(
+        [sys.executable, *command, "--out", str(tmp_path / "o.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode and "this is the other checkout" in done.stderr
 
 
 async def test_calls_and_frames_keep_one_step_of_each_sequence_in_flight():

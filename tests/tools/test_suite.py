@@ -4,25 +4,25 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report, starting, suite_report, targets
-from benchmarks.bookkeeping import Size, slope
-from benchmarks.cells import CELLS, DECODE, PREFILL, QUICK_CELLS, Cell
-from benchmarks.contest import Plan, contest
-from benchmarks.environment import ROOT
+from benchmarks import compare, parts, report, tables, targets
+from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, QWEN3_0_6B, Cell, settings
+from benchmarks.compare import Round, Unsupported, alternate, contest
+from benchmarks.engines.grpc import INT8
+from benchmarks.engines.inprocess import INSIDE
+from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import roof
-from benchmarks.ours import INSIDE, INT8, REFERENCE, Unsupported, settings
-from benchmarks.peer_process import EAGER
+from benchmarks.machine import ROOT
+from benchmarks.parts import Size, slope
 from benchmarks.peers import PEERS
 from benchmarks.plot import Bar, Panel, svg
-from benchmarks.profile import Column, rows
-from benchmarks.profile_stages import Profile, medians
-from benchmarks.shapes import QWEN3_0_6B
-from benchmarks.sides import Round
-from benchmarks.suite_tables import NOT_YET, cell_rows, part_rows
+from benchmarks.profile import Column, Profile, medians, rows
+from benchmarks.suite import EAGER
+from benchmarks.tables import NOT_YET
 
 LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
 
@@ -56,7 +56,7 @@ def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
     assert quick["mixed"]["p99_ms"] >= quick["mixed"]["p50_ms"] > 0 and quick["mixed"]["chunks"] > 0
     assert quick["bookkeeping"][0]["all_us"] > 0 and "admit" in str(quick["bookkeeping"][0]["stages_us"])
     page = report.document([("suite-2cpu.json", quick)])
-    for row in cell_rows(quick["cells"]):
+    for row in tables.cells(quick["cells"]).rows:
         assert "| " + " | ".join(row) + " |" in page
 
 
@@ -73,13 +73,13 @@ class Scripted:
 
     async def round(self, cell, number, steps):
         self._turns.append((number, self._name))
-        return Round(step_s=[self._step_s] * steps, tokens=[1, 2])
+        return Round(step_s=[self._step_s] * steps, last=[1, 2])
 
 
 async def test_sides_alternate_and_ratios_are_of_pairs():
     turns = []
     players = {"peer": Scripted("peer", 0.02, turns), "ours": Scripted("ours", 0.01, turns)}
-    found = await contest(Cell(DECODE, 2, 8, most=5), players, "ours", Plan(rounds=3, round_s=0.05))
+    found = await contest(Cell(DECODE, 2, 8, most=5), players, "ours", rounds=3, round_s=0.05)
     assert [name for number, name in turns if number > 1][:6] == ["peer", "ours"] * 3
     assert found["ratios"] == {"peer": {"pairs": [2.0] * 3, "median": 2.0, "low": 2.0, "high": 2.0}}
     assert found["sides"]["ours"]["tokens_per_s"] == 200.0
@@ -87,13 +87,27 @@ async def test_sides_alternate_and_ratios_are_of_pairs():
     assert found["steps"] == 5
 
 
+async def test_a_turn_that_others_disturbed_is_repeated_but_not_for_ever(monkeypatch):
+    disturbed = iter([False, True, False, True, True, True])
+    monkeypatch.setattr(compare, "Bystanders", lambda: SimpleNamespace(disturbed=lambda: next(disturbed)))
+    numbers = []
+
+    async def take(number):
+        numbers.append(number)
+        return Round(step_s=[float(number)])
+
+    turns, counts = await alternate({"one": take}, 3, settle_s=0, first=2)
+    assert (numbers, counts) == ([2, 3, 4, 5, 6, 7], [3, 1])
+    assert [turn["one"].step_s for turn in turns] == [[2.0], [4.0], [7.0]]
+
+
 async def test_a_side_that_cannot_play_says_why_and_the_others_go_on():
     players = {"ours": Scripted("ours", 0.01, []), "peer": Scripted("peer", 0.01, [], refuses=True)}
-    found = await contest(QUICK_CELLS[1], players, "ours", Plan(1, 0.01))
+    found = await contest(QUICK_CELLS[1], players, "ours", 1, 0.01)
     assert set(found["sides"]) == {"ours"} and found["absent"] == {"peer": "it cannot"}
-    assert any("none: it cannot" in row for row in cell_rows([found]))
+    assert any("none: it cannot" in row for row in tables.cells([found]).rows)
     with pytest.raises(Unsupported):
-        await contest(QUICK_CELLS[1], players, "peer", Plan(1, 0.01))
+        await contest(QUICK_CELLS[1], players, "peer", 1, 0.01)
 
 
 def test_the_limit_of_a_decode_is_reading_the_weights_and_of_a_prefill_the_products():
@@ -126,11 +140,11 @@ async def test_loading_is_what_a_start_takes_beyond_one_without_weights(tmp_path
     async def start(model, flags):
         return next(took)
 
-    monkeypatch.setattr(starting, "_start", start)
-    found = await starting.starting(tmp_path, {}, 3)
+    monkeypatch.setattr(parts, "_start", start)
+    found = await parts.starting(tmp_path, {}, 3)
     assert (found["ready_s"], found["without_weights_s"], found["loading_s"]) == (8.0, 2.5, 5.5)
     assert (found["weight_bytes"], found["starts_s"]) == (5000, [9.0, 7.0, 8.0])
-    assert any("plain read" in row[2] for row in part_rows({"start": found}))
+    assert any("plain read" in row[2] for row in tables.parts({"start": found}).rows)
 
 
 def test_bookkeeping_is_the_slope_between_one_sequence_and_many():
@@ -161,7 +175,7 @@ def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
 def test_what_was_not_measured_says_so():
     table = targets.rows({})
     assert len(table) == len(targets.TARGETS) and all(row[1] == NOT_YET for row in table)
-    page = suite_report.glance({})
+    page = report.glance({})
     assert page.count(NOT_YET) == len(CELLS) * (4 + len(PEERS)) and "left out" in page
 
 

@@ -7,9 +7,10 @@ import sys
 import numpy as np
 
 from benchmarks import report
-from benchmarks.environment import ROOT, hardware, label
-from benchmarks.profile_stages import timelines
-from benchmarks.workload import CONTEXT, Workload, outputs_for
+from benchmarks.cases import CONTEXT, DECODE, Cell, settings
+from benchmarks.machine import ROOT, hardware, label
+from benchmarks.profile import timelines
+from benchmarks.wire import outputs_for
 
 
 def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
@@ -24,18 +25,19 @@ def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text(encoding="utf-8"))
-    assert [(point["batch"], point["output"]) for point in result["points"]] == [
+    assert [(point["batch"], point["output"]) for point in result["cells"]] == [
         (1, "greedy"),
         (1, "full-bf16"),
         (1, "full-f32"),
         (4, "greedy"),
         (4, "full-bf16"),
     ]
-    for point in result["points"]:
-        assert len(point["ratio"]["pairs"]) == 2
-        assert point["same_rows"] == [2, 2]  # both sides ran the same steps
-        assert 0 < point["grpc_forward_ms"]["median"] < point["grpc"]["step_ms"]["median"]
-        assert point["echo_ms"]["median"] > 0
+    for point in result["cells"]:
+        assert len(point["ratios"]["in process"]["pairs"]) == 2
+        assert point["sides"]["in process"]["same_rounds"] == [2, 2]  # both sides ran the same steps
+        grpc = point["sides"]["gRPC"]
+        assert 0 < grpc["forward_ms"]["median"] < grpc["step_ms"]["median"]
+        assert point["sides"]["echo"]["step_ms"]["median"] > 0
     assert result["settings"]["threads_server"] == result["settings"]["threads_in_process"]
     assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
     assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
@@ -44,16 +46,21 @@ def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
 
 
 def test_both_sides_draw_the_same_tokens_below_the_vocabulary():
-    work = Workload("demo", "demo", CONTEXT, batch=3, max_steps=5)
-    assert work.prompts(264).shape == (3, CONTEXT)
-    assert work.tokens(264).shape[1] == 3
-    assert np.array_equal(work.tokens(264), work.tokens(264))
-    assert work.tokens(264).max() < 264
+    cell = Cell(DECODE, 3, CONTEXT, most=5)
+    assert cell.prompts(264).shape == (3, CONTEXT)
+    assert cell.fed(264, 5).shape == (7, 3)
+    assert np.array_equal(cell.fed(264, 5), cell.fed(264, 5))
+    assert cell.fed(264, 5).max() < 264
+
+
+def test_a_larger_batch_begins_with_the_prompts_of_a_smaller_one():
+    small, large = (Cell(DECODE, batch, CONTEXT).prompts(264) for batch in (3, 8))
+    assert np.array_equal(large[:3], small) and not np.array_equal(large[0], large[1])
 
 
 def test_the_cache_holds_every_sequence_at_its_longest():
-    work = Workload("demo", "demo", CONTEXT, batch=3, max_steps=128)
-    assert work.settings["kv_blocks"] * work.settings["block_size"] >= 3 * (CONTEXT + 2 + 128)
+    found = settings([Cell(DECODE, 3, CONTEXT, most=128), Cell(DECODE, 1, CONTEXT)], 1)
+    assert found["kv_blocks"] * found["block_size"] >= 3 * (CONTEXT + 2 + 128)
 
 
 def test_float32_rows_are_a_column_of_one_sequence_only():

@@ -17,8 +17,8 @@ from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
+from tests.kernels.rerun import Rerun
 from tests.kernels.worlds import PlannedTorch
-from tools.gpu_rerun import Rerun
 
 CONFIG = BuildConfig(
     model="identity",

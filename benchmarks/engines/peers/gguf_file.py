@@ -10,18 +10,34 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-import gguf
 import numpy as np
-import torch
-from gguf.quants import quantize
-from safetensors import safe_open
 
-from benchmarks.peer_scripts.gguf_names import tensor_name
-
-TYPES: Final = {
-    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
-    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+OUTSIDE: Final = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
 }
+INSIDE: Final = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tensor_name(name: str) -> str:
+    """llama.cpp's name of a checkpoint's tensor."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{INSIDE[rest.removesuffix('.weight')]}.weight"
 
 
 def converted(folder: Path, kind: str) -> Path:
@@ -35,11 +51,17 @@ def converted(folder: Path, kind: str) -> Path:
 
 
 def write(folder: Path, file: Path, kind: str) -> None:
-    """Convert."""
+    """Convert. Its libraries are the peers' own."""
+    import gguf
+    import torch
+    from gguf.quants import quantize
+    from safetensors import safe_open
+
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "qwen3":
         raise ValueError(f"this writes Qwen3, not {config['model_type']}")
-    matrix, file_type = TYPES[kind]
+    types = gguf.GGMLQuantizationType, gguf.LlamaFileType
+    matrix, file_type = getattr(types[0], kind.upper()), getattr(types[1], f"MOSTLY_{kind.upper()}")
     writer = gguf.GGUFWriter(file, "qwen3")
     _describe(writer, config, file_type)
     with safe_open(folder / "model.safetensors", framework="pt") as weights:

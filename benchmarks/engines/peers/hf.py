@@ -1,7 +1,8 @@
 """transformers as a peer: the model's own forward and cache, driven step by step, without `generate` around it.
 
-``options``: ``cache`` is ``dynamic`` (eager, the default) or ``static`` (decode steps compiled by inductor). Driving
-the forward itself is the fastest way to use it: `generate` adds some milliseconds of its own to every step.
+``options``: ``cache`` is ``dynamic`` (eager, the default) or ``static`` (decode steps compiled by inductor); ``device``
+is where it runs, the CPU unless told. Driving the forward itself is the fastest way to use it: `generate` adds some
+milliseconds of its own to every step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from benchmarks.peer_scripts.lines import Timed, Unsupported, run
+from benchmarks.engines.peers.lines import Timed, Unsupported, run
 
 
 class Transformers:
@@ -24,8 +25,10 @@ class Transformers:
         torch.set_num_threads(threads)
         self._static = options.get("cache", "dynamic") == "static"
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", attn_implementation="sdpa")
-        self._model: Any = loaded.eval()
-        self._step: Any = torch.compile(self._model.forward, dynamic=False) if self._static else self._model
+        self._device = options.get("device", "cpu")
+        self._model: Any = loaded.eval().to(self._device)
+        mode = "default" if self._device == "cpu" else "reduce-overhead"
+        self._step: Any = torch.compile(self._model.forward, mode=mode, dynamic=False) if self._static else self._model
         self._length = 0
         way = "static cache, compiled" if self._static else "eager, sdpa"
         return {
@@ -63,7 +66,7 @@ class Transformers:
         return step_s, last
 
     def _rows(self, step: Any, tokens: torch.Tensor) -> list[int]:
-        answer = step(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        answer = step(input_ids=tokens.to(self._device), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         chosen: list[int] = answer.logits[:, -1].argmax(-1).tolist()
         return chosen
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
-from benchmarks.peer_scripts.lines import Timed, Unsupported, run
+from benchmarks.engines.peers.lines import Timed, Unsupported, run
 
 PAGE: Final = 32
 """Tokens of a page."""

@@ -1,7 +1,7 @@
 """Steps for the attention kernels with known answers: paged K and V, queries, and the attention in float64.
 
 Every slot that no sequence owns holds NaN, and blocks lie in a random order: what reads a slot too many is found.
-Used by the kernels' tests and by `tools/gpu_check.py`; needs torch and numpy, nothing else of the server.
+Needs torch and numpy, nothing else of the server.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Ten
     if spec.window is not None:
         seen &= distance < spec.window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in a line: what follows the first sentence tells more of a machine than of the check."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}"[:200]
 
 
 MIX: Final[Spans] = [(0, 5), (37, 1), (0, 1), (16, 1), (15, 1), (31, 1), (30, 7), (16, 16), (0, 33), (100, 1)]

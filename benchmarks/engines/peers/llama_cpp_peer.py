@@ -13,8 +13,8 @@ from typing import Any, Final
 import llama_cpp
 import numpy as np
 
-from benchmarks.peer_scripts.gguf_file import converted
-from benchmarks.peer_scripts.lines import Timed, run
+from benchmarks.engines.peers.gguf_file import converted
+from benchmarks.engines.peers.lines import Timed, run
 
 PROMPT_BATCH: Final = 512
 """Tokens of a prefill call: llama.cpp's own micro batch."""

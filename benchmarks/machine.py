@@ -13,16 +13,15 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "grpcio", "protobuf", "numpy")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "hypervisor")
 """What decides which kernels run, and whether the cores are virtual."""
 
 ISA_ORDER = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
-
-
 QUIET: Final = 0.05
 """Share of the cores' time that others may have before figures are doubtful."""
 
@@ -30,30 +29,15 @@ TICKS_S: Final = 0.06
 """The kernel counts time in ticks of 10 ms, per core and per process."""
 
 
-class Hardware(TypedDict):
-    """The machine. ``huge_pages`` is the kernel's policy for transparent ones: it moves memory-bound steps by 10 %."""
-
-    cpu: str
-    cores: int
-    memory_gib: float
-    flags: list[str]
-    huge_pages: str
-
-
 WRITTEN: Final = (":!benchmarks/results", ":!docs")
 """What a benchmark writes, as git leaves it out."""
 
-
-class Commit(TypedDict):
-    """What was measured; ``dirty``: with changes that the commit does not have. Results and documents do not count: the
-    benchmarks of one sitting write them one after the other."""
-
-    id: str
-    dirty: bool
+Facts = dict[str, Any]
 
 
-def hardware() -> Hardware:
-    """The machine that this runs on."""
+def hardware() -> Facts:
+    """The machine that this runs on. ``huge_pages`` is the kernel's policy for transparent ones: it moves memory-bound
+    steps by 10 %."""
     fields = _cpu_fields()
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -76,8 +60,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> Commit:
-    """Of the working tree; ``unknown`` outside of one."""
+def commit() -> Facts:
+    """What is measured, ``unknown`` outside of a working tree; ``dirty``: with changes that the commit does not have.
+    Results and documents do not count: the benchmarks of one sitting write them one after the other."""
     head = _git("rev-parse", "HEAD")
     return {"id": head or "unknown", "dirty": bool(_git("status", "--porcelain", "--", ".", *WRITTEN))}
 
@@ -91,22 +76,23 @@ class Bystanders:
 
     def share(self) -> float | None:
         """Of all cores' time since the start, about; None where the system does not tell."""
-        others = _others_s()
-        if self._others is None or others is None:
-            return None
-        available = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        return round(max(0.0, others - self._others) / available, 3)
+        used = self._used_s()
+        return None if used is None else round(max(0.0, used) / self._available_s(), 3)
 
     def disturbed(self) -> bool:
         """Whether that was more than `QUIET`, and more than the kernel's ticks can tell."""
+        used = self._used_s()
+        return used is not None and used > max(QUIET * self._available_s(), TICKS_S)
+
+    def _used_s(self) -> float | None:
         others = _others_s()
-        if self._others is None or others is None:
-            return False
-        available = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        return others - self._others > max(QUIET * available, TICKS_S)
+        return None if self._others is None or others is None else others - self._others
+
+    def _available_s(self) -> float:
+        return (time.monotonic() - self._began) * (os.cpu_count() or 1)
 
 
-def label(machine: Hardware) -> str:
+def label(machine: Facts) -> str:
     """Names a kind of machine, not a machine: ``2cpu-avx512_bf16``."""
     isa = next((flag for flag in ISA_ORDER if flag in machine["flags"]), platform.machine())
     return f"{machine['cores']}cpu-{isa}"

@@ -1,8 +1,8 @@
 """Compile the CUDA kernels for a GPU that need not be here, and say what a program of them takes.
 
 Triton's compiler and assembler need no device. What the interpreter cannot show, they do: that the kernels are valid
-Triton, that a program's shared memory fits, that its registers do not spill. `python -m tools.gpu_compile` prints a
-table; the tests hold its figures to the limits.
+Triton, that a program's shared memory fits, that its registers do not spill. `python -m tests.kernels.compiling`
+prints a table; the tests hold its figures to the limits.
 """
 
 from __future__ import annotations

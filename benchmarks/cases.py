@@ -1,0 +1,242 @@
+"""What every engine is asked to do: model shapes with random weights, and cells with their tokens.
+
+A cell is one kind of step at one size. Its tokens come from fixed seeds and are chosen beforehand, so that every side
+runs the same steps whatever it answers. Prompts of prefill rounds are never used twice: a cache of prefixes has nothing
+to find. What a benchmark needs of a model is its size, not its knowledge.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.machine import ROOT
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType
+
+QWEN3_0_6B: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "use_cache": True,
+}
+"""https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json"""
+
+QWEN3_8B: Final[dict[str, Any]] = QWEN3_0_6B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "max_window_layers": 36,
+}
+TINY: Final[dict[str, Any]] = QWEN3_0_6B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "max_window_layers": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""The same architecture at a size that a test can afford."""
+
+SHAPES: Final = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B, "tiny": TINY}
+IDENTITY: Final = "identity"
+BUILT_IN: Final = (IDENTITY, "demo")
+SEED: Final = 20261121
+CACHE: Final = ROOT / ".cache" / "bench"
+BLOCK_SIZE: Final = 16
+CONTEXT: Final = 256
+IDENTITY_CONTEXT: Final = 64
+PERIOD: Final = 4194301
+"""Numbers drawn per checkpoint: a prime, so that no two rows of a matrix are equal (equal rows tie in the logits)."""
+
+LEAD_IN: Final = 2
+"""Steps of a decode round that are not timed: the roll-back, and one that finds the caches as the timed ones do."""
+
+OUTPUTS: Final[dict[str, OutputKind]] = {
+    "greedy": Greedy(),
+    "full-bf16": FullLogits(RowDType.BF16),
+    "full-f32": FullLogits(RowDType.F32),
+}
+NOTHING: Final = OutputSpec(Positions.NONE, Greedy())
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``batch`` sequences of ``context`` tokens that take a step (decode), or ``context`` tokens of a new one
+    (prefill). ``target`` and ``goal``: tokens a second through gRPC, of performance work; nothing passes or fails.
+    ``most``: timed steps of a round, at most. ``output``: a name of `OUTPUTS`."""
+
+    kind: Literal["prefill", "decode"]
+    batch: int
+    context: int
+    target: float | None = None
+    goal: float | None = None
+    most: int = 48
+    output: str = "greedy"
+
+    @property
+    def name(self) -> str:
+        """``decode b8 @256``."""
+        return f"prefill {self.context}" if self.kind == PREFILL else f"decode b{self.batch} @{self.context}"
+
+    @property
+    def spec(self) -> OutputSpec:
+        """What every sequence of a step asks for."""
+        return OutputSpec(Positions.LAST, OUTPUTS[self.output])
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What a step counts for."""
+        return self.context if self.kind == PREFILL else self.batch
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache that its sequences take at their longest, a spare each for copies."""
+        tokens = self.context if self.kind == PREFILL else self.context + LEAD_IN + self.most
+        return self.batch * (-(-tokens // BLOCK_SIZE) + 1)
+
+    def prompts(self, vocab_size: int) -> Tokens:
+        """What the sequences hold before a decode round, int32 [batch, context]; larger batches begin alike."""
+        return self._draw(0, 0, vocab_size, (self.batch, self.context))
+
+    def fed(self, vocab_size: int, steps: int) -> Tokens:
+        """What is fed in a decode round, its untimed steps first: int32 [LEAD_IN + steps, batch]."""
+        return self._draw(1, 0, vocab_size, (LEAD_IN + self.most, self.batch))[: LEAD_IN + steps]
+
+    def fresh(self, vocab_size: int, number: int, steps: int) -> Tokens:
+        """The prompts of prefill round ``number``, an untimed one first: int32 [1 + steps, context]."""
+        return self._draw(2, number, vocab_size, (1 + steps, self.context))
+
+    def _draw(self, stream: int, number: int, vocab_size: int, shape: tuple[int, int]) -> Tokens:
+        generator = np.random.default_rng((SEED, stream, number, self.context))
+        return generator.integers(0, vocab_size, shape, dtype=np.int32)
+
+
+CELLS: Final = (
+    Cell(PREFILL, 1, 512, target=1200, goal=1800),
+    Cell(DECODE, 1, 512, target=14.5, goal=22),
+    Cell(DECODE, 8, 256, target=90, goal=130),
+    Cell(DECODE, 32, 256, target=180, goal=240),
+)
+"""Of the Qwen3-0.6B shape, bfloat16, on two cores."""
+
+GPU_CELLS: Final = (Cell(PREFILL, 1, 8192), Cell(DECODE, 1, 1024), Cell(DECODE, 64, 2048))
+"""Of the Qwen3-8B shape, bfloat16; their targets are shares of the limit."""
+
+QUICK_CELLS: Final = (Cell(PREFILL, 1, 24, most=4), Cell(DECODE, 1, 24, most=4), Cell(DECODE, 3, 8, most=4))
+"""Of the ``tiny`` shape: does everything run?"""
+
+
+def settings(cells: Sequence[Cell], threads: int, device: str = "") -> dict[str, Any]:
+    """Of `ferrum-rpc serve`, for the server and for the runner in this process alike: blocks for the largest cell, and
+    to spare."""
+    blocks = max(cell.blocks for cell in cells) + 64
+    return {"block_size": BLOCK_SIZE, "kv_blocks": blocks, "threads": threads} | ({"device": device} if device else {})
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every checkpoint tensor of a Qwen3 configuration, by name."""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def write_checkpoint(
+    path: str | Path, config: dict[str, Any] = QWEN3_0_6B, dtype: str = "bfloat16", seed: int = 0
+) -> Path:
+    """Write ``config`` with random weights of ``dtype`` (bfloat16, float16, float32) to folder ``path``; return it. At
+    disk speed: one block of random numbers is drawn, and every tensor is cut from it at another offset."""
+    import torch
+    from safetensors.torch import save_file
+
+    block = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype)).repeat(2)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (name, shape) in enumerate(tensor_shapes(config).items()):
+        if len(shape) == 1:
+            tensors[name] = torch.ones(shape, dtype=block.dtype)
+            continue
+        size = shape[0] * shape[1]
+        offset = index * 7919 % PERIOD
+        source = block[offset : offset + PERIOD] * (0.02 if "embed" in name else shape[1] ** -0.5)
+        tensors[name] = source.repeat(-(-size // PERIOD))[:size].view(shape)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def checkpoint(shape: str) -> Path:
+    """The folder with random weights of a shape; written whole or not at all, and anew where the shape has changed."""
+    folder = CACHE / shape
+    written = folder / "config.json"
+    if not written.is_file() or not SHAPES[shape].items() <= json.loads(written.read_text("utf-8")).items():
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"writing random weights of {shape} to {folder.relative_to(ROOT)} (once)")
+        partial = CACHE / f"{shape}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write_checkpoint(partial, SHAPES[shape], seed=SEED).rename(folder)
+    return folder
+
+
+def model_path(model: str) -> str:
+    """``model``: identity, demo, a name of `SHAPES` (written to the cache on first use), or a folder."""
+    path = str(checkpoint(model)) if model in SHAPES else model
+    if model not in BUILT_IN and not Path(path).is_dir():
+        raise SystemExit(f"no model {model!r}: write identity, demo, {', '.join(SHAPES)} or a folder")
+    return path

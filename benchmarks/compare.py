@@ -1,0 +1,169 @@
+"""The comparison that every benchmark makes: rounds of all sides in turn (A B C A B C ...), and ratios of their pairs.
+
+Absolute figures hold for the machine and the minute; the ratio of a pair of rounds that followed each other holds for
+longer, because both met the same conditions. Its spread over the pairs says how far it can be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+
+from benchmarks.cases import Cell
+from benchmarks.machine import Bystanders
+
+SETTLE_S: Final = 0.05
+"""Between rounds: OpenMP's workers spin for some milliseconds after a side's last step, on the other side's cores."""
+
+WARM_STEPS: Final = 2
+LEAST_STEPS: Final = 3
+
+Name = TypeVar("Name")
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Round:
+    """Seconds of every timed step. ``forward_s`` and ``queue_s``: the server's own timings of the same steps, where
+    there is a server of ours. ``wall_s``: of all of them together, where several are in flight at a time. ``last``: of
+    the last step, the arg-max of each row or a digest of all, to show that the sides compute the same."""
+
+    step_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    queue_s: list[float] = field(default_factory=list)
+    wall_s: float = 0.0
+    last: list[Any] = field(default_factory=list)
+
+
+class Unsupported(RuntimeError):
+    """A side does not do that, or is not there; the reason."""
+
+
+class Player(Protocol):
+    """A side of a comparison."""
+
+    facts: dict[str, Any]
+    """What it is: ``name``, ``threads``, ``versions``, and what else it tells."""
+
+    async def prepare(self, cell: Cell) -> None:
+        """Make the sequences of ``cell``, and forget those that it cannot use."""
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """``steps`` timed steps of the cell that was prepared; ``number`` tells prefill rounds apart."""
+
+
+async def alternate(
+    sides: Mapping[Name, Callable[[int], Awaitable[Round]]], rounds: int, *, settle_s: float = SETTLE_S, first: int = 0
+) -> tuple[list[dict[Name, Round]], list[int]]:
+    """``rounds`` rounds of each side, in turn; each is told its number, from ``first``. A turn during which others used
+    the machine is repeated, ``rounds`` times at most: the kernel's accounts decide, not the figures. Returns the turns,
+    and how many were repeated and how many kept although disturbed."""
+    turns: list[dict[Name, Round]] = []
+    repeated = kept = 0
+    while len(turns) < rounds:
+        bystanders = Bystanders()
+        turn: dict[Name, Round] = {}
+        for name, take in sides.items():
+            await asyncio.sleep(settle_s)
+            turn[name] = await take(first + len(turns) + repeated)
+        if bystanders.disturbed():
+            if repeated < rounds:
+                repeated += 1
+                continue
+            kept += 1
+        turns.append(turn)
+    return turns, [repeated, kept]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile of seconds, in milliseconds."""
+    p10, median, p90 = np.percentile(np.asarray(seconds) * 1e3, (10, 50, 90))
+    return {"median": round(float(median), 4), "p10": round(float(p10), 4), "p90": round(float(p90), 4)}
+
+
+def ratio(over: Sequence[Round], under: Sequence[Round], digits: int = 3) -> Figures:
+    """Median step of ``over`` in those of ``under``: each pair of rounds, and over the pairs."""
+    found = [float(np.median(a.step_s) / np.median(b.step_s)) for a, b in zip(over, under, strict=True)]
+    return {
+        "pairs": [round(each, digits) for each in found],
+        "median": round(float(np.median(found)), digits),
+        "low": round(min(found), digits),
+        "high": round(max(found), digits),
+    }
+
+
+def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> Figures:
+    """Of one side. ``tokens_per_s``: of the rounds' medians, their median, lowest and highest. ``same_tokens``: of the
+    last step of each round, how many of the reference's rows it found as well, and of how many (bfloat16 in another
+    order of sums decides close calls otherwise); ``same_rounds``: those in which all are the same. With a server of
+    ours, ``forward_ms`` and ``queue_ms`` by its clock, and ``beyond_ms``, the step less its forward."""
+    rates = [cell.tokens_per_step / float(np.median(each.step_s)) for each in rounds]
+    same = sum(sum(map(operator.eq, ours.last, theirs.last)) for ours, theirs in zip(rounds, reference, strict=True))
+    steps = [second for each in rounds for second in each.step_s]
+    found: Figures = {
+        "tokens_per_s": round(float(np.median(rates)), 2),
+        "low": round(min(rates), 2),
+        "high": round(max(rates), 2),
+        "step_ms": spread(steps),
+        "samples": len(steps),
+        "same_tokens": [same, sum(len(each.last) for each in rounds)],
+        "same_rounds": [sum(map(_agree, rounds, reference)), len(rounds)],
+    }
+    if forward := [second for each in rounds for second in each.forward_s]:
+        found["forward_ms"] = spread(forward)
+        found["queue_ms"] = spread([second for each in rounds for second in each.queue_s])
+        found["beyond_ms"] = spread(list(map(operator.sub, steps, forward)))
+    return found
+
+
+def _agree(ours: Round, theirs: Round) -> bool:
+    return ours.last == theirs.last
+
+
+async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rounds: int, round_s: float) -> Figures:
+    """One cell: warm up, choose the number of steps from the reference side's pace, and alternate. A side that cannot
+    do the cell is ``absent`` with its reason, and the others go on. ``ratios``: of each other side's step to the
+    reference's, which are tokens a second of the reference over the other's."""
+    absent: dict[str, str] = {}
+    steps = 0
+    for name in sorted(players, key=lambda each: each != reference):  # the reference tells the pace
+        try:
+            await players[name].prepare(cell)
+            if not steps:
+                warm = await players[name].round(cell, 0, WARM_STEPS)
+                steps = min(cell.most, max(LEAST_STEPS, round(round_s / float(np.median(warm.step_s)))))
+            await players[name].round(cell, 1, steps)
+        except Unsupported as reason:
+            if name == reference:
+                raise
+            absent[name] = str(reason)
+    takes = {name: partial(_take, each, cell, steps) for name, each in players.items() if name not in absent}
+    turns, disturbed = await alternate(takes, rounds, first=2)
+    by_name = {name: [turn[name] for turn in turns] for name in takes}
+    ours = by_name[reference]
+    return {
+        "cell": cell.name,
+        "kind": cell.kind,
+        "batch": cell.batch,
+        "context": cell.context,
+        "output": cell.output,
+        "steps": steps,
+        "roof": None,
+        "target": cell.target,
+        "goal": cell.goal,
+        "reference": reference,
+        "sides": {name: figures(cell, each, ours) for name, each in by_name.items()},
+        "absent": absent,
+        "ratios": {name: ratio(each, ours) for name, each in by_name.items() if name != reference},
+        "disturbed": disturbed,
+    }
+
+
+async def _take(player: Player, cell: Cell, steps: int, number: int) -> Round:
+    return await player.round(cell, number, steps)

@@ -1,0 +1,271 @@
+"""`ferrum-rpc serve` in another process, and this process as its scheduler.
+
+`Calls` and `Frames` are a scheduler without our client package: raw stubs over the channel that it opens. They build
+every message, request ids included, and a step ends when the rows are arrays and the new handles are at hand: what a
+scheduler needs before it can send the next one. `Session` is `ferrum_rpc.client` as anybody would use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import grpc
+import torch
+
+from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
+from benchmarks.compare import Round, Unsupported
+from benchmarks.engines.process import REFERENCE, served
+from ferrum_rpc.client import Answer, ExecutorClient
+from ferrum_rpc.client import Sequence as ClientSequence
+from ferrum_rpc.client.channel import open_channel
+from ferrum_rpc.core import LogitRows, RowBlock, TokenRows
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
+from ferrum_rpc.models.linear import select_bytes
+from ferrum_rpc.wire.output import output_to_proto
+from ferrum_rpc.wire.rows import rows_from_proto
+
+INT8: Final = "ours with int8 weights, gRPC session"
+TIMEOUT_S: Final = 600.0
+PREFILL_TOKENS: Final = 2048
+"""Tokens of a prefill call."""
+
+POLL_S: Final = 0.05
+
+
+def serve_flags(model: str, chosen: dict[str, Any], module: str = "ferrum_rpc.cli") -> list[str]:
+    """How a server is started: settings as flags, a free port unless one is chosen, logs that a program reads."""
+    flags = {"grace-s": 0, "log-format": "json"} | ({} if "host" in chosen else {"port": 0}) | chosen
+    written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return ["-m", module, "serve", model, *written, "--no-warmup"]
+
+
+async def vocabulary(channel: grpc.aio.Channel) -> int:
+    """Wait until the model is loaded, `TIMEOUT_S` at most; returns its vocabulary size."""
+    stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
+    until = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            info = await stub.GetInfo(model_executor_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
+            return int(info.model.vocab_size)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                raise
+        await asyncio.sleep(POLL_S)
+
+
+def last_rows(block: RowBlock) -> list[Any]:
+    """Of a step's packed rows: tokens as they are, logits as one digest."""
+    match block:
+        case TokenRows(token_ids=tokens):
+            found: list[Any] = tokens.tolist()
+            return found
+        case LogitRows(logits=values):
+            return [hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()]
+        case _:
+            raise TypeError(f"{type(block).__name__} is no output of this benchmark")
+
+
+class Calls:
+    """Unary calls of the generated stub. ``exchange``: the bytes of the last step's request and answer."""
+
+    def __init__(self, channel: grpc.aio.Channel, vocab_size: int = 0, stub: Any = None) -> None:
+        self.stub: Any = stub or model_executor_pb2_grpc.ModelExecutorStub(channel)
+        self.handles: list[types_pb2.KvHandle] = []
+        self.exchange = (b"", b"")
+        self.facts: dict[str, Any] = {}
+        self.vocab_size = vocab_size
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, model: str, cells: Sequence[Cell], threads: int, engine: str = "thread"
+    ) -> AsyncIterator[Calls]:
+        """Start the server and wait for the model."""
+        flags = serve_flags(model, settings(cells, threads) | {"engine": engine})
+        async with served(*flags) as target, open_channel(target, None) as channel:
+            yield cls(channel, await vocabulary(channel))
+
+    def item(self, sequence: int, token: int, back: int | None = None, **more: Any) -> forward_pb2.ForwardItem:
+        """The next decode of a sequence, rolled back to ``back`` tokens first if that is set."""
+        return forward_pb2.ForwardItem(
+            handle=self.handles[sequence], token_ids=[token], truncate_to=back, request_id=uuid.uuid4().hex, **more
+        )
+
+    def items(self, fed: Sequence[int], spec: Any, back: int | None = None) -> list[forward_pb2.ForwardItem]:
+        """A step that feeds ``fed[i]`` to sequence ``i``."""
+        return [self.item(number, token, back, item_id=number, output=spec) for number, token in enumerate(fed)]
+
+    def accept(self, response: Any) -> list[RowBlock]:
+        """Note the new handles; the rows as arrays."""
+        for number, result in enumerate(response.results):
+            if not result.HasField("output"):
+                raise RuntimeError(f"sequence {number} was refused: {result.error.message}")
+            self.handles[number] = result.output.handle
+        return rows_from_proto(response.row_blocks)
+
+    async def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Make a sequence of every prompt that has none."""
+        at_once = max(1, PREFILL_TOKENS // len(prompts[0]))
+        while missing := prompts[len(self.handles) :][:at_once]:
+            items = [forward_pb2.ForwardItem(token_ids=each, output=output_to_proto(NOTHING)) for each in missing]
+            for number, item in enumerate(items):
+                item.item_id = number
+            request = model_executor_pb2.BatchPrefillRequest(items=items, all_or_nothing=True)
+            response = await self.stub.BatchPrefill(request, timeout=TIMEOUT_S)
+            self.handles += [result.output.handle for result in response.results]
+
+    async def prepare(self, cell: Cell) -> None:
+        """Cells of one server have one context here, and the larger batch begins with the smaller one's sequences."""
+        await self.prefill(cell.prompts(self.vocab_size).tolist())
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """Roll back, then timed decode steps of all sequences of the cell."""
+        spec, timed = output_to_proto(cell.spec), Round()
+        for index, fed in enumerate(cell.fed(self.vocab_size, steps).tolist()):
+            began = time.perf_counter()
+            request, response = await self.forward(self.items(fed, spec, None if index else cell.context))
+            blocks = self.accept(response)
+            ended = time.perf_counter()
+            if index >= LEAD_IN:
+                timed.step_s.append(ended - began)
+                timed.forward_s.append(response.timing.forward_micros / 1e6)
+                timed.queue_s.append(response.timing.queue_micros / 1e6)
+        self.exchange = (request.SerializeToString(), response.SerializeToString())
+        timed.last = last_rows(blocks[0])
+        return timed
+
+    async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
+        """One step; what was sent, and the answer."""
+        request = model_executor_pb2.BatchDecodeRequest(items=items)
+        return request, await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
+
+
+class Frames(Calls):
+    """Forward frames of one session. Greedy rows only: larger ones come in frames of their own."""
+
+    frame = 0
+
+    async def say_hello(self, in_flight: int = 1) -> None:
+        """Open the session. Twice as many steps as are sent: an answer may be read before the executor knows that it
+        has written it."""
+        self._call: Any = self.stub.Session()
+        await self.send(hello=session_pb2.SessionHello(steps_in_flight=2 * in_flight, client_name="benchmark"))
+        granted = (await self.receive()).welcome.steps_in_flight
+        if granted < in_flight:
+            raise RuntimeError(f"the session grants {granted} steps in flight of {in_flight}")
+
+    async def send(self, **part: Any) -> session_pb2.SessionRequest:
+        """Write a frame."""
+        self.frame += 1
+        request = session_pb2.SessionRequest(step_id=self.frame, **part)
+        await self._call.write(request)
+        return request
+
+    async def receive(self) -> Any:
+        """The next frame that is no refusal."""
+        answer = await self._call.read()
+        if answer.HasField("error"):
+            raise RuntimeError(f"a frame was refused: {answer.error.message}")
+        return answer
+
+    async def prepare(self, cell: Cell) -> None:
+        """Open the session first."""
+        if not self.frame:
+            await self.say_hello()
+        await super().prepare(cell)
+
+    async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
+        """One step; what was sent, and the part of the answer that says what a unary one does."""
+        request = await self.send(forward=session_pb2.SessionForward(items=items))
+        return request, (await self.receive()).forward
+
+
+class Session:
+    """A scheduler with a session, by the client package."""
+
+    def __init__(self, client: ExecutorClient, facts: dict[str, Any], vocab_size: int) -> None:
+        self.client, self.facts, self.vocab_size = client, facts, vocab_size
+        self._sequences: list[ClientSequence] = []
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: str
+    ) -> AsyncIterator[Session]:
+        """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
+        async with served(*serve_flags(model, settings(cells, threads, device) | more)) as target:
+            async with open_channel(target, None) as channel:
+                vocab_size = await vocabulary(channel)
+            async with ExecutorClient(target, session=True, timeout_s=TIMEOUT_S) as client:
+                found = (await client.info()).device
+                choices = [choice for choice, _ in found.choices]
+                yield cls(client, {"name": name, "threads": found.threads, "choices": choices}, vocab_size)
+
+    async def prepare(self, cell: Cell) -> None:
+        """Prefill, a sequence a step."""
+        for sequence in self._sequences:
+            await sequence.release()
+        self._sequences = []
+        if cell.kind != PREFILL:
+            for prompt in cell.prompts(self.vocab_size).tolist():
+                self._sequences.append(self.client.sequence())
+                await self._sequences[-1].prefill(prompt, NOTHING)
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """A step is over when its tokens are at hand."""
+        return await (self._prefill if cell.kind == PREFILL else self._decode)(cell, number, steps)
+
+    async def _decode(self, cell: Cell, _: int, steps: int) -> Round:
+        timed, output = Round(), cell.spec
+        for index, fed in enumerate(cell.fed(self.vocab_size, steps).tolist()):
+            began = time.perf_counter()
+            back = None if index else cell.context
+            pairs = zip(self._sequences, fed, strict=True)
+            answers = await self.client.forward([each.item([token], output, truncate_to=back) for each, token in pairs])
+            timed.last = [_answer(each).token for each in answers]
+            if index >= LEAD_IN:
+                timed.step_s.append(time.perf_counter() - began)
+                _note(timed, _answer(answers[0]))
+        return timed
+
+    async def _prefill(self, cell: Cell, number: int, steps: int) -> Round:
+        timed, output = Round(), cell.spec
+        for index, prompt in enumerate(cell.fresh(self.vocab_size, number, steps).tolist()):
+            async with self.client.sequence() as sequence:
+                began = time.perf_counter()
+                answer = await sequence.prefill(prompt, output)
+                timed.last = [answer.token]
+                if index:
+                    timed.step_s.append(time.perf_counter() - began)
+                    _note(timed, answer)
+        return timed
+
+
+@asynccontextmanager
+async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Session]:
+    """`Session.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
+    try:
+        select_bytes(torch.device("cpu"), torch.bfloat16)
+    except InvalidRequest as error:
+        raise Unsupported(str(error)) from None
+    async with Session.open(model, cells, threads, name=INT8, quantize="int8") as session:
+        yield session
+
+
+def _answer(answer: Answer | Exception) -> Answer:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _note(timed: Round, answer: Answer) -> None:
+    assert answer.timing is not None
+    timed.forward_s.append(answer.timing.forward_s)
+    timed.queue_s.append(answer.timing.queue_s)

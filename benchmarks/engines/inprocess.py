@@ -1,0 +1,128 @@
+"""The runner in this process, as an in-process engine would drive it. No queue, no service floor, no wire.
+
+The loop has a thread of its own, because the runner's inference mode and torch's thread count belong to a thread, and
+this process's event loop must not be it. The whole round runs in that thread: no step waits for a hand-over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
+from benchmarks.compare import Round
+from benchmarks.engines.grpc import last_rows
+from ferrum_rpc.building import build
+from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.core import OutputSpec, Span, SpanResult, Step
+from ferrum_rpc.engine.runner import TorchRunner
+
+INSIDE: Final = "ours, in process"
+
+T = TypeVar("T")
+
+
+class Inside:
+    """A runner, the thread that it belongs to, and the sequences of a cell."""
+
+    def __init__(self, runner: TorchRunner, pool: ThreadPoolExecutor) -> None:
+        self.runner, self._pool = runner, pool
+        self._vocab_size = runner.info.vocab_size
+        self._live: list[int] = []
+        self._context = self._next = 0
+        device = runner.device
+        self.facts = {
+            "name": INSIDE,
+            "threads": device.threads,
+            "choices": [choice for choice, _ in device.choices],
+        }
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, model: str, cells: Sequence[Cell], threads: int, device: str = "") -> AsyncIterator[Inside]:
+        """Load the model as `ferrum-rpc serve` does."""
+        loading = ServeSettings(**settings(cells, threads, device))
+        with ThreadPoolExecutor(1, thread_name_prefix="in-process") as pool:
+            runner = await asyncio.get_running_loop().run_in_executor(pool, build, model, loading)
+            assert isinstance(runner, TorchRunner)
+            side = cls(runner, pool)
+            del runner
+            yield side
+            del side
+        gc.collect()
+
+    async def prepare(self, cell: Cell) -> None:
+        """Prefill what is missing, a sequence a step."""
+        await self._run(lambda: self._prepare(cell))
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """The whole round in the runner's thread."""
+        return await self._run(partial(self._prefill if cell.kind == PREFILL else self._decode, cell, number, steps))
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        def within() -> T:
+            with self.runner.context():
+                return call()
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, within)
+
+    def _release(self) -> None:
+        self.runner.release(self._live)
+        self._live = []
+
+    def _prepare(self, cell: Cell) -> None:
+        if cell.kind == PREFILL or cell.context != self._context:
+            self._release()
+        self._context = cell.context
+        if cell.kind != PREFILL:
+            for prompt in cell.prompts(self._vocab_size)[len(self._live) :]:
+                self._forward([self._creation(prompt, NOTHING)])
+
+    def _decode(self, cell: Cell, _: int, steps: int) -> Round:
+        timed, output = Round(), cell.spec
+        for index, fed in enumerate(cell.fed(self._vocab_size, steps).tolist()):
+            began = time.perf_counter()
+            start = cell.context + index  # the first step rolls back
+            block = self._forward(
+                [
+                    Span(sequence, np.array([token], np.int32), start, output)
+                    for sequence, token in zip(self._live, fed, strict=False)
+                ]
+            )
+            ended = time.perf_counter()
+            if index >= LEAD_IN:
+                timed.step_s.append(ended - began)
+        timed.last = last_rows(block)
+        return timed
+
+    def _prefill(self, cell: Cell, number: int, steps: int) -> Round:
+        timed, output = Round(), cell.spec
+        for index, prompt in enumerate(cell.fresh(self._vocab_size, number, steps)):
+            began = time.perf_counter()
+            block = self._forward([self._creation(prompt, output)])
+            if index:
+                timed.step_s.append(time.perf_counter() - began)
+            self._release()
+        timed.last = last_rows(block)
+        return timed
+
+    def _creation(self, prompt: Any, output: OutputSpec) -> Span:
+        self._live.append(self._next)
+        self._next += 1
+        return Span(self._live[-1], prompt, 0, output, create=True)
+
+    def _forward(self, spans: Sequence[Span]) -> Any:
+        """The block of rows of a step."""
+        for outcome in (outcomes := self.runner.forward(Step(tuple(spans))).outcomes):
+            if not isinstance(outcome, SpanResult):
+                raise outcome
+        assert isinstance(outcomes[0], SpanResult)
+        return None if outcomes[0].rows is None else outcomes[0].rows.block

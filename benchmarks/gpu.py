@@ -1,0 +1,283 @@
+"""`make gpu-check`: everything that waits for a CUDA device, in one command, with its results as data.
+
+    cells        prefill 8k, decode b1 @1k and b64 @2k of the Qwen3-8B shape, in process and through gRPC in turn,
+                 beside the limits that the device had in the same run; then transformers, static cache and compiled
+    attention    the attention kernels alone, beside SDPA and `varlen_attn`
+    tests        `tests/kernels` and `tests/gpu`, which have waited for a GPU
+
+A part that fails is named, and the others go on. Exit status 1 if anything failed or a target was missed, or if there
+is no CUDA device (a check that cannot fail would be none). ``--only`` runs a part. ``--quick`` runs the cells tiny and
+on a CPU: does the check itself run? It writes no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import machine, tables
+from benchmarks.cases import BLOCK_SIZE, GPU_CELLS
+from benchmarks.compare import Round, ratio
+from benchmarks.engines.grpc import Session
+from benchmarks.engines.inprocess import INSIDE, Inside
+from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
+from benchmarks.suite import Contest, add_options, fill
+from benchmarks.targets import TARGETS
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.logs import configure_logging
+
+PARTS: Final = ("cells", "attention", "tests")
+SUITES: Final = ("tests/kernels", "tests/gpu")
+STATIC: Final = "transformers static, compiled"
+LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``batch`` sequences with ``cached`` tokens before and ``tokens`` in the step, for the kernels alone."""
+
+    name: str
+    batch: int
+    cached: int
+    tokens: int
+
+
+LOADS: Final = (
+    Load("decode, 64 x 4k", 64, 4095, 1),
+    Load("decode, 1 x 32k", 1, 32767, 1),
+    Load("decode, 8 x 1k", 8, 1023, 1),
+    Load("prefill, 8k", 1, 0, 8192),
+    Load("chunk of 512 after 32k", 1, 32768, 512),
+)
+
+
+async def cells(here: Contest, device: str) -> None:
+    """In process and through gRPC by turns; then the peer, which needs the memory of the former."""
+    options, folder, threads = here.options, here.folder, here.options.threads
+    async with AsyncExitStack() as stack:
+        session = await here.open(stack, REFERENCE, Session.open(folder, options.cells, threads, device))
+        assert session is not None
+        async with AsyncExitStack() as its:
+            inside = await here.open(its, INSIDE, Inside.open(folder, options.cells, threads, device))
+            assert inside is not None
+            await here.play(options.cells, {REFERENCE: session, INSIDE: inside})
+            del inside
+        if options.quick:  # a compiler would take a minute
+            return
+        torch.cuda.empty_cache()
+        kind = PeerKind(STATIC, "hf", {"cache": "static", "device": device})
+        peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.config["vocab_size"]))
+        if peer is not None:
+            await here.play([cell for cell in options.cells if cell.batch == 1], {REFERENCE: session, STATIC: peer})
+
+
+# --- the kernels alone ------------------------------------------------------------------------------------------------
+
+
+def attention(
+    device: torch.device, loads: Sequence[Load], limits: Mapping[str, Any], rounds: int = 9
+) -> list[dict[str, Any]]:
+    """How fast each load is, and its shares of ``limits``: decode lives on memory, prefill on the matrix units. Sides
+    alternate, inputs are random (a GPU computes zeros faster)."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        return [_load(device, each, LLAMA, limits, rounds) for each in loads]
+
+
+def _load(
+    device: torch.device, load: Load, spec: AttentionSpec, limits: Mapping[str, Any], rounds: int
+) -> dict[str, Any]:
+    from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+
+    length = load.cached + load.tokens
+    blocks = -(-length // BLOCK_SIZE)
+    order = torch.randperm(load.batch * blocks).numpy().astype(np.int32) + 1  # blocks lie anywhere
+    tables_ = order.reshape(load.batch, blocks)
+    geometry = BatchGeometry.build(BLOCK_SIZE, [load.cached] * load.batch, [load.tokens] * load.batch, list(tables_))
+    shape = (load.batch * blocks + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
+    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), dtype=torch.bfloat16, device=device)
+    backend = TritonPagedAttention([spec], [keys], [values])
+    plan = backend.plan(geometry)
+    index = torch.from_numpy(tables_.astype(np.int64)).to(device)
+    dense = [each[index].flatten(1, 2)[:, :length].contiguous() for each in (keys, values)]
+    calls: dict[str, Call] = {"ours": lambda: backend.attend(0, query, plan)}
+    absent = {}
+    for name, peer in (("sdpa", _sdpa), ("varlen_attn", _varlen)):
+        try:
+            calls[name] = peer(load, spec, query, *dense)
+            calls[name]()
+        except Exception as error:  # a torch, or a device, without it
+            calls.pop(name, None)
+            absent[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+    timers = {name: _cuda_timer(call) if device.type == "cuda" else _timer(call) for name, call in calls.items()}
+    taken: dict[str, list[Round]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            taken[name].append(Round(step_s=[timer()]))
+    seconds = float(np.median([each.step_s[0] for each in taken["ours"]]))
+    moved = 2 * load.batch * length * spec.kv_heads * spec.head_dim * query.itemsize
+    work = 4 * load.tokens * (load.cached + (load.tokens + 1) / 2) * load.batch * spec.heads * spec.head_dim
+    return {
+        **asdict(load),
+        "ms": 1e3 * seconds,
+        "ratios": {name: ratio(each, taken["ours"]) for name, each in taken.items() if name != "ours"},
+        "absent": absent,
+        "share_of_bandwidth": moved / seconds / (limits["read_gb_s"] * 1e9),
+        "share_of_matrix_units": work / seconds / (limits["bf16_tflops"] * 1e12),
+    }
+
+
+def _sdpa(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """Torch's attention over K and V [batch, length, kv_heads, head_dim] that lie densely: no paging to pay for."""
+    packed = query.view(load.batch, load.tokens, spec.heads, spec.head_dim).transpose(1, 2)
+    key, value = (each.transpose(1, 2).contiguous() for each in (key, value))
+    mask = None
+    if load.tokens > 1 and load.cached:
+        mask = torch.ones(load.tokens, key.shape[2], dtype=torch.bool, device=key.device).tril(load.cached)
+    causal = load.tokens > 1 and not load.cached
+    return lambda: F.scaled_dot_product_attention(
+        packed, key, value, mask, is_causal=causal, scale=spec.scale, enable_gqa=True
+    )
+
+
+def _varlen(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """Torch's attention for packed sequences (FlashAttention), over the same dense K and V."""
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
+    length = key.shape[1]
+    ends = torch.arange(load.batch + 1, dtype=torch.int32, device=key.device)
+    query_ends, key_ends = ends * load.tokens, ends * length
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    options = {"scale": spec.scale, "window_size": (-1, 0), "enable_gqa": True}
+    return lambda: varlen.varlen_attn(query, key, value, query_ends, key_ends, load.tokens, length, **options)
+
+
+def _timer(call: Call) -> Callable[[], float]:
+    def timer() -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    return timer
+
+
+def _cuda_timer(call: Call, calls: int = 20) -> Callable[[], float]:
+    """Of one call in a graph, so that only the device counts."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # compiles, and fills caches that a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+
+    def timer() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+    return timer
+
+
+# --- the tests, and the program ---------------------------------------------------------------------------------------
+
+
+def run_suite(folder: str) -> dict[str, int]:
+    """How many tests of ``folder`` passed, were skipped and failed. What the whole suite shares (quiet logs) needs
+    packages that these tests do not."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", folder, "-q", "-p", "no:cacheprovider", f"--rootdir={machine.ROOT}"]
+        command += [f"--confcutdir={folder}", f"--junitxml={report}"]
+        done = subprocess.run(command, cwd=machine.ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 - pytest's own file
+    found = {"passed": 0, "skipped": 0, "failed": 0}
+    for case in cases:
+        tags = {each.tag for each in case}
+        found["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
+    return found | {"status": done.returncode}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check a CUDA device.")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    add_options(parser)
+    options = parser.parse_args(argv)
+    if options.out is None and not options.quick:
+        options.out = machine.RESULTS / "gpu-check.json"
+    return fill(options, "gpu", 5, GPU_CELLS)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, write, exit."""
+    options = parse(argv)
+    configure_logging(level="warning")
+    if not options.quick and not torch.cuda.is_available():
+        sys.exit("gpu-check: torch finds no CUDA device; nothing was checked")
+    device = "cpu" if options.quick else "cuda"
+    here = Contest(options, "gpu, rehearsed" if options.quick else "gpu", "qwen3-8b", device)
+    record, values = here.record, here.record.values
+    values["settings"]["gpu"] = (
+        device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    )
+    failed: list[str] = []
+
+    async def run_attention() -> None:
+        record.save(attention=attention(torch.device(device), LOADS, here.machine.limits()))
+
+    async def run_tests() -> None:
+        record.save(tests={suite: await asyncio.to_thread(run_suite, suite) for suite in SUITES})
+        failed.extend(f"{suite}: {each}" for suite, each in values["tests"].items() if each["status"])
+
+    runs: dict[str, Callable[[], Awaitable[None]]] = {
+        "cells": partial(cells, here, device),
+        "attention": run_attention,
+        "tests": run_tests,
+    }
+    for part in PARTS if not options.quick else ("cells",):
+        if part in options.only:
+            try:
+                asyncio.run(runs[part]())  # type: ignore[arg-type]
+            except Exception as error:
+                traceback.print_exc()
+                failed.append(f"{part}: {type(error).__name__}: {error}"[:300])
+    for target in TARGETS if not options.quick else ():
+        row = target.row({"gpu": ("", values)})
+        if target.benchmark == "gpu" and row[3] == "no":
+            failed.append(f"{row[0]}: {row[1]}, not {row[2]}")
+    record.save(failed=failed, limits=here.machine.limits())
+    tables.show_suite(values)
+    for each in failed:
+        print(f"gpu-check: FAILED {each}")
+    record.tell()
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
