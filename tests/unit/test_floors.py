@@ -10,7 +10,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,13 +116,13 @@ class Import:
 class Tree:
     """The modules under a folder, and who imports what."""
 
-    def __init__(self, folder: Path) -> None:
-        self.files = dict(sorted(self._files(folder)))
+    def __init__(self, folder: Path, packages: Sequence[str] = ROOT_PACKAGES) -> None:
+        self.files = dict(sorted(self._files(folder, packages)))
         self.imports = [each for module in self.files for each in self._imports(module)]
 
     @staticmethod
-    def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-        for package in ROOT_PACKAGES:
+    def _files(folder: Path, packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
+        for package in packages:
             for path in (folder / package).rglob("*.py"):
                 parts = path.relative_to(folder).with_suffix("").parts
                 yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
@@ -204,6 +204,26 @@ def test_every_file_imports_only_from_floors_below_its_own() -> None:
     assert len(tree.files) > 80
     assert {floor_of(module) for module in tree.files} >= set(FLOORS) - {"ferrum_rpc.distributed"}
     assert tree.violations() == []
+
+
+BESIDE = {"tools": "tools", "benchmarks": "benchmarks", "tests": "tests", "tests.tools": "tools benchmarks"}
+"""What stands beside the package, and what of that each may import. The tests of programs are a folder of their own."""
+
+
+def beside_violations(folder: Path) -> list[str]:
+    """One line for each import between programs, benchmarks and tests that `BESIDE` does not allow."""
+    tops = {name for name in BESIDE if "." not in name}
+    found = []
+    for each in Tree(folder, sorted(tops)).imports:
+        homes = [name for name in BESIDE if f"{each.module}.".startswith(f"{name}.")]
+        allowed = {word for home in homes for word in BESIDE[home].split()}
+        if each.target.partition(".")[0] in tops - allowed:
+            found.append(f"{each.module}:{each.line} imports {each.target}")
+    return found
+
+
+def test_programs_benchmarks_and_tests_do_not_import_each_other() -> None:
+    assert beside_violations(ROOT) == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -339,6 +359,23 @@ VIOLATIONS = {
 def test_a_violation_is_found(tmp_path: Path, name: str) -> None:
     file, source, expected = VIOLATIONS[name]
     assert tree_of(tmp_path, {f"ferrum_rpc/{file}": source}).violations() == [f"ferrum_rpc.{expected}"]
+
+
+def test_an_import_between_programs_and_tests_is_found(tmp_path: Path) -> None:
+    files = {
+        "tools/soak.py": "from tests.faults import sizes",
+        "benchmarks/wire.py": "import tools.gpu\nimport benchmarks.echo",
+        "tests/unit/test_one.py": "def late():\n    from tools import lock",
+        "tests/tools/test_lock.py": "from tools import lock\nimport benchmarks\nimport tests.serving",
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert sorted(beside_violations(tmp_path)) == [
+        "benchmarks.wire:1 imports tools.gpu",
+        "tests.unit.test_one:2 imports tools",
+        "tools.soak:1 imports tests.faults",
+    ]
 
 
 @pytest.mark.parametrize(
