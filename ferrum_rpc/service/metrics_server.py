@@ -2,7 +2,8 @@
 
 A thread answers, past the event loop: it does even while the loop or the model is stuck, when the numbers are wanted
 most. Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS`
-are open, the oldest goes, so whoever holds connections open holds up nobody else.
+are open, the oldest is closed, so that connections held open hold up no other. The server that prometheus_client
+starts has none of these bounds, and a backlog of 5; from the library come the numbers and their format.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ class MetricsServer:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    allow_reuse_address = True
     request_queue_size = BACKLOG
 
     def __init__(self, *arguments: Any) -> None:
