@@ -1,8 +1,8 @@
 """What callers ask of a session, and how the items of several callers become one frame.
 
 A frame costs both sides far more than one item more in it. Items that wait at the same time therefore share a frame,
-within the executor's limits. Nobody may notice that but by the time it takes: every item gets the answer that it would
-have got in a frame of its own.
+within the executor's limits. It changes nothing but the time: every item gets the
+answer that it would have got in a frame of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FrameCapacity:
     """What one shared frame may hold: items, their tokens, the bytes of their rows (of a vocabulary of ``vocab_size``)
     and of their messages."""
 
@@ -57,8 +57,8 @@ class Ask:
     """What one caller waits for: the answer to a ``frame``, or to an ``item``.
 
     ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
-    deadline passes, on `time.monotonic`. ``number``: its place in line. ``step``: the id of the frame that it went out
-    in, None while it waits.
+    deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
+    sent in, None while it waits.
     """
 
     __slots__ = ("again", "deadline", "expires", "frame", "future", "item", "kind", "number", "row_bytes", "step")
@@ -81,19 +81,19 @@ class Ask:
             return self.item.proto.ByteSize()
         return 0 if self.frame is None else self.frame.ByteSize()
 
-    def line_up(self, deadline: Deadline, number: int, room: Room) -> None:
-        """It waits in line."""
+    def line_up(self, deadline: Deadline, number: int, capacity: FrameCapacity) -> None:
+        """Begin to wait, as number ``number``."""
         self.deadline, self.number, self.step = deadline, number, None
         self.expires = math.inf if deadline.at is None else deadline.at
         self.future = asyncio.get_running_loop().create_future()
         if self.item is not None:
-            self.row_bytes = self.item.row_bytes(room.vocab_size)
-            self.kind = Kind.LARGE if self.row_bytes > room.row_bytes else Kind.FRAME if self.again else Kind.SHARED
+            self.row_bytes = self.item.row_bytes(capacity.vocab_size)
+            self.kind = Kind.LARGE if self.row_bytes > capacity.row_bytes else Kind.FRAME if self.again else Kind.SHARED
 
 
-def together(waiting: Iterable[Ask], room: Room, now: float) -> list[Ask]:
-    """The first that waits, and those behind it that fit into its frame: of other sequences, and about as patient. A
-    frame has one deadline, its most hurried item's; whom that cuts short is asked for again, alone.
+def together(waiting: Iterable[Ask], capacity: FrameCapacity, now: float) -> list[Ask]:
+    """The first that waits, and those behind it that fit into its frame: of other sequences, and with deadlines that
+    are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again alone.
     ``now`` is on `time.monotonic`."""
     chosen: list[Ask] = []
     sequences: set[bytes] = set()
@@ -108,13 +108,15 @@ def together(waiting: Iterable[Ask], room: Room, now: float) -> list[Ask]:
         tokens += len(item.tokens)
         row_bytes += ask.row_bytes
         request_bytes += item.proto.ByteSize()
-        if chosen and (tokens > room.tokens or row_bytes > room.row_bytes or request_bytes > room.request_bytes):
+        if chosen and (
+            tokens > capacity.tokens or row_bytes > capacity.row_bytes or request_bytes > capacity.request_bytes
+        ):
             break
         if not chosen:
             left = max(0.0, ask.expires - now)
             soonest, latest = now + left / 2, now + left * 2
         chosen.append(ask)
-        if len(chosen) >= room.items:
+        if len(chosen) >= capacity.items:
             break
         if sequence:
             sequences.add(sequence)
@@ -122,7 +124,7 @@ def together(waiting: Iterable[Ask], room: Room, now: float) -> list[Ask]:
 
 
 def frame_of(asks: Sequence[Ask]) -> Frame:
-    """The frame that asks for all of them. Its deadline is the first of theirs."""
+    """One frame for all of them, with the earliest of their deadlines."""
     first = asks[0]
     frame = first.frame
     if frame is None:
@@ -139,7 +141,7 @@ def frame_of(asks: Sequence[Ask]) -> Frame:
 def answers(
     asks: Sequence[Ask], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
 ) -> Sequence[Answered | Fed | ExecutorError]:
-    """What the answer to their frame says to each of them."""
+    """The answer to each of them, from the answer to their frame."""
     if response.HasField("error"):
         return [error_from_status(response.error) for _ in asks]
     if asks[0].item is None:

@@ -157,7 +157,7 @@ class ClientFacade(Facade[ExecutorClient]):
             background.stop()
             raise
         self._opened = background
-        weakref.finalize(self, background.stop)  # also at the program's end, where nobody closed it
+        weakref.finalize(self, background.stop)  # also at the program's end, where it was not closed
         return self
 
     def __exit__(

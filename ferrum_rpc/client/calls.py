@@ -1,6 +1,6 @@
 """One call: deadline, credentials, typed errors, and the resend of a call whose fate is unknown.
 
-Knows gRPC and nothing of sequences. A step of a session is a call as well: whatever is awaited with a request, a
+Independent of sequences. A step of a session is a call as well: whatever is awaited with a request, a
 timeout and metadata.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, ResendPolicy, fate_unknown
+from ferrum_rpc.client.policy import REFUSED_BEFORE_RUNNING, Deadline, ResendPolicy, fate_unknown
 from ferrum_rpc.errors import Draining, ExecutorError, InstanceMismatch, InvalidRequest, Starting, TransportError
 from ferrum_rpc.wire.status import error_from_rpc
 
@@ -41,9 +41,9 @@ class Method(Protocol[Request_contra, Response_co]):
 
 
 class Calls:
-    """Makes calls with one caller's credentials and policy. ``draining``: the executor has said that it is on its way
-    out, so that when nobody answers any more it is known why. ``max_request_bytes``: what the executor takes, once that
-    is known; a longer frame of a session would end the stream, with the steps of everybody in it."""
+    """Makes calls with one caller's credentials and policy. ``draining``: the executor has said that it is
+    draining, which explains a connection that is lost later. ``max_request_bytes``: what the executor takes, once that
+    is known; a longer frame of a session would end the stream, with all steps in it."""
 
     def __init__(self, *, metadata: Metadata, resend: ResendPolicy) -> None:
         self.metadata = tuple(metadata)
@@ -70,21 +70,21 @@ class Calls:
         try:
             return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
-            raise self.heard(error_from_rpc(error)) from None
+            raise self.note_error(error_from_rpc(error)) from None
         except ExecutorError as error:  # of a session
-            raise self.heard(error) from None
+            raise self.note_error(error) from None
         except grpc.aio.UsageError:
             raise closed() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Nobody cancelled this task: its channel was closed under it, and grpc.aio says so by cancelling.
+            # This task was not cancelled: its channel was closed under it, and grpc.aio says so by cancelling.
             raise closed() from None
 
-    def heard(self, error: ExecutorError) -> ExecutorError:
-        """Note what a refusal tells of the executor's life. Where the connection to one that was draining is lost, the
-        caller is told that; the fate of the call is as unknown as with any lost connection."""
+    def note_error(self, error: ExecutorError) -> ExecutorError:
+        """Keep whether the executor drains; returns the error to raise. Where the connection to a draining executor is
+        lost, that is `Draining`; the fate of the call is as unknown as with any lost connection."""
         if isinstance(error, Draining):
             self.draining = True
         elif isinstance(error, Starting | InstanceMismatch):
@@ -105,17 +105,17 @@ class Calls:
                 return await self.ask(method, request, deadline, attempt_timeout_s=policy.attempt_timeout_s)
             except ExecutorError as error:
                 if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
-                    raise  # this client was closed; an executor that ends all calls says it otherwise
+                    raise  # this client was closed; an executor that ends all calls answers otherwise
                 if fate_unknown(error):
                     unknown = error
-                elif unknown is None or not isinstance(error, REFUSED_AT_THE_DOOR):
+                elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
                     raise
             if deadline.passed:
                 break
             if resend < policy.times:
                 await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
         assert unknown is not None  # noqa: S101 - the loop ran, and whatever did not raise was noted
-        raise self.heard(unknown)  # it may have said only to the last attempt that it is draining
+        raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
 
 
 def closed() -> TransportError:

@@ -82,8 +82,8 @@ class ExecutorClient:
     ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
-    executor's reason stands for, or `TransportError` when nobody answered: `Draining` where the executor had
-    said before that it was on its way out.
+    executor's reason stands for, or `TransportError` where there is no answer: `Draining` where the executor had
+    said before that it was draining.
     """
 
     def __init__(

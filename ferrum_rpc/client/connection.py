@@ -9,11 +9,11 @@ import grpc
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.dispatch import Dispatcher
-from ferrum_rpc.client.forwards import Forwards
+from ferrum_rpc.client.forward import Forwards
 from ferrum_rpc.client.lease import LeasePolicy, LeaseTrouble
 from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.release import Releases
 from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.client.transport import UnaryTransport
 

@@ -13,7 +13,7 @@ from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import ExecutorInfo, info_from_proto, pressure_from_proto
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.retry import retry_while_starting
-from ferrum_rpc.client.shared import Shared
+from ferrum_rpc.client.single_flight import SingleFlight
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import OutputSpec, Pressure
@@ -40,7 +40,7 @@ class Context:
         self._pressure: types_pb2.KvPressure | None = None
         self._timeout_s = timeout_s
         self._info: ExecutorInfo | None = None
-        self._asking = Shared("asking what the executor is")
+        self._asking = SingleFlight("asking what the executor is")
         self._item_ids = itertools.count(1)
 
     def deadline(self, timeout_s: float | None) -> Deadline:

@@ -1,9 +1,8 @@
-"""The client's lease: acquired with the first sequence, renewed in the background, and never lost in silence.
+"""The client's lease: acquired with the first sequence, renewed in the background, with a callback where that fails.
 
-The executor frees a client's sequences when it has heard nothing for a lease's time. So the client renews it every
-sixth of that time, whatever else it does, and says so when it cannot: a scheduler then knows before its sequences are
-gone.
-Knows nothing of sequences, nor of how a renewal travels.
+The executor frees a client's sequences when a lease is not renewed in time. So the client renews it every sixth of that
+time, whatever else it does, and reports when it cannot: a scheduler then knows before its sequences are gone.
+Independent of sequences, and of how a renewal is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
-from ferrum_rpc.client.shared import Shared
+from ferrum_rpc.client.single_flight import SingleFlight
 from ferrum_rpc.errors import ExecutorError, TransportError
 
 MAX_CLIENT_NAME: Final = 128
@@ -103,7 +102,7 @@ class LeaseKeeper:
         self._wire = wire
         self._policy = policy
         self._on_trouble = on_trouble
-        self._acquiring = Shared("acquiring a lease")
+        self._acquiring = SingleFlight("acquiring a lease")
         self._lease: Lease | None = None
         self._expires_at = 0.0
         self._healthy = True

@@ -1,6 +1,6 @@
 """Which lease a sequence lives with: the client's own, lent to every sequence that begins and names no other.
 
-Stands between the keeper (`client.lease`), which knows no sequences, and the calls, which know no leases.
+Between the keeper (`client.lease`), which is independent of sequences, and the calls, which are independent of leases.
 """
 
 from __future__ import annotations

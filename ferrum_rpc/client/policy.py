@@ -35,14 +35,14 @@ _ANSWERED_BY_GRPC = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS"
 
 LONGEST_PAUSE_S = 1.0
 
-REFUSED_AT_THE_DOOR = (SequenceBusy, QueueFull, Starting, Draining, DeadlineExceeded, Cancelled)
-"""Refusals that only speak of this attempt: an earlier one of the same call may still have run."""
+REFUSED_BEFORE_RUNNING = (SequenceBusy, QueueFull, Starting, Draining, DeadlineExceeded, Cancelled)
+"""Refusals of this attempt alone: an earlier one of the same call may still have run."""
 
 SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
-"""Answers that say that a sequence is no more. To a release they are success; to a forward, a reason to prefill."""
+"""Answers that say that a sequence is gone. A release takes them as success; a forward must be prefilled again."""
 
 LEASE_GONE = (LeaseExpired, LeaseUnknown, InstanceMismatch)
-"""Answers to a renewal, or to a creation, that say that the lease is no more: acquire another."""
+"""Answers to a renewal, or to a creation, that say that the lease is gone: acquire another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class _Prompt:
 
 
 @dataclass(slots=True)
-class _Debt:
+class _Lost:
     """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
     pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
 
@@ -71,13 +71,13 @@ class Sequence:
         self._context = connection.context
         self._state = state
         self._rebuild = rebuild
-        self._owed: _Debt | None = None  # what a lost sequence held and has not been fed again yet
+        self._lost: _Lost | None = None  # what a lost sequence held and has not been fed again yet
         self._prompt: _Prompt | None = None
 
     def __repr__(self) -> str:
         state = self._state
         known = (
-            "released" if state.released else "lost" if self._owed is not None else "in doubt" if self.in_doubt else ""
+            "released" if state.released else "lost" if self._lost is not None else "in doubt" if self.in_doubt else ""
         )
         words = ", ".join(filter(None, [known, state.busy and f"{state.busy} in flight"]))
         return f"<Sequence length={self.length} version={self.version}{words and f': {words}'}>"
@@ -87,7 +87,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        return self._state.length if self._owed is None else len(self._owed.tokens)
+        return self._state.length if self._lost is None else len(self._lost.tokens)
 
     @property
     def version(self) -> int:
@@ -102,7 +102,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        tokens = self._owed.tokens if self._owed is not None else self._state.tokens
+        tokens = self._lost.tokens if self._lost is not None else self._state.tokens
         if tokens is None:
             raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
         return list(tokens)
@@ -205,7 +205,7 @@ class Sequence:
         sent. A kind alone stands for the last position."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
-        if self._owed is not None:
+        if self._lost is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
         listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.LAST), _as_rollback(truncate_to)
         self._prompt = None
@@ -265,7 +265,7 @@ class Sequence:
             if old is not None:
                 await self._connection.releases.handles([old], Deadline.after(self._connection.releases.timeout_s))
             self._prompt = None
-            return await self._settle_debt(deadline, spec)
+            return await self._feed_lost(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -307,14 +307,14 @@ class Sequence:
         """For a batch: the sequence claimed, and the handle that it stands at."""
         with self._claimed("truncate"):
             self._must_exist("truncate")
-            if self._owed is not None or self._state.handle is None:
+            if self._lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
                     "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
                 )
             yield self._state, self._state.handle
 
     def _must_exist(self, what: str, *, keeps_prompt: bool = False) -> None:
-        if self._state.handle is None and self._owed is None:
+        if self._state.handle is None and self._lost is None:
             raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
         if not keeps_prompt:
             self._prompt = None
@@ -384,53 +384,53 @@ class Sequence:
     ) -> Result:
         """Send; if the sequence is gone and may be rebuilt, feed its tokens to a new one and send again, once."""
         try:
-            if self._owed is not None:
-                await self._settle_debt(deadline)
+            if self._lost is not None:
+                await self._feed_lost(deadline)
             return await send()
         except SEQUENCE_GONE:
             if not self._rebuild or self._state.handle is None:
                 raise
             self._restart(self.tokens[:truncate_to])
-        if self._owed is not None and self._owed.tokens:
-            await self._settle_debt(deadline)
-        self._owed = None
+        if self._lost is not None and self._lost.tokens:
+            await self._feed_lost(deadline)
+        self._lost = None
         return await send()
 
     def _restart(self, tokens: list[int]) -> None:
-        owed = self._owed
-        if owed is None:
-            owed = _Debt(tokens, self._state.length, self._state.pieces)
-        self._owed = _Debt(tokens, min(owed.known, len(tokens)), owed.long)
+        lost = self._lost
+        if lost is None:
+            lost = _Lost(tokens, self._state.length, self._state.pieces)
+        self._lost = _Lost(tokens, min(lost.known, len(tokens)), lost.long)
         self._state.restart()
 
-    async def _settle_debt(self, deadline: Deadline, output: OutputSpec = _NO_ROWS) -> Answer:
+    async def _feed_lost(self, deadline: Deadline, output: OutputSpec = _NO_ROWS) -> Answer:
         """Feed what a lost sequence held. The answer is the last piece's, with the rows of all that were asked."""
-        debt, state = self._owed, self._state
-        assert debt is not None  # noqa: S101 - the callers looked
-        if debt.pieces is None:
-            most = await self._chunk(output, len(debt.tokens), None, deadline)
+        lost, state = self._lost, self._state
+        assert lost is not None  # noqa: S101 - the callers looked
+        if lost.pieces is None:
+            most = await self._chunk(output, len(lost.tokens), None, deadline)
             exact = (await self._context.info(deadline)).limits.exact_span_tokens
-            debt.pieces = debt.long.again(len(debt.tokens), debt.known, exact, most)
+            lost.pieces = lost.long.again(len(lost.tokens), lost.known, exact, most)
         answer: Answer | None = None
         rows: list[Rows] = []
         cached = 0
-        last = len(debt.pieces) - 1
-        for number in range(min(debt.done, last), last + 1):
-            piece = debt.pieces[number]
+        last = len(lost.pieces) - 1
+        for number in range(min(lost.done, last), last + 1):
+            piece = lost.pieces[number]
             wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
             filled = piece.filled and wanted is not Positions.NONE
             spec = replace(output, positions=Positions.ALL if filled else wanted)
             truncate_to = piece.start if state.length > piece.start else None
-            item = self._context.item(state, piece.tokens(debt.tokens), spec, truncate_to)
+            item = self._context.item(state, piece.tokens(lost.tokens), spec, truncate_to)
             answer = await self._connection.forwards.feed(self._context.prefill, item, deadline)
-            debt.done = number + 1
+            lost.done = number + 1
             cached += answer.cached_tokens
             if answer.rows is not None:
                 rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
-        assert answer is not None  # noqa: S101 - a debt has at least one piece
-        if state.handle is not None and state.length > len(debt.tokens):
-            await self._roll_back(state.handle, len(debt.tokens), deadline)
-        self._owed = None
+        assert answer is not None  # noqa: S101 - there is at least one piece
+        if state.handle is not None and state.length > len(lost.tokens):
+            await self._roll_back(state.handle, len(lost.tokens), deadline)
+        self._lost = None
         return replace(
             answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
         )

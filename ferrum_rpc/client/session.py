@@ -14,7 +14,7 @@ from typing import Final, cast
 
 import grpc
 
-from ferrum_rpc.client.asks import Answered, Ask, Frame, Room, other_answer
+from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, other_answer
 from ferrum_rpc.client.calls import Metadata
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import seconds
@@ -23,7 +23,7 @@ from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.retry import retry_while_starting
 from ferrum_rpc.client.row_frames import blocks_with_frames
-from ferrum_rpc.client.shared import Shared
+from ferrum_rpc.client.single_flight import SingleFlight
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport, timing_of
@@ -36,7 +36,7 @@ from ferrum_rpc.wire.status import error_from_status
 
 STEPS_IN_FLIGHT: Final = 8
 OPENINGS: Final = 4
-"""Attempts to open a stream that nobody answers, as gRPC makes for a unary call (`channel.service_config`)."""
+"""Attempts to open a stream without an answer, as gRPC makes for a unary call (`channel.service_config`)."""
 FIRST_BACKOFF_S: Final = 0.05
 
 
@@ -58,12 +58,12 @@ class SessionTransport:
         self._channel = channel
         self._steps_in_flight = steps_in_flight
         self._stream: SessionStream | None = None
-        self._opening = Shared("opening the session")
+        self._opening = SingleFlight("opening the session")
         self.lease_id = ""
 
     @property
     def is_open(self) -> bool:
-        """Whether a stream stands."""
+        """Whether a stream is open."""
         return self._stream is not None and self._stream.alive
 
     # --- what a transport does ----------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class SessionTransport:
         """One attempt."""
         deadline = Deadline.after(timeout)
         while True:
-            stream = self._standing() or await self._open(deadline)
+            stream = self._open_stream() or await self._open(deadline)
             if (answered := await stream.ask(ask, deadline)) is not None:
                 return answered
 
@@ -158,7 +158,7 @@ class SessionTransport:
         return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
 
     async def _outcomes(self, frame: Frame, count: int, deadline: Deadline) -> Outcomes:
-        """The outcome of an operation for each of its handles; the refusal of a lone one is the call's."""
+        """The outcome of an operation for each of its handles; with one handle, its refusal is raised."""
         if count == 1:
             return await self._handles(frame, deadline)
         response, _ = cast(Answered, await self._calls.mutate(self._ask, Ask(frame=frame), deadline))
@@ -172,13 +172,13 @@ class SessionTransport:
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
-    def _standing(self) -> SessionStream | None:
-        """The stream that stands. One whose lease is no longer the client's is ended."""
+    def _open_stream(self) -> SessionStream | None:
+        """The open stream, or None. One whose lease is no longer the client's is ended."""
         stream = self._stream
         if stream is None:
             return None
         if stream.over is not None:
-            self._calls.heard(stream.over)
+            self._calls.note_error(stream.over)
             return None
         if self.lease_id != self._lending.keeper.lease_id:
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
@@ -186,9 +186,9 @@ class SessionTransport:
         return stream
 
     async def _open(self, deadline: Deadline) -> SessionStream:
-        """A stream that is open. Nothing was sent where this raises: no fate is unknown."""
+        """The open stream, or a new one. Where this raises nothing was sent, so no fate is unknown."""
         return await self._opening.get(
-            self._standing, lambda: retry_while_starting(lambda: self._opened(deadline), deadline), deadline
+            self._open_stream, lambda: retry_while_starting(lambda: self._opened(deadline), deadline), deadline
         )
 
     async def _opened(self, deadline: Deadline) -> SessionStream:
@@ -230,7 +230,7 @@ class SessionTransport:
             stream.end(TransportError("the session could not be opened"))
             raise
         limits = info.limits
-        stream.room = Room(
+        stream.capacity = FrameCapacity(
             items=limits.max_batch_items,
             tokens=limits.max_batch_tokens,
             row_bytes=welcome.inline_bytes,

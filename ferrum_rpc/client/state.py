@@ -1,7 +1,8 @@
-"""What the client remembers of one sequence, and the work items that it builds from it. No IO.
+"""What the client keeps of one sequence, and the work items that it builds from it. No IO.
 
-The handle advances only with an answer. A call whose fate is unknown leaves a `Doubt`: asking for the same thing again
-then repeats the same request id, so that writing the same line of code twice is as safe as an explicit resend.
+The handle advances only with an answer. A call whose fate is unknown leaves an `UnknownOutcome`: asking for the same
+thing again then repeats the same request id, so that writing the same line of code twice is as safe as an explicit
+resend.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ferrum_rpc.client.pieces import Pieces
-from ferrum_rpc.client.policy import REFUSED_AT_THE_DOOR, Deadline, fate_unknown
+from ferrum_rpc.client.policy import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
 from ferrum_rpc.wire.items import handle_to_proto
@@ -85,9 +86,9 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Doubt:
-    """A call that may be made again under the same request id: its fate is ``unknown``, or it was refused at the door.
-    ``repeat`` is set where it may have created sequences that nobody holds."""
+class UnknownOutcome:
+    """A call that may be made again under the same request id: its fate is ``unknown``, or it was refused before
+    it ran. ``repeat`` is set where it may have created sequences to which the client has no handle."""
 
     content: tuple[object, ...]
     request_id: str
@@ -96,22 +97,22 @@ class Doubt:
 
 
 def settled(
-    known: Doubt | None,
+    known: UnknownOutcome | None,
     error: BaseException,
     content: tuple[object, ...],
     request_id: str,
     repeat: Repeat | None = None,
-) -> Doubt | None:
-    """What is doubtful after a call failed, when ``known`` was before it.
+) -> UnknownOutcome | None:
+    """What is unknown after a call failed, where ``known`` was unknown before it.
 
-    An unknown fate is. A refusal at the door only speaks of its own attempt: the call keeps its id, and is not worth
-    repeating merely to release what it creates. Any other refusal settles the call, and says nothing of another one.
+    A refusal before the call ran is one of this attempt alone: the call keeps its id, and is not repeated merely to
+    release what it creates. Any other refusal settles the call, and no other one.
     """
     same = known is not None and known.request_id == request_id
     if fate_unknown(error):
-        return Doubt(content, request_id, True, repeat)
-    if isinstance(error, REFUSED_AT_THE_DOOR):
-        return known if known is not None and known.unknown else Doubt(content, request_id, False)
+        return UnknownOutcome(content, request_id, True, repeat)
+    if isinstance(error, REFUSED_BEFORE_RUNNING):
+        return known if known is not None and known.unknown else UnknownOutcome(content, request_id, False)
     return None if same else known
 
 
@@ -144,9 +145,9 @@ class SequenceState:
         self.last_request_id = ""
         self.lease_id = ""
         self.pieces = Pieces()
-        self.doubt: Doubt | None = None
-        self.creation: Doubt | None = None
-        self.fork: Doubt | None = None
+        self.doubt: UnknownOutcome | None = None
+        self.creation: UnknownOutcome | None = None
+        self.fork: UnknownOutcome | None = None
 
     @property
     def length(self) -> int:
@@ -175,7 +176,7 @@ class SequenceState:
         self.busy = what
 
     def must_rest(self, what: str) -> None:
-        """Refuse what would free the sequence under a call."""
+        """Raise where a call is in flight on the sequence, which is about to be freed."""
         if self.busy:
             raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
 
@@ -237,7 +238,7 @@ class SequenceState:
             self.creation = None
 
     def failed(self, item: Item, error: BaseException, repeat: Repeat) -> None:
-        """The item was refused, or nobody knows."""
+        """The item was refused, or its fate is unknown."""
         if item.handle is None:
             self.creation = settled(self.creation, error, item.content, item.request_id, repeat)
         else:

@@ -1,10 +1,10 @@
-"""One session stream: frames out in their order, answers back to whoever waits for them.
+"""One session stream: frames out in their order, answers back to their callers.
 
-gRPC takes one write at a time, so one writer sends what waits in line, and one reader hands out what comes. What waits
+gRPC takes one write at a time, so one writer sends what is queued, and one reader distributes the answers. What waits
 while the steps in flight are as many as may be goes out together (`client.asks`). No task is made for a step.
 
 A step keeps its place until the executor answers it, even when its callers have given up: only then is it out of flight
-there. When the stream ends the fate of every step is unknown, and whoever owns the stream opens another.
+there. When the stream ends the fate of every step is unknown, and its owner opens another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, cast
 
 import grpc
 
-from ferrum_rpc.client.asks import Answered, Ask, Frame, Kind, Room, answers, frame_of, together
+from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, answers, frame_of, together
 from ferrum_rpc.client.calls import Metadata, closed
 from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.policy import Deadline
@@ -28,7 +28,7 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
-ALONE: Final = Room(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
+ALONE: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
 """Until it is known what a frame may hold."""
 
 _AGAIN_S: Final = 0.001
@@ -50,12 +50,12 @@ class _Step:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits for it any longer."""
+        """Whether no caller waits for it any longer."""
         return all(ask.future.done() for ask in self.asks)
 
 
 class SessionStream:
-    """A stream that was opened with ``hello``; `open` makes it usable. ``room``: what items that share a frame may
+    """A stream that was opened with ``hello``; `open` makes it usable. ``capacity``: what items that share a frame may
     come to."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
@@ -64,7 +64,7 @@ class SessionStream:
             METHOD, response_deserializer=session_pb2.SessionResponse.FromString
         )
         self._call = method(metadata=tuple(metadata))
-        self.room = ALONE
+        self.capacity = ALONE
         self._step_id = 0
         self._number = 0
         self._steps: dict[int, _Step] = {}
@@ -87,7 +87,8 @@ class SessionStream:
         return self.over is None
 
     async def open(self, hello: Frame, deadline: Deadline) -> session_pb2.SessionWelcome:
-        """Say hello. Raises what the executor's refusal stands for, or why the stream ended; then it is of no use."""
+        """Send ``hello`` and wait for the welcome. Raises the executor's refusal, or why the stream ended; the stream
+        cannot be used then."""
         try:
             welcome = (await self.say(hello, deadline)).welcome
         except (TransportError, Draining):
@@ -96,13 +97,13 @@ class SessionStream:
         return welcome
 
     async def ask(self, ask: Ask, deadline: Deadline) -> Answered | Fed | None:
-        """Wait in line, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
+        """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
         and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
-        if that has not begun; whoever shares it is asked for again."""
+        if that has not begun; the items that share the step are sent again."""
         if self.over is not None:
             return None
         self._number += 1
-        ask.line_up(deadline, self._number, self.room)
+        ask.line_up(deadline, self._number, self.capacity)
         self._waiting[ask.kind][ask] = None
         if ask.expires < self._expires:
             self._watch(ask.expires)
@@ -130,7 +131,7 @@ class SessionStream:
             self.end(closed())
 
     def end(self, error: ExecutorError) -> None:
-        """It is over: every step in flight fails with its fate unknown. Doing it twice is doing it once."""
+        """End it: every step in flight fails, and its fate is unknown. Idempotent."""
         if self.over is not None:
             return
         self.over = error
@@ -170,7 +171,7 @@ class SessionStream:
             return None
         waiting = self._waiting[first.kind]
         now = time.monotonic()
-        asks = together(waiting, self.room, now) if first.kind is Kind.SHARED else [first]
+        asks = together(waiting, self.capacity, now) if first.kind is Kind.SHARED else [first]
         self._step_id = step_id = self._step_id + 1
         for ask in asks:
             del waiting[ask]
@@ -219,7 +220,7 @@ class SessionStream:
             if ask.future.done():
                 continue
             if len(step.asks) > 1 and (whole or isinstance(answer, DeadlineExceeded)):
-                alone.append(ask)  # to hear what it is told by itself
+                alone.append(ask)  # its own answer may be another one
             elif isinstance(answer, ExecutorError):
                 ask.future.set_exception(answer)
             else:
@@ -228,18 +229,18 @@ class SessionStream:
         self._wake.set()  # after the answers: what their callers ask next shares the next frame
 
     def _forget(self, step_id: int) -> None:
-        """It is out of flight."""
+        """Count it as in flight no longer."""
         self._in_flight[self._steps.pop(step_id).kind] -= 1
 
     def _again(self, step_id: int) -> None:
-        """Nothing was begun: its asks wait in line again."""
+        """It was not begun: queue its asks again."""
         if (step := self._steps.get(step_id)) is not None:
             self._forget(step_id)
             self._wait_again(step.asks, step.kind)
             self._wake.set()
 
     def _wait_again(self, asks: Sequence[Ask], kind: Kind) -> None:
-        """At the head of the line."""
+        """Queue them again, before all others."""
         for ask in reversed(asks):
             if not ask.future.done():
                 ask.step, ask.kind = None, kind
@@ -281,8 +282,7 @@ class SessionStream:
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
     def _give_up(self, ask: Ask) -> None:
-        """Its caller waits no longer: take its step back if that has not begun. Rows that nobody waits for are
-        dropped."""
+        """Its caller waits no longer: take its step back if that has not begun. Rows without a caller are dropped."""
         if ask.step is None:
             self._waiting[ask.kind].pop(ask, None)
             return
@@ -301,7 +301,7 @@ class SessionStream:
     async def _write(self) -> None:
         try:
             while True:
-                if self._linger:  # those who were answered may ask again, and share a frame with those who wait
+                if self._linger:  # callers that were just answered may ask again and share the next frame
                     self._linger = False
                     for _ in range(_TURNS):
                         await asyncio.sleep(0)
@@ -310,7 +310,7 @@ class SessionStream:
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            pass  # the call has ended, and the reader is told why
+            pass  # the call has ended, and the reader gets the reason
 
     async def _read(self) -> None:
         try:
@@ -329,7 +329,7 @@ class SessionStream:
             self.end(TransportError(f"the session's answers cannot be read: {error!r}", metadata=_UNAVAILABLE))
 
     def _ended(self) -> ExecutorError:
-        """What the end of the stream means to a step in flight: nobody knows whether it ran."""
+        """The error of a step that was in flight when the stream ended: whether it ran is unknown."""
         error = self.over or closed()
         if isinstance(error, Draining):
             return Draining(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)

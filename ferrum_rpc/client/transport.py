@@ -78,13 +78,13 @@ class Transport(Protocol):
         """A batch, in one forward pass."""
 
     async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
-        """Roll back, each to a length of its own. The refusal of a lone one is raised, or returned."""
+        """Roll back, each to a length of its own. With one handle, its refusal is raised or returned."""
 
     async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
         """Make children."""
 
     async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
-        """Free, at whatever version. The refusal of a lone one is raised, or returned."""
+        """Free, at whatever version. With one handle, its refusal is raised or returned."""
 
 
 class UnaryTransport:

@@ -17,7 +17,7 @@ from ferrum_rpc.client import (
     SequenceMisuseError,
     TopTokens,
 )
-from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.release import Releases
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.errors import (
     ExecutorError,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from ferrum_rpc.client.asks import Answered, Ask, Room
+from ferrum_rpc.client.asks import Answered, Ask, FrameCapacity
 from ferrum_rpc.client.policy import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.stream import METHOD, SessionStream
@@ -141,7 +141,7 @@ async def step(stream: SessionStream, item_id: int = 0, within_s: float | None =
     return cast(Answered, await asked(stream, Ask(frame=frame), within_s))
 
 
-ROOM = Room(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
+ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
 
 
 def an_item(item_id: int, *, tokens: int = 1, kind: OutputKind = Greedy(), sequence: bytes = b"") -> Item:  # noqa: B008
@@ -167,7 +167,7 @@ def ids(frame: Frame) -> list[int]:
 async def busy(items: Sequence[Item], within_s: float | None = None) -> AsyncIterator[Any]:
     """A stream in which one frame is in flight and items wait for it to be answered."""
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
         first = feeding(stream, an_item(99))
         [held] = await fake.received("forward")
         calls = [feeding(stream, item, within_s) for item in items]
@@ -363,7 +363,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
 
 async def test_what_is_ready_in_one_turn_goes_in_one_frame_and_each_hears_its_own_answer() -> None:
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
         calls = [feeding(stream, an_item(number)) for number in range(1, 6)]
         [frame] = await fake.received("forward")
         assert ids(frame) == [1, 2, 3, 4, 5]
@@ -402,7 +402,7 @@ async def test_a_frame_holds_what_the_executor_takes_in_one(items: list[Item], f
 
 async def test_large_rows_go_alone_and_leave_a_place_to_the_small() -> None:
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
         large = [feeding(stream, an_item(number, kind=FullLogits())) for number in range(1, SLOTS + 1)]
         await fake.received("forward", SLOTS - 1)
         small = feeding(stream, an_item(50))
@@ -441,7 +441,7 @@ async def test_a_full_line_of_steps_is_waited_for_together() -> None:
 
 async def test_a_frame_has_the_deadline_of_its_most_hurried_item_and_cuts_nobody_else_short() -> None:
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
         calls = [feeding(stream, an_item(number), within_s) for number, within_s in ((1, 60), (2, 50), (3, 1000))]
         [frame] = await fake.received("forward")
         assert ids(frame) == [1, 2], "the patient one has a frame of its own"
@@ -489,7 +489,7 @@ async def test_who_gives_up_on_a_step_that_runs_leaves_it_to_the_others() -> Non
 
 async def test_who_gives_up_while_waiting_was_never_sent() -> None:
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
         first = feeding(stream, an_item(1))
         [held] = await fake.received("forward")
         second, third = feeding(stream, an_item(2)), feeding(stream, an_item(3))
@@ -528,7 +528,7 @@ async def test_an_answer_to_other_items_is_nobodys() -> None:
 
 async def test_who_is_answered_asks_again_together_with_those_who_wait() -> None:
     async with opened() as (fake, stream):
-        stream.room = ROOM
+        stream.capacity = ROOM
 
         async def crowd(number: int) -> list[int]:
             return [await asyncio.wait_for(feeding(stream, an_item(number)), 30) for _ in range(2)]

@@ -1,7 +1,7 @@
 """Work items out, answers back, and every sequence's state in step with them.
 
 Through whatever transport the client has. A creation that is refused because the client's lease is gone goes out again
-with another, and rows that a replayed answer has lost are computed again: neither is the program's business.
+with another, and rows that a replayed answer has lost are computed again. A program sees neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.lending import LEASE_FIELD, Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
-from ferrum_rpc.client.releases import Releases
+from ferrum_rpc.client.release import Releases
 from ferrum_rpc.client.retry import retry_while_busy
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Fed, Feed

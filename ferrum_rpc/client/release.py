@@ -1,4 +1,4 @@
-"""Letting go of sequences: shielded from cancellation, bounded in time, and blind to what is gone already."""
+"""Releasing sequences: shielded from cancellation, bounded in time; what is gone already counts as released."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Callers that need the same thing at the same time: one makes it, the others wait and share what became of it.
+"""One attempt at a time for callers that need the same thing: the others wait and share its outcome.
 
-Without this, callers that wait for each other's turn would each find out by themselves that an executor is gone.
+Without this, each caller would in its turn wait for an executor that is gone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, Starting
 Value = TypeVar("Value")
 
 
-class Shared:
-    """What is made one at a time. A failure is shared by those who were waiting for it; a maker who was cancelled, or
-    whose own time was over (also for an executor that is starting), says nothing of the others, and the next one makes
-    it."""
+class SingleFlight:
+    """A value that is made by one caller at a time. A failure is shared by the callers that waited for it. Where the
+    caller was cancelled or its own deadline passed (also while the executor starts), the next caller tries again."""
 
     def __init__(self, what: str) -> None:
         self._what = what
