@@ -1,0 +1,38 @@
+"""R30 while the event loop stands still: nobody has asked yet who calls, and what callers send piles up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.faults.hostile import MIB, NOISE, SERVICE, TOKEN, WITHOUT
+from tests.faults.process import dial, serving
+from tests.faults.slow_bodies import SlowBodies
+from tests.wiring import item, pb
+
+CONNECTIONS, STREAMS = 16, 256
+STILL_MS = 2_000
+
+
+async def test_calls_that_nobody_has_accepted_take_no_more_than_promised(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice a-token-of-alice\n")
+    tokens.chmod(0o600)
+    flags = ("--tokens", str(tokens), "--failpoints", f"before_reply=delay:{STILL_MS}@1")
+    async with serving(*flags) as server, dial(server.target) as client:
+        await client.executor.GetStatus(pb.GetStatusRequest(), metadata=TOKEN)
+        before = most = server.rss_bytes()
+        still = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])), metadata=TOKEN))
+        await server.event("failpoint_fired")
+        connections = [
+            SlowBodies("127.0.0.1", server.port, f"{SERVICE}BatchPrefill", STREAMS, MIB) for _ in range(CONNECTIONS)
+        ]
+        tasks = [asyncio.create_task(each.run()) for each in connections]
+        while not still.done():
+            await asyncio.wait([still], timeout=0.05)
+            most = max(most, server.rss_bytes())
+        assert all(len(each._open) == STREAMS for each in connections)
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        assert most - before <= WITHOUT + NOISE, f"{(most - before) / MIB:.0f} MiB"
