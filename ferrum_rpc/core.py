@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -210,99 +210,62 @@ ANYBODY: Final = Caller()
 # --- what comes back ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenRows:
-    """Greedy rows: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], or None where nobody asked."""
+class RowKind(enum.Enum):
+    """What a block of rows holds. ``field``: the contract's name of the kind; ``columns``: of its tensors, of which all
+    but those from ``required`` on are always there."""
 
-    token_ids: npt.NDArray[np.uint32]
-    logprobs: npt.NDArray[np.float32] | None = None
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return len(self.token_ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
-
-    def cut(self, first: int, last: int) -> TokenRows:
-        """A copy of the rows ``first .. last``."""
-        logprobs = None if self.logprobs is None else self.logprobs[first:last].copy()
-        return TokenRows(self.token_ids[first:last].copy(), logprobs)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TopTokenRows:
+    TOKENS = ("tokens", ("token_ids", "logprobs"), 1)
+    """Greedy rows: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], where they were asked for."""
+    TOP_TOKENS = ("top_tokens", ("token_ids", "logits", "logsumexp"), 3)
     """``token_ids`` uint32 [R, k], ``logits`` float32 [R, k], ``logsumexp`` float32 [R]."""
-
-    token_ids: npt.NDArray[np.uint32]
-    logits: npt.NDArray[np.float32]
-    logsumexp: npt.NDArray[np.float32]
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return len(self.logsumexp)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.token_ids.nbytes + self.logits.nbytes + self.logsumexp.nbytes
-
-    def cut(self, first: int, last: int) -> TopTokenRows:
-        """A copy of the rows ``first .. last``."""
-        rows = slice(first, last)
-        return TopTokenRows(self.token_ids[rows].copy(), self.logits[rows].copy(), self.logsumexp[rows].copy())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SelectedRows:
+    SELECTED_TOKENS = ("selected_tokens", ("logits", "logsumexp"), 2)
     """``logits`` float32 [R, n] of the n ids that were asked for, ``logsumexp`` float32 [R]."""
+    LOGITS = ("logits", ("logits",), 1)
+    """``logits`` [R, V]: float32, float16, or bfloat16 as raw uint16 (numpy has no bfloat16)."""
 
-    logits: npt.NDArray[np.float32]
-    logsumexp: npt.NDArray[np.float32]
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return len(self.logsumexp)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.logits.nbytes + self.logsumexp.nbytes
-
-    def cut(self, first: int, last: int) -> SelectedRows:
-        """A copy of the rows ``first .. last``."""
-        return SelectedRows(self.logits[first:last].copy(), self.logsumexp[first:last].copy())
+    def __init__(self, field: str, columns: tuple[str, ...], required: int) -> None:
+        self.field = field
+        self.columns = columns
+        self.required = required
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LogitRows:
-    """``logits`` [R, V] in ``dtype``: float32, float16, or bfloat16 as raw uint16 (numpy has no bfloat16)."""
+class RowBlock:
+    """Rows of one kind from one step, packed: whoever asked for the same kind shares the block. ``columns``: C-ordered
+    arrays of R rows each, by name, in the order of the kind."""
 
-    dtype: RowDType
-    logits: npt.NDArray[np.generic]
+    kind: RowKind
+    columns: dict[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of(cls, kind: RowKind, *arrays: npt.NDArray[Any]) -> RowBlock:
+        """A block of the kind's columns, in their order."""
+        return cls(kind, dict(zip(kind.columns, arrays, strict=False)))
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self.columns[name]
 
     @property
     def rows(self) -> int:
         """R."""
-        return len(self.logits)
+        return len(self.columns[self.kind.columns[0]])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self.logits.nbytes
+        return sum([column.nbytes for column in self.columns.values()])
 
-    def cut(self, first: int, last: int) -> LogitRows:
+    def bytes_of(self, count: int) -> int:
+        """Bytes of so many of its rows."""
+        return self.nbytes // self.rows * count
+
+    def between(self, first: int, last: int) -> RowBlock:
+        """A view of the rows ``first .. last``."""
+        return RowBlock(self.kind, {name: column[first:last] for name, column in self.columns.items()})
+
+    def cut(self, first: int, last: int) -> RowBlock:
         """A copy of the rows ``first .. last``."""
-        return LogitRows(self.dtype, self.logits[first:last].copy())
-
-
-RowBlock = TokenRows | TopTokenRows | SelectedRows | LogitRows
-"""Rows of one kind from one step, packed: whoever asked for the same kind shares the block."""
+        return RowBlock(self.kind, {name: column[first:last].copy() for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,7 +279,7 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of these rows alone."""
-        return self.block.nbytes // self.block.rows * self.count
+        return self.block.bytes_of(self.count)
 
     def alone(self) -> Rows:
         """A copy of these rows, in a block of their own."""

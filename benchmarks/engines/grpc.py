@@ -24,7 +24,7 @@ from benchmarks.engines.process import REFERENCE, served
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.channel import open_channel
-from ferrum_rpc.core import LogitRows, RowBlock, TokenRows
+from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
 from ferrum_rpc.models.linear import select_bytes
@@ -62,14 +62,14 @@ async def vocabulary(channel: grpc.aio.Channel) -> int:
 
 def last_rows(block: RowBlock) -> list[Any]:
     """Of a step's packed rows: tokens as they are, logits as one digest."""
-    match block:
-        case TokenRows(token_ids=tokens):
-            found: list[Any] = tokens.tolist()
+    match block.kind:
+        case RowKind.TOKENS:
+            found: list[Any] = block["token_ids"].tolist()
             return found
-        case LogitRows(logits=values):
-            return [hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()]
-        case _:
-            raise TypeError(f"{type(block).__name__} is no output of this benchmark")
+        case RowKind.LOGITS:
+            return [hashlib.blake2b(block["logits"].tobytes(), digest_size=8).hexdigest()]
+        case kind:
+            raise TypeError(f"{kind.field} are no output of this benchmark")
 
 
 class Calls:

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import (
-    HandleRef,
-    LogitRows,
-    Pressure,
-    RowBlock,
-    Rows,
-    SelectedRows,
-    StepTiming,
-    TokenRows,
-    TopTokenRows,
-)
+from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTiming
 from ferrum_rpc.wire.rows import float_rows
 
-Kind = TypeVar("Kind", TokenRows, TopTokenRows, SelectedRows, LogitRows)
-
-_ASKED_FOR = {
-    TokenRows: "Greedy",
-    TopTokenRows: "TopTokens",
-    SelectedRows: "SelectedTokens",
-    LogitRows: "FullLogits",
+_ASKED_FOR: Final = {
+    RowKind.TOKENS: "Greedy",
+    RowKind.TOP_TOKENS: "TopTokens",
+    RowKind.SELECTED_TOKENS: "SelectedTokens",
+    RowKind.LOGITS: "FullLogits",
 }
+
+
+class TopTokenRows(NamedTuple):
+    """The k largest logits of each row by falling logit, then rising id: ``token_ids`` uint32 [R, k], ``logits``
+    float32 [R, k], ``logsumexp`` float32 [R]."""
+
+    token_ids: npt.NDArray[np.uint32]
+    logits: npt.NDArray[np.float32]
+    logsumexp: npt.NDArray[np.float32]
+
+
+class SelectedRows(NamedTuple):
+    """The logits of the chosen tokens: ``logits`` float32 [R, n], ``logsumexp`` float32 [R]."""
+
+    logits: npt.NDArray[np.float32]
+    logsumexp: npt.NDArray[np.float32]
 
 
 class NoSuchRowsError(LookupError):
@@ -72,87 +76,46 @@ class Answer:
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """Greedy tokens, uint32 [R]."""
-        block, rows = self._block(TokenRows)
-        return block.token_ids[rows]
+        return self._columns(RowKind.TOKENS)["token_ids"]
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Log-probabilities of `tokens`, float32 [R]; asked for with ``Greedy(logprob=True)``."""
-        block, rows = self._block(TokenRows)
-        if block.logprobs is None:
+        columns = self._columns(RowKind.TOKENS)
+        if "logprobs" not in columns:
             raise NoSuchRowsError("the answer has no log-probabilities: ask with Greedy(logprob=True)")
-        return block.logprobs[rows]
+        return columns["logprobs"]
 
     @property
     def top_tokens(self) -> TopTokenRows:
         """The best candidates: ``token_ids`` uint32 [R, k] and ``logits`` float32 [R, k] by falling logit, and
         ``logsumexp`` float32 [R] over the whole vocabulary (a log-probability is ``logit - logsumexp``)."""
-        block, rows = self._block(TopTokenRows)
-        return TopTokenRows(block.token_ids[rows], block.logits[rows], block.logsumexp[rows])
+        return TopTokenRows(**self._columns(RowKind.TOP_TOKENS))
 
     @property
     def selected(self) -> SelectedRows:
         """``logits`` float32 [R, n] of the tokens asked for, in their order, and ``logsumexp`` float32 [R]."""
-        block, rows = self._block(SelectedRows)
-        return SelectedRows(block.logits[rows], block.logsumexp[rows])
+        return SelectedRows(**self._columns(RowKind.SELECTED_TOKENS))
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
         """Whole rows, float32 [R, V], whatever type they travelled as."""
-        block, rows = self._block(LogitRows)
-        return float_rows(LogitRows(block.dtype, block.logits[rows]))
+        return float_rows(self._columns(RowKind.LOGITS)["logits"])
 
-    def _block(self, kind: type[Kind]) -> tuple[Kind, slice]:
+    def _columns(self, kind: RowKind) -> dict[str, npt.NDArray[Any]]:
         if self.rows is None:
             gone = "a replayed answer whose rows are gone" if self.replayed else "an answer without rows"
             raise NoSuchRowsError(f"this is {gone}")
-        if not isinstance(self.rows.block, kind):
-            raise NoSuchRowsError(
-                f"the answer holds {_ASKED_FOR[type(self.rows.block)]} rows: ask with {_ASKED_FOR[kind]}"
-            )
-        return self.rows.block, slice(self.rows.first, self.rows.first + self.rows.count)
+        block, first = self.rows.block, self.rows.first
+        if block.kind is not kind:
+            raise NoSuchRowsError(f"the answer holds {_ASKED_FOR[block.kind]} rows: ask with {_ASKED_FOR[kind]}")
+        return block.between(first, first + self.rows.count).columns
 
 
 def joined_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of consecutive chunks as one range. All parts answer the same output."""
     if len(parts) == 1:
         return parts[0]
-    block = _concatenate([_cut(part) for part in parts])
-    return Rows(block, 0, sum(part.count for part in parts))
-
-
-def _cut(rows: Rows) -> RowBlock:
-    span = slice(rows.first, rows.first + rows.count)
-    match rows.block:
-        case TokenRows(token_ids, logprobs):
-            return TokenRows(token_ids[span], None if logprobs is None else logprobs[span])
-        case TopTokenRows(token_ids, logits, logsumexp):
-            return TopTokenRows(token_ids[span], logits[span], logsumexp[span])
-        case SelectedRows(logits, logsumexp):
-            return SelectedRows(logits[span], logsumexp[span])
-        case LogitRows(dtype, raw):
-            return LogitRows(dtype, raw[span])
-
-
-def _concatenate(blocks: Sequence[RowBlock]) -> RowBlock:
-    def joined(name: str) -> npt.NDArray[np.generic]:
-        return np.concatenate([getattr(block, name) for block in blocks])
-
-    match blocks[0]:
-        case TokenRows(_, logprobs):
-            tokens = joined("token_ids").astype(np.uint32, copy=False)
-            if logprobs is None:
-                return TokenRows(tokens)
-            return TokenRows(tokens, joined("logprobs").astype(np.float32, copy=False))
-        case TopTokenRows():
-            return TopTokenRows(
-                joined("token_ids").astype(np.uint32, copy=False),
-                joined("logits").astype(np.float32, copy=False),
-                joined("logsumexp").astype(np.float32, copy=False),
-            )
-        case SelectedRows():
-            return SelectedRows(
-                joined("logits").astype(np.float32, copy=False), joined("logsumexp").astype(np.float32, copy=False)
-            )
-        case LogitRows(dtype, _):
-            return LogitRows(dtype, joined("logits"))
+    blocks = [part.block.between(part.first, part.first + part.count) for part in parts]
+    columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in blocks[0].columns}
+    return Rows(RowBlock(blocks[0].kind, columns), 0, sum(part.count for part in parts))

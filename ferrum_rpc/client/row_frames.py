@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import LogitRows, RowBlock, SelectedRows, TokenRows, TopTokenRows
+from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.rows import rows_from_proto
-from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE, ROW_DTYPE_FROM_PROTO, tensor_from_proto
+from ferrum_rpc.wire.rows import block_from_proto, rows_from_proto
+from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE, tensor_from_proto
 
 Array = npt.NDArray[Any]
 
@@ -33,10 +33,7 @@ def blocks_with_frames(
     if max(parts) >= len(row_blocks):
         raise _unreadable(f"rows of block {max(parts)} in an answer of {len(row_blocks)}")
     try:
-        return [
-            _block(block, parts[index]) if index in parts else rows_from_proto([block])[0]
-            for index, block in enumerate(row_blocks)
-        ]
+        return [_block(block, parts.get(index, {})) for index, block in enumerate(row_blocks)]
     except (KeyError, ValueError, TypeError) as error:
         raise _unreadable(str(error)) from None
     except TransportError:
@@ -46,28 +43,12 @@ def blocks_with_frames(
 
 
 def _block(block: output_pb2.RowBlock, parts: dict[int, list[session_pb2.SessionRows]]) -> RowBlock:
-    kind = block.WhichOneof("kind")
-    if kind is None:
-        raise _unreadable("row frames of a block without a kind")
-    message: Any = getattr(block, kind)
-    tensors: dict[str, Array | None] = {}
-    for field in message.DESCRIPTOR.fields:
-        tensor: types_pb2.Tensor = getattr(message, field.name)
-        if field.number in parts:
-            tensors[field.name] = _joined(tensor, parts[field.number])
-        else:
-            tensors[field.name] = tensor_from_proto(tensor) if message.HasField(field.name) else None
-    match kind:
-        case "tokens":
-            return TokenRows(_there(tensors, "token_ids"), tensors["logprobs"])
-        case "top_tokens":
-            return TopTokenRows(*(_there(tensors, name) for name in ("token_ids", "logits", "logsumexp")))
-        case "selected_tokens":
-            return SelectedRows(_there(tensors, "logits"), _there(tensors, "logsumexp"))
-        case "logits":
-            return LogitRows(ROW_DTYPE_FROM_PROTO[message.logits.dtype], _there(tensors, "logits"))
-        case _:
-            raise _unreadable(f"an answer carries rows of a kind that this client does not know: {kind}")
+    def read(rows: Any, name: str) -> Array:
+        tensor = getattr(rows, name)
+        frames = parts.get(rows.DESCRIPTOR.fields_by_name[name].number)
+        return _joined(tensor, frames) if frames else tensor_from_proto(tensor)
+
+    return block_from_proto(block, read)
 
 
 def _joined(tensor: types_pb2.Tensor, frames: list[session_pb2.SessionRows]) -> Array:
@@ -86,13 +67,6 @@ def _joined(tensor: types_pb2.Tensor, frames: list[session_pb2.SessionRows]) -> 
     if filled != len(array):
         raise _unreadable(f"{filled} of {len(array)} rows came")
     array.flags.writeable = False
-    return array
-
-
-def _there(tensors: dict[str, Array | None], name: str) -> Array:
-    array = tensors[name]
-    if array is None:
-        raise _unreadable(f"an answer's rows have no {name}")
     return array
 
 

@@ -25,20 +25,16 @@ import numpy.typing as npt
 from ferrum_rpc.core import (
     CacheState,
     DeviceInfo,
-    LogitRows,
     ModelInfo,
     OutputSpec,
     RowBlock,
-    RowDType,
+    RowKind,
     Rows,
-    SelectedRows,
     SelectedTokens,
     Span,
     SpanOutcome,
     SpanResult,
     StepTiming,
-    TokenRows,
-    TopTokenRows,
 )
 from ferrum_rpc.engine.work import EngineCounters, Submission
 
@@ -100,8 +96,8 @@ class Slot(enum.IntEnum):
 
 _DTYPES: Final = tuple(np.dtype(name) for name in ("<u4", "<f4", "<u2", "<f2"))
 _CODE: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ROW_DTYPES: Final = (RowDType.F32, RowDType.BF16, RowDType.F16)
-_TOKENS, _TOP, _SELECTED, _LOGITS = range(4)
+_KINDS: Final = tuple(RowKind)
+_KIND: Final = {kind: number for number, kind in enumerate(_KINDS)}
 
 Array = npt.NDArray[Any]
 
@@ -291,16 +287,9 @@ class _Reader:
         self._body, self._at, self._look = body, at, look
 
     def block(self) -> RowBlock:
-        kind, count, detail = self._body[self._at : self._at + 3]
-        self._at += 3
-        arrays = [self._array() for _ in range(count)]
-        if kind == _TOKENS:
-            return TokenRows(arrays[0], arrays[1] if count > 1 else None)
-        if kind == _TOP:
-            return TopTokenRows(*arrays)
-        if kind == _SELECTED:
-            return SelectedRows(*arrays)
-        return LogitRows(_ROW_DTYPES[detail], arrays[0])
+        number, count = self._body[self._at : self._at + 2]
+        self._at += 2
+        return RowBlock.of(_KINDS[number], *[self._array() for _ in range(count)])
 
     def _array(self) -> Array:
         code, rows, columns, offset = _ARRAY.unpack_from(self._body, self._at)
@@ -347,19 +336,8 @@ class _Reader:
 
 
 def _pack_block(block: RowBlock, place: Place) -> list[bytes]:
-    detail = 0
-    arrays: tuple[Array, ...]
-    match block:
-        case TokenRows(token_ids, logprobs):
-            kind, arrays = _TOKENS, (token_ids,) if logprobs is None else (token_ids, logprobs)
-        case TopTokenRows(token_ids, logits, logsumexp):
-            kind, arrays = _TOP, (token_ids, logits, logsumexp)
-        case SelectedRows(logits, logsumexp):
-            kind, arrays = _SELECTED, (logits, logsumexp)
-        case LogitRows(dtype, whole):
-            kind, arrays, detail = _LOGITS, (whole,), _ROW_DTYPES.index(dtype)
-    parts = [bytes((kind, len(arrays), detail))]
-    for array in arrays:
+    parts = [bytes((_KIND[block.kind], len(block.columns)))]
+    for array in block.columns.values():
         columns = array.shape[1] if array.ndim == 2 else 0
         offset = place(array) if array.nbytes > INLINE_BYTES else None
         parts.append(_ARRAY.pack(_CODE[array.dtype], len(array), columns, -1 if offset is None else offset))

@@ -10,24 +10,22 @@ On a GPU all of this is queued and nothing waits: what an answer's arrays show u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
-    LogitRows,
     OutputKind,
     RowBlock,
     RowDType,
+    RowKind,
     Rows,
-    SelectedRows,
     SelectedTokens,
-    TokenRows,
-    TopTokenRows,
     TopTokens,
 )
 from ferrum_rpc.sampling.transfer import to_device, to_host
@@ -39,6 +37,12 @@ Request = tuple[int, int, OutputKind]
 """Rows ``first .. first + count`` of the step's packed tokens, and what is wanted of them."""
 
 _GREEDY: Final = Greedy()
+_ROWS: Final = {
+    Greedy: RowKind.TOKENS,
+    TopTokens: RowKind.TOP_TOKENS,
+    SelectedTokens: RowKind.SELECTED_TOKENS,
+    FullLogits: RowKind.LOGITS,
+}
 _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
 
 
@@ -191,15 +195,13 @@ def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
     if isinstance(kind, Greedy) and columns[0].device.type != "cpu":
         columns = [columns[0].to(torch.int32), *columns[1:]]
     host = to_host(columns)
-    match kind:
-        case Greedy():
-            ids = host[0].numpy()  # int64 on a CPU, where numpy is the faster to convert them
-            ids = ids.view(np.uint32) if host[0].dtype is torch.int32 else ids.astype(np.uint32)
-            return TokenRows(ids, host[1].numpy() if kind.logprob else None)
-        case TopTokens():
-            return TopTokenRows(host[0].numpy().view(np.uint32), host[1].numpy(), host[2].numpy())
-        case SelectedTokens():
-            return SelectedRows(host[0].numpy(), host[1].numpy())
-        case FullLogits(dtype):
-            raw = host[0].view(torch.int16).numpy().view(np.uint16) if dtype is RowDType.BF16 else host[0].numpy()
-            return LogitRows(dtype, raw)
+    return RowBlock.of(_ROWS[type(kind)], *[_array(each) for each in host])
+
+
+def _array(column: Tensor) -> npt.NDArray[Any]:
+    """As it goes to the wire: ids as uint32, bfloat16 as raw uint16."""
+    if column.dtype is torch.int64:  # ids on a CPU, where numpy is the faster to convert them
+        return column.numpy().astype(np.uint32)
+    if column.dtype is torch.int32:
+        return column.numpy().view(np.uint32)
+    return column.view(torch.uint16).numpy() if column.dtype is torch.bfloat16 else column.numpy()

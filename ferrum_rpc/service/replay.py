@@ -157,8 +157,7 @@ class ReplayLog:
         self._answers += 1
         owner.answers += 1
         if rows is not None:
-            block = rows.block
-            entry.rows_bytes = block.nbytes // block.rows * rows.count
+            entry.rows_bytes = rows.nbytes
             self.bytes += entry.rows_bytes
             owner.bytes += entry.rows_bytes
             latest, end = owner.rows.older, owner.rows

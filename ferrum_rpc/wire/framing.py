@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import LogitRows, RowBlock
+from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
-from ferrum_rpc.wire.rows import RowBlocks, fill_block, put_block, rows_bytes
-from ferrum_rpc.wire.tensor import ROW_DTYPE_TO_PROTO
+from ferrum_rpc.wire.rows import RowBlocks, fill_block, put_block
+from ferrum_rpc.wire.tensor import DTYPE_BY_NUMPY
 
 M = TypeVar("M")
 
@@ -57,7 +57,7 @@ class Framing:
 
     def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
         """A `ferrum_rpc.wire.rows.Put`. What comes behind a large block stays out too, for the blocks' order."""
-        large = isinstance(block, LogitRows) and rows_bytes(block, low, high) >= LARGE_BYTES
+        large = block.kind is RowKind.LOGITS and block.bytes_of(high - low) >= LARGE_BYTES
         if large or self._blocks:
             self._blocks.append((block, low, high))
         else:
@@ -82,14 +82,14 @@ def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] 
 
 def _pieces(answer: Any, block: RowBlock, low: int, high: int) -> tuple[Any, ...]:
     """An element of the answer's ``row_blocks``, in pieces of bytes that follow each other."""
-    if not isinstance(block, LogitRows):
+    if block.kind is not RowKind.LOGITS:
         message = output_pb2.RowBlock()
         fill_block(message, block, low, high)
         data = message.SerializeToString()
         return _opening(answer, "row_blocks", len(data)), data
-    array: npt.NDArray[Any] = block.logits[low:high]
+    array: npt.NDArray[Any] = block["logits"][low:high]
     raw = array.reshape(-1).view(np.uint8).data
-    head = types_pb2.Tensor(dtype=ROW_DTYPE_TO_PROTO[block.dtype], shape=array.shape).SerializeToString()
+    head = types_pb2.Tensor(dtype=DTYPE_BY_NUMPY[array.dtype], shape=array.shape).SerializeToString()
     head += _opening(types_pb2.Tensor, "data", len(raw))
     for parent, field in ((output_pb2.LogitRows, "logits"), (output_pb2.RowBlock, "logits"), (answer, "row_blocks")):
         head = _opening(parent, field, len(head) + len(raw)) + head

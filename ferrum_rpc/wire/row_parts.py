@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ferrum_rpc.core import RowBlock
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
-from ferrum_rpc.wire.rows import RowBlocks, fill_block, rows_bytes
-from ferrum_rpc.wire.tensor import fill_tensor
+from ferrum_rpc.wire.rows import RowBlocks, fill_block
+from ferrum_rpc.wire.tensor import DTYPE_BY_NUMPY, fill_tensor
 
 
 class RowParts:
@@ -26,34 +26,34 @@ class RowParts:
     def __init__(self, most: int) -> None:
         self._most = most
         self._block = -1
-        self._tensors: list[tuple[int, int, npt.NDArray[Any], types_pb2.DType]] = []
+        self._tensors: list[tuple[int, int, npt.NDArray[Any]]] = []
 
     def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
         """A `ferrum_rpc.wire.rows.Put`."""
         self._block += 1
-        size = rows_bytes(block, low, high)
+        size = block.bytes_of(high - low)
         if size > self._most and 2 * size < block.nbytes:  # the rows of others must not stay until these are read
             block, low, high = block.cut(low, high), 0, high - low
         fill_block(row_blocks.add(), block, low, high, self._fill)
 
-    def _fill(self, message: Any, field: str, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
+    def _fill(self, message: Any, field: str, array: npt.NDArray[Any]) -> None:
         if array.nbytes <= self._most:
-            fill_tensor(message, field, array, dtype)
+            fill_tensor(message, field, array)
             return
         tensor: types_pb2.Tensor = getattr(message, field)
-        tensor.dtype = dtype
+        tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
         tensor.shape.extend(array.shape)
         number = message.DESCRIPTOR.fields_by_name[field].number
-        self._tensors.append((self._block, number, array, dtype))
+        self._tensors.append((self._block, number, array))
 
     def frames(self, step_id: int) -> Iterator[session_pb2.SessionResponse]:
         """The frames, once: each of ``most`` bytes of rows, or of one row."""
         while self._tensors:
-            block, field, array, dtype = self._tensors.pop(0)
+            block, field, array = self._tensors.pop(0)
             together = max(1, self._most // (array.nbytes // len(array)))
             for first in range(0, len(array), together):
                 frame = session_pb2.SessionResponse(step_id=step_id)
                 rows = frame.rows
                 rows.block, rows.field, rows.first = block, field, first
-                fill_tensor(rows, "rows", array[first : first + together], dtype)
+                fill_tensor(rows, "rows", array[first : first + together])
                 yield frame

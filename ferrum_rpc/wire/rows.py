@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import LogitRows, RowBlock, RowDType, Rows, SelectedRows, TokenRows, TopTokenRows
+from ferrum_rpc.core import RowBlock, RowKind, Rows
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.executor.v1 import output_pb2, types_pb2
-from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
+from ferrum_rpc.executor.v1 import output_pb2
+from ferrum_rpc.wire.tensor import fill_tensor, tensor_from_proto
 
-F32 = types_pb2.D_TYPE_F32
-U32 = types_pb2.D_TYPE_U32
+_KINDS: Final[dict[str | None, RowKind]] = {kind.field: kind for kind in RowKind}
 
 
 class RowBlocks(Protocol):
@@ -28,7 +27,7 @@ class RowBlocks(Protocol):
 Put = Callable[[RowBlocks, RowBlock, int, int], None]
 """Adds a block of the rows ``low .. high`` to an answer: `put_block`, or what keeps large rows out of the message."""
 
-Fill = Callable[[Any, str, npt.NDArray[Any], types_pb2.DType], None]
+Fill = Callable[[Any, str, npt.NDArray[Any]], None]
 """Writes an array into a field of a message of rows: `fill_tensor`, or what keeps its bytes out."""
 
 
@@ -83,11 +82,6 @@ class RowPacker:
             put(row_blocks, each.block, each.low, each.high)
 
 
-def rows_bytes(block: RowBlock, low: int, high: int) -> int:
-    """What the rows ``low .. high`` of a block take."""
-    return block.nbytes // block.rows * (high - low)
-
-
 def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
     """Add a block of the rows ``low .. high`` to an answer's message."""
     fill_block(row_blocks.add(), block, low, high)
@@ -95,49 +89,29 @@ def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> No
 
 def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int, fill: Fill = fill_tensor) -> None:
     """Write the rows ``low .. high`` of a block into its message."""
-    match block:
-        case TokenRows(token_ids, logprobs):
-            fill(message.tokens, "token_ids", token_ids[low:high], U32)
-            if logprobs is not None:
-                fill(message.tokens, "logprobs", logprobs[low:high], F32)
-        case TopTokenRows(token_ids, logits, logsumexp):
-            top = message.top_tokens
-            fill(top, "token_ids", token_ids[low:high], U32)
-            fill(top, "logits", logits[low:high], F32)
-            fill(top, "logsumexp", logsumexp[low:high], F32)
-        case SelectedRows(logits, logsumexp):
-            selected = message.selected_tokens
-            fill(selected, "logits", logits[low:high], F32)
-            fill(selected, "logsumexp", logsumexp[low:high], F32)
-        case LogitRows(dtype, raw):
-            fill(message.logits, "logits", raw[low:high], ROW_DTYPE_TO_PROTO[dtype])
+    rows = getattr(message, block.kind.field)
+    for name, column in block.columns.items():
+        fill(rows, name, column[low:high])
 
 
 def rows_from_proto(row_blocks: Iterable[output_pb2.RowBlock]) -> list[RowBlock]:
     """The blocks of an answer as numpy views of its bytes (read-only)."""
-    return [_block_from_proto(block) for block in row_blocks]
+    return [block_from_proto(block, lambda rows, name: tensor_from_proto(getattr(rows, name))) for block in row_blocks]
 
 
-def _block_from_proto(block: output_pb2.RowBlock) -> RowBlock:
-    match block.WhichOneof("kind"):
-        case "tokens":
-            logprobs = tensor_from_proto(block.tokens.logprobs) if block.tokens.HasField("logprobs") else None
-            return TokenRows(tensor_from_proto(block.tokens.token_ids), logprobs)
-        case "top_tokens":
-            top = block.top_tokens
-            return TopTokenRows(*(tensor_from_proto(each) for each in (top.token_ids, top.logits, top.logsumexp)))
-        case "selected_tokens":
-            selected = block.selected_tokens
-            return SelectedRows(tensor_from_proto(selected.logits), tensor_from_proto(selected.logsumexp))
-        case "logits":
-            dtype = ROW_DTYPE_FROM_PROTO[block.logits.logits.dtype]
-            return LogitRows(dtype, tensor_from_proto(block.logits.logits))
-        case kind:
-            raise InvalidRequest(f"an answer carries rows of a kind that this client does not know: {kind}")
+def block_from_proto(block: output_pb2.RowBlock, read: Callable[[Any, str], npt.NDArray[Any]]) -> RowBlock:
+    """A block whose columns ``read`` gets from the fields of a message of rows. Raises `InvalidRequest` for a kind that
+    this program does not know."""
+    kind = _KINDS.get(block.WhichOneof("kind"))
+    if kind is None:
+        raise InvalidRequest("an answer carries rows of a kind that this client does not know")
+    rows, names = getattr(block, kind.field), kind.columns
+    given = [name for index, name in enumerate(names) if index < kind.required or rows.HasField(name)]
+    return RowBlock(kind, {name: read(rows, name) for name in given})
 
 
-def float_rows(rows: LogitRows) -> npt.NDArray[np.float32]:
+def float_rows(logits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Logits as float32 [R, V], whatever they travelled as."""
-    if rows.dtype is RowDType.BF16:
-        return (rows.logits.astype(np.uint32) << 16).view(np.float32)
-    return rows.logits.astype(np.float32, copy=False)
+    if logits.dtype == np.uint16:
+        return (logits.astype(np.uint32) << 16).view(np.float32)
+    return logits.astype(np.float32, copy=False)

@@ -15,7 +15,7 @@ from ferrum_rpc.executor.v1 import types_pb2
 if sys.byteorder != "little":  # pragma: no cover - no such machine serves models
     raise ImportError("ferrum_rpc assumes a little-endian machine")
 
-NUMPY_BY_DTYPE: Final[dict[int, np.dtype[Any]]] = {
+NUMPY_BY_DTYPE: Final[dict[types_pb2.DType, np.dtype[Any]]] = {
     types_pb2.D_TYPE_F32: np.dtype(np.float32),
     types_pb2.D_TYPE_BF16: np.dtype(np.uint16),
     types_pb2.D_TYPE_F16: np.dtype(np.float16),
@@ -24,22 +24,24 @@ NUMPY_BY_DTYPE: Final[dict[int, np.dtype[Any]]] = {
     types_pb2.D_TYPE_I8: np.dtype(np.int8),
 }
 
+DTYPE_BY_NUMPY: Final = {dtype: proto for proto, dtype in NUMPY_BY_DTYPE.items()}
+"""uint16 is bfloat16: the contract has no other use for it."""
+
 ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
     RowDType.F32: types_pb2.D_TYPE_F32,
     RowDType.BF16: types_pb2.D_TYPE_BF16,
     RowDType.F16: types_pb2.D_TYPE_F16,
 }
-ROW_DTYPE_FROM_PROTO: Final[dict[int, RowDType]] = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
+ROW_DTYPE_FROM_PROTO: Final = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
 
 
-def fill_tensor(message: Any, field: str, array: npt.NDArray[Any], dtype: types_pb2.DType) -> None:
-    """Write a C-contiguous array whose item size is that of ``dtype`` (bfloat16 as uint16) into the tensor that is a
-    field of ``message``.
+def fill_tensor(message: Any, field: str, array: npt.NDArray[Any]) -> None:
+    """Write a C-contiguous array into the tensor that is a field of ``message``.
 
     Where it lies: a message that is given to another one is serialized and parsed on the way.
     """
     tensor: types_pb2.Tensor = getattr(message, field)
-    tensor.dtype = dtype
+    tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
     tensor.shape.extend(array.shape)
     tensor.data = array.tobytes()
 

@@ -89,11 +89,10 @@ def raw(answer: Answer | ExecutorError) -> list[Any]:
     if answer.rows is None:
         return [answer.length]
     block, span = answer.rows.block, slice(answer.rows.first, answer.rows.first + answer.rows.count)
-    values = [getattr(block, each.name) for each in fields(block)]
     return [
         answer.length,
-        type(block),
-        *(each[span].tobytes() if hasattr(each, "tobytes") else each for each in values),
+        block.kind,
+        *((name, column[span].tobytes()) for name, column in block.columns.items()),
     ]
 
 

@@ -207,7 +207,7 @@ class Scheduler:
 
     def _compare(self, response: Any, expected: list[tuple[list[int], int]]) -> None:
         """The rows are those of the tokens from a position on, sequence by sequence."""
-        rows = np.concatenate([float_rows(block) for block in rows_from_proto(response.row_blocks)])
+        rows = np.concatenate([float_rows(block["logits"]) for block in rows_from_proto(response.row_blocks)])
         wanted = np.concatenate(
             [identity_logits(tokens, range(start, len(tokens)), ORACLE) for tokens, start in expected]
         )

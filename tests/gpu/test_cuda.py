@@ -53,7 +53,7 @@ def rows(runner: TorchRunner, *spans: Span) -> list[np.ndarray]:
     for outcome in outcomes:
         assert isinstance(outcome, SpanResult) and outcome.rows is not None
         first = outcome.rows.first
-        answers.append(outcome.rows.block.logits[first : first + outcome.rows.count])
+        answers.append(outcome.rows.block["logits"][first : first + outcome.rows.count])
     return answers
 
 
@@ -118,7 +118,7 @@ def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
         greedy = Span(1, np.array([5], dtype=np.int32), 0, OutputSpec(Positions.LAST, Greedy()), create=True)
         [outcome] = runner.forward(Step((greedy,))).outcomes
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
-    assert outcome.rows.block.token_ids[0] == identity_logits([5], [0], IdentityConfig())[0].argmax()
+    assert outcome.rows.block["token_ids"][0] == identity_logits([5], [0], IdentityConfig())[0].argmax()
 
 
 def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 def logits(answer) -> np.ndarray:
     [block] = rows_from_proto(answer.row_blocks)
-    return float_rows(block)
+    return float_rows(block["logits"])
 
 
 async def test_prefill_returns_the_last_row_and_length_n(served: Served) -> None:
@@ -113,20 +113,20 @@ async def test_a_mixed_batch_runs_as_one_forward_and_each_item_gets_what_it_aske
     expected = oracle([*PROMPT, 6], [9])[0]
     rows = blocks[outputs[0].rows.block]
     best = np.argsort(-expected, kind="stable")[:4]
-    assert rows.token_ids[0].tolist() == best.tolist()
-    close(rows.logits[0], expected[best])
-    assert rows.logsumexp[0] == pytest.approx(np.log(np.exp(expected.astype(np.float64)).sum()), rel=1e-5)
+    assert rows["token_ids"][0].tolist() == best.tolist()
+    close(rows["logits"][0], expected[best])
+    assert rows["logsumexp"][0] == pytest.approx(np.log(np.exp(expected.astype(np.float64)).sum()), rel=1e-5)
 
-    rows = float_rows(blocks[outputs[1].rows.block])
+    rows = float_rows(blocks[outputs[1].rows.block]["logits"])
     np.testing.assert_allclose(rows, oracle([*PROMPT[:4], 8, 8], [4, 5]), rtol=2**-8, atol=1e-6)
     assert outputs[1].rows.count == 2
 
-    assert blocks[outputs[2].rows.block].token_ids.tolist() == [int(oracle([1, 2, 3], [2]).argmax())]
+    assert blocks[outputs[2].rows.block]["token_ids"].tolist() == [int(oracle([1, 2, 3], [2]).argmax())]
     expected = oracle([4, 4], [1])[0]
-    close(blocks[outputs[3].rows.block].logits[0], expected[[5, 200, 0]])
+    close(blocks[outputs[3].rows.block]["logits"][0], expected[[5, 200, 0]])
     expected = oracle([2, 2, 2], [2])[0].astype(np.float64)
     rows = blocks[outputs[4].rows.block]
-    assert rows.logprobs[0] == pytest.approx(expected.max() - np.log(np.exp(expected).sum()), rel=1e-5)
+    assert rows["logprobs"][0] == pytest.approx(expected.max() - np.log(np.exp(expected).sum()), rel=1e-5)
 
 
 async def test_argmax_ties_go_to_the_lowest_id_and_top_tokens_are_ordered(served: Served) -> None:
@@ -135,8 +135,8 @@ async def test_argmax_ties_go_to_the_lowest_id_and_top_tokens_are_ordered(served
     [rows] = rows_from_proto(answer.row_blocks)
     expected = oracle([77], [0])[0]
     order = sorted(range(256), key=lambda token: (-expected[token], token))
-    assert rows.token_ids[0].tolist() == order
-    zeros = [token for token in rows.token_ids[0].tolist() if token >= 32]
+    assert rows["token_ids"][0].tolist() == order
+    zeros = [token for token in rows["token_ids"][0].tolist() if token >= 32]
     assert zeros == sorted(zeros)
 
 

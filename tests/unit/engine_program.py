@@ -14,17 +14,15 @@ import numpy as np
 
 from ferrum_rpc.core import (
     CacheState,
-    LogitRows,
-    RowDType,
     Rows,
     SpanOutcome,
     SpanResult,
     Step,
     StepResult,
-    TokenRows,
 )
 from ferrum_rpc.engine.worker import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
+from tests.rows import logit_rows, token_rows
 
 WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
 """What the first token of a span asks for."""
@@ -67,7 +65,7 @@ class TokenRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         if LOSE in asked:
             raise DeviceLost("as asked")
-        block = TokenRows(np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
+        block = token_rows(np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
         outcomes: list[SpanOutcome] = []
         for row, span in enumerate(step.spans):
             token = int(span.tokens[0])
@@ -75,7 +73,7 @@ class TokenRunner:
                 outcomes.append(KvBlocksExhausted("as asked", metadata={"needed_blocks": 3}))
             elif token == LARGE:
                 logits = np.arange(np.prod(LARGE_SHAPE), dtype=np.float32).reshape(LARGE_SHAPE) + span.sequence
-                outcomes.append(SpanResult(span.end, Rows(LogitRows(RowDType.F32, logits), 0, LARGE_SHAPE[0])))
+                outcomes.append(SpanResult(span.end, Rows(logit_rows(logits), 0, LARGE_SHAPE[0])))
             else:
                 outcomes.append(SpanResult(span.end, Rows(block, row, 1)))
         return StepResult(tuple(outcomes), 0.001, 2)

@@ -24,7 +24,7 @@ def logits(runner, tokens):
     with runner.context():
         [outcome] = runner.forward(Step((span,))).outcomes
         runner.release([1])
-    return torch.from_numpy(outcome.rows.block.logits[outcome.rows.first].copy())
+    return torch.from_numpy(outcome.rows.block["logits"][outcome.rows.first].copy())
 
 
 def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
@@ -83,7 +83,7 @@ def test_an_answer_depends_on_neither_neighbours_nor_threads(tmp_path, quantize)
             nexts = [Span(each, np.array([9], np.int32), len(prompts[each]), output) for each in members]
             outcomes += runner.forward(Step(tuple(nexts))).outcomes
             runner.release(list(members))
-        found = [each.rows.block.logits[each.rows.first : each.rows.first + each.rows.count] for each in outcomes]
+        found = [each.rows.block["logits"][each.rows.first : each.rows.first + each.rows.count] for each in outcomes]
         return {each: np.concatenate(found[index :: len(members)]) for index, each in enumerate(members)}
 
     try:

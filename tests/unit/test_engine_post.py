@@ -14,18 +14,14 @@ from ferrum_rpc.core import (
     CacheState,
     FullLogits,
     Greedy,
-    LogitRows,
     OutputSpec,
     Positions,
     RowDType,
     Rows,
-    SelectedRows,
     SelectedTokens,
     Span,
     SpanResult,
     StepTiming,
-    TokenRows,
-    TopTokenRows,
     TopTokens,
 )
 from ferrum_rpc.engine.post import (
@@ -41,6 +37,7 @@ from ferrum_rpc.engine.post import (
 )
 from ferrum_rpc.engine.work import EngineCounters, Submission
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
+from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 u32 = st.integers(0, 2**32 - 1)
 kinds = st.one_of(
@@ -65,6 +62,7 @@ submissions = st.builds(
     st.none() | st.floats(0, 1e9),
     u32,
 )
+
 cuts = st.lists(st.integers(1, 200), max_size=40)
 
 
@@ -110,23 +108,23 @@ def blocks(draw: Callable[[Any], Any]) -> Any:
     rows, width = draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, INLINE_BYTES // 4]))
     match draw(st.sampled_from(["tokens", "logprobs", "top", "selected", "f32", "bf16", "f16"])):
         case "tokens":
-            return TokenRows(draw(ids(rows)))
+            return token_rows(draw(ids(rows)))
         case "logprobs":
-            return TokenRows(draw(ids(rows)), draw(floats(rows)))
+            return token_rows(draw(ids(rows)), draw(floats(rows)))
         case "top":
-            return TopTokenRows(draw(ids(rows, 4)), draw(floats(rows, 4)), draw(floats(rows)))
+            return top_token_rows(draw(ids(rows, 4)), draw(floats(rows, 4)), draw(floats(rows)))
         case "selected":
-            return SelectedRows(draw(floats(rows, 4)), draw(floats(rows)))
+            return selected_rows(draw(floats(rows, 4)), draw(floats(rows)))
         case "f32":
-            return LogitRows(RowDType.F32, np.arange(rows * width, dtype=np.float32).reshape(rows, width))
+            return logit_rows(np.arange(rows * width, dtype=np.float32).reshape(rows, width))
         case "bf16":
-            return LogitRows(RowDType.BF16, np.arange(rows * width).astype(np.uint16).reshape(rows, width))
+            return logit_rows(np.arange(rows * width).astype(np.uint16).reshape(rows, width))
         case _:
-            return LogitRows(RowDType.F16, np.arange(rows * width).astype(np.float16).reshape(rows, width))
+            return logit_rows(np.arange(rows * width).astype(np.float16).reshape(rows, width))
 
 
 def columns(block: Any) -> list[Any]:
-    return [value for name in block.__slots__ if isinstance(value := getattr(block, name), np.ndarray)]
+    return list(block.columns.values())
 
 
 @given(st.data(), st.lists(blocks(), min_size=1, max_size=3), cuts, st.booleans())
@@ -188,9 +186,9 @@ def test_an_empty_frame_is_one() -> None:
 
 def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
     """Recorded answers live long, and a read brings 64 KiB."""
-    block = TokenRows(np.array([7], dtype=np.uint32))
+    block = token_rows(np.array([7], dtype=np.uint32))
     turn = Turn([(1, (SpanResult(3, Rows(block, 0, 1)),), None)], [], [], EngineCounters(), CacheState(1, 1, 1, 1))
     body = memoryview(write_turn(turn, lambda _: None))[5:]
     ((_, (outcome,), _),) = read_turn(body, lambda *_: np.zeros(0)).answers
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
-    assert outcome.rows.block.token_ids.base is None  # type: ignore[union-attr]
+    assert outcome.rows.block["token_ids"].base is None  # type: ignore[union-attr]

@@ -108,7 +108,7 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path:
     described = await made.ready
     assert (described.info, described.device) == ("a model", "a device")
     for (outcome,), timing in answers[:3]:
-        assert outcome.length == 1 and outcome.rows.block.token_ids[outcome.rows.first] == 5
+        assert outcome.length == 1 and outcome.rows.block["token_ids"][outcome.rows.first] == 5
         assert (timing.step, timing.sequences, timing.tokens) == (1, 3, 3) and timing.queue_s >= 0
     assert made.timings == [timing for _, timing in answers]
     assert await made.engine.stop()
@@ -161,7 +161,7 @@ async def test_every_piece_of_work_gives_its_place_back(tmp_path: Path) -> None:
             await held
             for submission, done in work[1 - turn % 2 :: 2]:
                 (outcome,), _ = await done
-                assert outcome.rows.block.token_ids[outcome.rows.first] == submission.spans[0].tokens[0]
+                assert outcome.rows.block["token_ids"][outcome.rows.first] == submission.spans[0].tokens[0]
             assert await made.do("process")
         assert made.engine.queued_items == 0
 
@@ -247,12 +247,12 @@ async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path: 
     async with harness(tmp_path) as made:
         kept = await made.outcome(span(7, LARGE, output=full))
         expected = np.arange(np.prod(LARGE_SHAPE), dtype=np.float32).reshape(LARGE_SHAPE)
-        first = kept.rows.block.logits
+        first = kept.rows.block["logits"]
         np.testing.assert_array_equal(first, expected + 7)
         places = set()
         for sequence in range(20):
             outcome = await made.outcome(span(sequence, LARGE, output=full))
-            logits = outcome.rows.block.logits
+            logits = outcome.rows.block["logits"]
             np.testing.assert_array_equal(logits, expected + sequence)
             assert not np.shares_memory(logits, first)
             places.add(logits.__array_interface__["data"][0])

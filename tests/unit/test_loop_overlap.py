@@ -411,5 +411,5 @@ def replay(serial: Any, caller: Caller) -> None:
         with serial.context():
             [outcome] = serial.forward(Step((span._replace(sequence=1, create=index == 0),))).outcomes
         assert not isinstance(outcome, ExecutorError), outcome
-        mine = outcome.rows.alone().block.logits
-        assert np.isfinite(mine).all() and mine.tobytes() == block.logits.tobytes()
+        mine = outcome.rows.alone().block["logits"]
+        assert np.isfinite(mine).all() and mine.tobytes() == block["logits"].tobytes()

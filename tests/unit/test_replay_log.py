@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.core import CreateOptions, HandleRef, ItemAnswer, OutputSpec, Rows, TokenRows, WorkItem
+from ferrum_rpc.core import CreateOptions, HandleRef, ItemAnswer, OutputSpec, Rows, WorkItem
 from ferrum_rpc.errors import RequestIdReused, StepFailed
 from ferrum_rpc.service.replay import ENTRIES_PER_SEQUENCE, Entry, Key, ReplayLog, item_fingerprint, scope_of
+from tests.rows import token_rows
 
 OWNER = "owner"
 HANDLE = HandleRef(b"handle", 5, 3)
 
 
 def answer(rows: int = 0, handle: HandleRef = HANDLE) -> ItemAnswer:
-    return ItemAnswer(handle, Rows(TokenRows(np.zeros(rows, np.uint32)), 0, rows) if rows else None)
+    return ItemAnswer(handle, Rows(token_rows(np.zeros(rows, np.uint32)), 0, rows) if rows else None)
 
 
 def record(log: ReplayLog, key: Key, request_id: str, rows: int = 0) -> Entry:

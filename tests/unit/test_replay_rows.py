@@ -8,8 +8,9 @@ import weakref
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, LogitRows, RowDType, Rows, TokenRows
+from ferrum_rpc.core import HandleRef, ItemAnswer, Rows
 from ferrum_rpc.service.replay import SHARED_BYTES, ReplayLog
+from tests.rows import logit_rows, token_rows
 
 KEY = ("owner", b"handle")
 STEP = 32
@@ -29,20 +30,19 @@ def test_a_recorded_row_of_logits_does_not_keep_the_steps_rows_alive(of_the_step
     step = np.arange(STEP * 512, dtype=np.float32).reshape(STEP, 512)
     alive, expected = weakref.ref(step), step[0].tobytes()
     log = ReplayLog(1 << 30)
-    kept = record(log, Rows(LogitRows(RowDType.F32, step[:of_the_step]), 0, 1))
+    kept = record(log, Rows(logit_rows(step[:of_the_step]), 0, 1))
     del step
     gc.collect()
     assert alive() is None
-    assert isinstance(kept.block, LogitRows) and kept.block.logits.tobytes() == expected
+    assert kept.block["logits"].tobytes() == expected
     assert log.bytes == len(expected)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, SHARED_BYTES // 4, SHARED_BYTES])
 def test_a_recorded_token_is_the_sequences_own_and_counts_for_itself_alone(sequences: int) -> None:
-    step = TokenRows(np.arange(sequences, dtype=np.uint32))
+    step = token_rows(np.arange(sequences, dtype=np.uint32))
     log = ReplayLog(1 << 30)
     kept = record(log, Rows(step, sequences - 1, 1))
-    assert isinstance(kept.block, TokenRows)
-    assert kept.block.token_ids[kept.first : kept.first + kept.count].tolist() == [sequences - 1]
+    assert kept.block["token_ids"][kept.first : kept.first + kept.count].tolist() == [sequences - 1]
     assert log.bytes == 4
     assert kept.block.nbytes <= SHARED_BYTES

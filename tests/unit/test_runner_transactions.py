@@ -279,8 +279,8 @@ def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
         if mine.rows is None:
             continue
         one, two = (each.rows.block.cut(each.rows.first, each.rows.first + each.rows.count) for each in (mine, other))
-        assert np.isfinite(one.logits).all()
-        assert (one.logits.shape, one.logits.tobytes()) == (two.logits.shape, two.logits.tobytes())
+        assert np.isfinite(one["logits"]).all()
+        assert (one["logits"].shape, one["logits"].tobytes()) == (two["logits"].shape, two["logits"].tobytes())
     assert ours.blocks_copied == theirs.blocks_copied
 
 

@@ -66,28 +66,28 @@ def check_rows(rows: Rows, kind: OutputKind, logits: torch.Tensor) -> None:
     match kind:
         case Greedy(logprob):
             best = [expected_order(row)[0] for row in exact]
-            assert block.token_ids.dtype == np.uint32
-            assert block.token_ids.tolist() == best
-            assert (block.logprobs is not None) == logprob
+            assert block["token_ids"].dtype == np.uint32
+            assert block["token_ids"].tolist() == best
+            assert ("logprobs" in block.columns) == logprob
             if logprob:
-                assert block.logprobs.dtype == np.float32
+                assert block["logprobs"].dtype == np.float32
                 np.testing.assert_allclose(
-                    block.logprobs, exact[np.arange(len(best)), best] - logsumexp, rtol=1e-5, atol=1e-5
+                    block["logprobs"], exact[np.arange(len(best)), best] - logsumexp, rtol=1e-5, atol=1e-5
                 )
         case TopTokens(k):
-            assert block.token_ids.dtype == np.uint32
-            assert block.token_ids.tolist() == [expected_order(row)[:k] for row in exact]
-            assert np.array_equal(block.logits, np.take_along_axis(exact, block.token_ids.astype(np.int64), -1))
-            np.testing.assert_allclose(block.logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+            assert block["token_ids"].dtype == np.uint32
+            assert block["token_ids"].tolist() == [expected_order(row)[:k] for row in exact]
+            assert np.array_equal(block["logits"], np.take_along_axis(exact, block["token_ids"].astype(np.int64), -1))
+            np.testing.assert_allclose(block["logsumexp"], logsumexp, rtol=1e-5, atol=1e-5)
         case SelectedTokens(ids):
-            assert np.array_equal(block.logits, exact[:, list(ids)])
-            np.testing.assert_allclose(block.logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+            assert np.array_equal(block["logits"], exact[:, list(ids)])
+            np.testing.assert_allclose(block["logsumexp"], logsumexp, rtol=1e-5, atol=1e-5)
         case FullLogits(dtype):
             torch_dtype = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
             raw = logits.to(torch_dtype[dtype])
-            assert block.logits.shape == logits.shape
-            assert block.logits.tobytes() == raw.contiguous().view(torch.uint8).numpy().tobytes()
-            assert (block.dtype, block.logits.itemsize) == (dtype, dtype.itemsize)
+            assert block["logits"].shape == logits.shape
+            assert block["logits"].tobytes() == raw.contiguous().view(torch.uint8).numpy().tobytes()
+            assert block["logits"].itemsize == dtype.itemsize
 
 
 # --- the k largest ----------------------------------------------------------------------------------------------------
@@ -168,15 +168,15 @@ def test_greedy_ties_go_to_the_lowest_id(vocab: int) -> None:
     head = Head(table)
     for kind in (Greedy(), Greedy(logprob=True)):
         [rows] = select_rows(head.hidden, [(0, 6, kind)], head)
-        assert rows.block.token_ids.tolist() == table.numpy().argmax(-1).tolist()  # numpy: the first of the largest
-        assert rows.block.token_ids.tolist() == [0, vocab // 3, vocab // 2, 0, 0, 0]
+        assert rows.block["token_ids"].tolist() == table.numpy().argmax(-1).tolist()  # numpy: the first of the largest
+        assert rows.block["token_ids"].tolist() == [0, vocab // 3, vocab // 2, 0, 0, 0]
 
 
 def test_greedy_is_the_first_of_the_top_tokens() -> None:
     for ties in (False, True):
         head = Head(random_table(64, 5000, ties=ties))
         greedy, top = select_rows(head.hidden, [(0, 64, Greedy()), (0, 64, TopTokens(3))], head)
-        assert greedy.block.token_ids.tolist() == top.block.token_ids[:, 0].tolist()
+        assert greedy.block["token_ids"].tolist() == top.block["token_ids"][:, 0].tolist()
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -326,13 +326,16 @@ def test_a_row_of_minus_infinity_but_for_one_token_is_certain() -> None:
     greedy, top, selected = select_rows(
         head.hidden, [(0, 1, Greedy(logprob=True)), (0, 1, TopTokens(3)), (0, 1, SelectedTokens((31, 2)))], head
     )
-    assert (greedy.block.token_ids.tolist(), greedy.block.logprobs.tolist()) == ([31], [0.0])
-    assert top.block.token_ids.tolist() == [[31, 0, 1]]
-    assert top.block.logits.tolist() == [[-7.25, -INF, -INF]]
-    assert (selected.block.logits.tolist(), selected.block.logsumexp.tolist()) == ([[-7.25, -INF]], [-7.25])
+    assert (greedy.block["token_ids"].tolist(), greedy.block["logprobs"].tolist()) == ([31], [0.0])
+    assert top.block["token_ids"].tolist() == [[31, 0, 1]]
+    assert top.block["logits"].tolist() == [[-7.25, -INF, -INF]]
+    assert (selected.block["logits"].tolist(), selected.block["logsumexp"].tolist()) == (
+        [[-7.25, -INF]],
+        [-7.25],
+    )
 
 
 def test_large_logits_do_not_overflow_the_logsumexp() -> None:
     head = Head(torch.tensor([[1e4, 1e4, -1e4]]))
     [rows] = select_rows(head.hidden, [(0, 1, Greedy(logprob=True))], head)
-    np.testing.assert_allclose(rows.block.logprobs, [-math.log(2)], atol=1e-3)
+    np.testing.assert_allclose(rows.block["logprobs"], [-math.log(2)], atol=1e-3)

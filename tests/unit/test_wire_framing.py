@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, LogitRows, RowDType, Rows, TokenRows
+from ferrum_rpc.core import HandleRef, ItemAnswer, RowDType, Rows
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
 from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, Framing, serializing
 from ferrum_rpc.wire.items import fill_lone, fill_results
 from ferrum_rpc.wire.rows import put_block
+from tests.rows import logit_rows, token_rows
 
 ITEMS = [forward_pb2.ForwardItem(item_id=number) for number in range(3)]
 RAW = {RowDType.F32: np.float32, RowDType.F16: np.float16, RowDType.BF16: np.uint16}
 
 
 def logits(dtype, rows, width):
-    return LogitRows(dtype, np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(RAW[dtype]))
+    return logit_rows(np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(RAW[dtype]))
 
 
 def answers(*rows):
@@ -54,12 +55,12 @@ def test_a_lone_item_is_framed_as_well():
     assert model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes()) == whole
 
 
-SMALL = TokenRows(np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.float32))
+SMALL = token_rows(np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.float32))
 
 
 @pytest.mark.parametrize("large", [0, 1, 2])
 def test_blocks_keep_their_order(large):
-    blocks = [SMALL, TokenRows(np.arange(3, dtype=np.uint32)), SMALL]
+    blocks = [SMALL, token_rows(np.arange(3, dtype=np.uint32)), SMALL]
     blocks[large] = logits(RowDType.F32, 3, LARGE_BYTES)
     outcomes = answers(*(Rows(block, number, 1) for number, block in enumerate(blocks)))
     whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
@@ -69,7 +70,7 @@ def test_blocks_keep_their_order(large):
 
 @pytest.mark.parametrize(
     "blocks",
-    [[logits(RowDType.F32, 3, 16)], [TokenRows(np.arange(LARGE_BYTES, dtype=np.uint32))], [SMALL]],
+    [[logits(RowDType.F32, 3, 16)], [token_rows(np.arange(LARGE_BYTES, dtype=np.uint32))], [SMALL]],
     ids=["small", "no logits", "small ids"],
 )
 def test_other_answers_are_messages(blocks):
