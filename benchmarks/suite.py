@@ -64,6 +64,7 @@ class Contest:
             player = await stack.enter_async_context(opening)
         except (Unsupported, OSError) as error:
             values["left_out"][name] = str(error)
+            print(f"{name} is left out: {error}", flush=True)
             return None
         values["sides"][name] = player.facts
         return player

@@ -80,7 +80,7 @@ def run(promise: Callable[[Size], Awaitable[Figures]], size: Size) -> dict[str, 
 
 def facts() -> dict[str, Any]:
     """Machine, hardware, versions and commit, as the results of benchmarks have them."""
-    command = [sys.executable, "-m", "benchmarks.environment"]
+    command = [sys.executable, "-m", "benchmarks.machine"]
     found: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
     return found
 

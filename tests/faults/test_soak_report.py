@@ -48,6 +48,12 @@ def test_a_promise_is_broken_by_a_figure_by_an_exception_and_by_silence(promise,
     assert soak.run(promise, CI)["broken"] == broken
 
 
+def test_a_soak_knows_its_machine_and_its_commit() -> None:
+    found = soak.facts()
+    assert found.keys() == {"machine", "hardware", "versions", "commit"}
+    assert found["hardware"]["cores"] >= 1 and found["commit"].keys() == {"id", "dirty"}
+
+
 def test_the_report_has_a_row_for_every_figure_and_says_which_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
