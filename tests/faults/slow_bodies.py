@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,7 +42,9 @@ class SlowBodies:
     """One connection with so many ``streams`` to ``path``, each with all but the last byte of a message of ``size``. A
     stream that the server ends is opened again."""
 
-    def __init__(self, host: str, port: int, path: str, streams: int, size: int) -> None:
+    def __init__(
+        self, host: str, port: int, path: str, streams: int, size: int, *, metadata: Iterable[tuple[str, str]] = ()
+    ) -> None:
         self._host, self._port = host, port
         self._streams, self._size = streams, size
         self._window, self._initial = WINDOW, WINDOW
@@ -54,6 +57,7 @@ class SlowBodies:
             (":authority", "localhost"),
             ("te", "trailers"),
             ("content-type", "application/grpc"),
+            *metadata,
         ]
         never = [hpack.NeverIndexedHeaderTuple(*pair) for pair in pairs]
         self._headers = hpack.Encoder().encode(never, huffman=False)
