@@ -367,6 +367,10 @@ class ModelInfo:
     folder: str = ""
 
 
+NO_KERNELS: Final = "kernels=none"
+"""The choice of a CPU's engine whose C library is missing or cannot be loaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why).

@@ -16,6 +16,7 @@ from ferrum_rpc import __version__
 from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build, model_folder
 from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.core import NO_KERNELS
 from ferrum_rpc.engine.heartbeat import Heartbeat
 from ferrum_rpc.engine.process import Program
 from ferrum_rpc.engine.work import Described, Runner
@@ -166,5 +167,6 @@ def _banner(server: ExecutorServer, runner: Described) -> None:
         threads=device.threads,
     )
     for choice, reason in device.choices:
-        log.info("chosen", choice=choice, reason=reason)
+        say = log.warning if choice == NO_KERNELS else log.info
+        say("chosen", choice=choice, reason=reason)
     log.info("ready", target=server.target)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from ferrum_rpc.attention.backend import AUTO, select_backend
-from ferrum_rpc.core import DeviceInfo
+from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
@@ -25,7 +25,7 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_bytes, select_linear
-from ferrum_rpc.native.library import prefer_huge_pages
+from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
@@ -66,6 +66,8 @@ def build_runner(config: BuildConfig, progress: Progress | None = None, stage: S
     """Load the model and make its runner. Raises typed errors that say what to do."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices)
+    if device.type == "cpu":
+        _check_kernels(choices)
     model = _load(config, device, choices, progress)
     with torch.inference_mode():
         return _assemble(config, model, device, choices, stage)
@@ -102,7 +104,7 @@ def _assemble(
             field="kv_memory",
         ) from error
     if device.type == "cpu":
-        prefer_huge_pages(store.buffer)
+        library.prefer_huge_pages(store.buffer)
     name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
     attention = factory(model.attention_specs, store.keys, store.values)
@@ -150,6 +152,14 @@ def _choose_device(requested: str, choices: list[tuple[str, str]]) -> torch.devi
     kind = requested if requested != "auto" else ("cuda" if available else "cpu")
     choices.append((f"device={kind}", reason))
     return torch.device(kind)
+
+
+def _check_kernels(choices: list[tuple[str, str]]) -> None:
+    """Say it once where the C library is not there: every part that would use it has a slower way, and takes it."""
+    try:
+        library.load()
+    except OSError as error:
+        choices.append((NO_KERNELS, f"torch computes everything, more slowly. The C library: {error}"))
 
 
 def _load(

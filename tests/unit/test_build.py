@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from ferrum_rpc.building import model_folder
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
+from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.native import library
+from ferrum_rpc.serve import _banner
 from tests.checkpoints import make_checkpoint
 
 
@@ -143,3 +147,26 @@ def test_built_in_models_have_folders_and_the_identity_model_needs_none():
     assert model_folder("identity") == "identity"
     for model in ("demo", "demo-draft"):
         assert Path(model_folder(model)).name == model
+
+
+def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    runner, told = choices()
+    assert "not built" in told[NO_KERNELS] and "install the package again" in told[NO_KERNELS]
+    with capture_logs() as logs:
+        _banner(SimpleNamespace(target="here"), runner)
+    [warning] = [each for each in logs if each["log_level"] == "warning"]
+    assert (warning["event"], warning["choice"]) == ("chosen", NO_KERNELS)
+
+
+def test_a_start_with_kernels_warns_of_nothing():
+    try:
+        library.load()
+    except OSError as reason:
+        pytest.skip(str(reason))
+    runner, told = choices()
+    assert NO_KERNELS not in told
+    with capture_logs() as logs:
+        _banner(SimpleNamespace(target="here"), runner)
+    assert {each["log_level"] for each in logs} == {"info"}
