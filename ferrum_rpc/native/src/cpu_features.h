@@ -14,7 +14,12 @@
 
 #define LISTED(feature) "," feature
 #define HELD(feature) && __builtin_cpu_supports(feature)
-#define COMPILED_FOR(SET) __attribute__((target("prefer-vector-width=512" SET(LISTED))))
+#if defined(__clang__)
+#define VECTOR_WIDTH "sse2" /* it has no such option, and there is always this */
+#else
+#define VECTOR_WIDTH "prefer-vector-width=512"
+#endif
+#define COMPILED_FOR(SET) __attribute__((target(VECTOR_WIDTH SET(LISTED))))
 #define CPU_HAS(SET) (__builtin_cpu_init(), 1 SET(HELD))
 
 #endif

@@ -6,22 +6,28 @@
 
 #include "vectors.h"
 
+/* Every other lane of a and then b, from `first` on. */
+#undef ALTERNATE
+#if LANES == 16
+#define ALTERNATE(a, b, first)                                                                                         \
+    SHUFFLED(a, b, first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14, first + 16,  \
+             first + 18, first + 20, first + 22, first + 24, first + 26, first + 28, first + 30)
+#elif LANES == 8
+#define ALTERNATE(a, b, first)                                                                                         \
+    SHUFFLED(a, b, first, first + 2, first + 4, first + 6, first + 8, first + 10, first + 12, first + 14)
+#else
+#define ALTERNATE(a, b, first) SHUFFLED(a, b, first, first + 2, first + 4, first + 6)
+#endif
+
 /* Lane s of the result is the sum of sums[s]: neighbours are added in pairs, log2(LANES) times. */
 INLINE FV ISA(sum_each)(FV *sums)
 {
-#if LANES == 16
-    const IV even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-#elif LANES == 8
-    const IV even = {0, 2, 4, 6, 8, 10, 12, 14};
-#else
-    const IV even = {0, 2, 4, 6};
-#endif
 #pragma GCC unroll 8
     for (int count = LANES / 2; count; count /= 2)
 #pragma GCC unroll 8
         for (int i = 0; i < count; i++) {
             const FV a = sums[2 * i], b = sums[2 * i + 1];
-            sums[i] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+            sums[i] = ALTERNATE(a, b, 0) + ALTERNATE(a, b, 1);
         }
     return sums[0];
 }

@@ -4,7 +4,8 @@
  *   TARGET      the function attribute that lets the compiler use it
  *   LANES       floats in a vector: 16, 8 or 4
  *
- * They are GCC's own vectors, so that nothing here names an instruction. No include guard: each set includes it anew.
+ * They are the compiler's own vectors (GCC's or Clang's), so that nothing here names an instruction. No include guard:
+ * each set includes it anew.
  */
 
 #undef FV
@@ -77,19 +78,26 @@ INLINE FV ISA(tanh)(FV x)
     return ISA(where)(x < 0.0f, -y, y);
 }
 
-/* The lanes of x, each with the one `by` lanes further on. A macro: the pattern must be a constant. */
+/* Those lanes of x and then y that the numbers say, which are constants. */
+#if defined(__clang__)
+#define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, (IV){__VA_ARGS__})
+#endif
+
+/* The lanes of x, each with the one `by` lanes further on. */
 #undef TURNED
 #if LANES == 16
 #define TURNED(x, by)                                                                                                  \
-    __builtin_shuffle(x, (IV){by & 15, (by + 1) & 15, (by + 2) & 15, (by + 3) & 15, (by + 4) & 15, (by + 5) & 15,      \
-                              (by + 6) & 15, (by + 7) & 15, (by + 8) & 15, (by + 9) & 15, (by + 10) & 15,              \
-                              (by + 11) & 15, (by + 12) & 15, (by + 13) & 15, (by + 14) & 15, (by + 15) & 15})
+    SHUFFLED(x, x, (by) & 15, (by + 1) & 15, (by + 2) & 15, (by + 3) & 15, (by + 4) & 15, (by + 5) & 15, (by + 6) & 15, \
+             (by + 7) & 15, (by + 8) & 15, (by + 9) & 15, (by + 10) & 15, (by + 11) & 15, (by + 12) & 15,              \
+             (by + 13) & 15, (by + 14) & 15, (by + 15) & 15)
 #elif LANES == 8
 #define TURNED(x, by)                                                                                                  \
-    __builtin_shuffle(x, (IV){by & 7, (by + 1) & 7, (by + 2) & 7, (by + 3) & 7, (by + 4) & 7, (by + 5) & 7,            \
-                              (by + 6) & 7, (by + 7) & 7})
+    SHUFFLED(x, x, (by) & 7, (by + 1) & 7, (by + 2) & 7, (by + 3) & 7, (by + 4) & 7, (by + 5) & 7, (by + 6) & 7,       \
+             (by + 7) & 7)
 #else
-#define TURNED(x, by) __builtin_shuffle(x, (IV){by & 3, (by + 1) & 3, (by + 2) & 3, (by + 3) & 3})
+#define TURNED(x, by) SHUFFLED(x, x, (by) & 3, (by + 1) & 3, (by + 2) & 3, (by + 3) & 3)
 #endif
 
 INLINE float ISA(total)(FV x)

@@ -1,0 +1,109 @@
+/* Rows and attention in portable vectors on fixed random numbers, printed bit by bit: on every machine the same.
+ *
+ * For test_native_builds.py, linked with the sources of the library. The first line says what else the machine has. */
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "attention.h"
+#include "rows.h"
+
+#define ROWS 7
+#define DIM 32
+#define HEADS 4
+#define KV_HEADS 2
+#define BLOCK 16
+#define BLOCKS 64
+#define TOKENS 6
+
+int32_t ferrum_linear_supported(int32_t kind);
+int32_t ferrum_flash_supported(int32_t head_dim);
+int32_t ferrum_rows_lanes(int32_t elements);
+struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim);
+const char *ferrum_attention_name(const struct ferrum_attention *self);
+void ferrum_attention_free(struct ferrum_attention *self);
+
+static uint32_t state = 1;
+
+/* Between -1 and 1. */
+static float draw(void)
+{
+    state = state * 1664525u + 1013904223u;
+    return (float)(int32_t)state / 2147483648.0f;
+}
+
+static char *drawn(int count, int wide)
+{
+    char *made = malloc((size_t)count * 4);
+    for (int i = 0; i < count; i++) {
+        union { float number; uint16_t half[2]; } each = {draw()};
+        if (wide)
+            ((float *)made)[i] = each.number;
+        else
+            ((uint16_t *)made)[i] = each.half[1]; /* little-endian */
+    }
+    return made;
+}
+
+static void print(const char *name, int wide, const void *numbers, int count)
+{
+    printf("%s %s", name, wide ? "float32" : "bfloat16");
+    for (int i = 0; i < count; i++)
+        printf(" %x", wide ? ((const uint32_t *)numbers)[i] : ((const uint16_t *)numbers)[i]);
+    printf("\n");
+}
+
+static void run_rows(int wide)
+{
+    const int width = (HEADS + 2 * KV_HEADS) * DIM;
+    char *hidden = drawn(ROWS * 2 * width, wide), *out = calloc(ROWS * width, 4), *delta = drawn(ROWS * width, wide);
+    char *weight = drawn(width, wide);
+    float *norms = (float *)drawn(width, 1), *angles = (float *)drawn(ROWS * DIM, 1);
+    struct rows rows = {.wide = wide, .threads = 1, .width = width, .heads = HEADS + KV_HEADS, .head_dim = DIM,
+                        .eps = 1e-6f, .count = ROWS, .hidden = hidden, .out = out, .delta = delta, .weight = weight,
+                        .head_norms = norms, .cos = angles, .sin = angles};
+    const char *names[] = {"add_norm", "rotate", "gate"};
+    for (rows.task = ADD_NORM; rows.task <= GATE; rows.task++) {
+        ferrum_rows(&rows, 4);
+        print(names[rows.task], wide, out, ROWS * width);
+        print(names[rows.task], wide, hidden, ROWS * width);
+    }
+    free(hidden), free(out), free(delta), free(weight), free(norms), free(angles);
+}
+
+/* A span of five tokens at the start of a sequence, and a single one behind two chunks of another. */
+static void run_attention(struct ferrum_attention *kernel, int wide, int window, float softcap)
+{
+    const int32_t rows[] = {0, 5}, starts[] = {0, 1000}, lengths[] = {5, 1001}, table_start[] = {0, 1, BLOCKS};
+    const int row = (HEADS + 2 * KV_HEADS) * DIM;
+    int32_t tables[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++)
+        tables[i] = BLOCKS - 1 - i;
+    const int64_t slots[] = {tables[0] * BLOCK, tables[0] * BLOCK + 1, tables[0] * BLOCK + 2, tables[0] * BLOCK + 3,
+                             tables[0] * BLOCK + 4, tables[1 + 62] * BLOCK + 8};
+    const struct step step = {2, HEADS, KV_HEADS, DIM, BLOCK, 1, rows, starts, lengths, table_start, tables};
+    char *keys = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide), *values = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide);
+    char *qkv = drawn(TOKENS * row, wide), *out = calloc(TOKENS * HEADS * DIM, 4);
+    const struct attention_layer layer = {keys, values, window, 0.2f, softcap};
+    const struct attention_step whole = {kernel, NULL, &step, NULL, &layer, slots};
+    if (wide ? ferrum_attend(kernel, &step, qkv, row, keys, values, out, 1, window, 0.2f, softcap)
+             : ferrum_attention_layer(&whole, 0, qkv, TOKENS, out))
+        exit(1);
+    print("attention", wide, out, TOKENS * HEADS * DIM);
+    free(keys), free(values), free(qkv), free(out);
+}
+
+int main(void)
+{
+    struct ferrum_attention *best = ferrum_attention_new(NULL, DIM), *kernel = ferrum_attention_new("portable", DIM);
+    printf("%s lanes %d pairs %d bytes %d flash %d\n", ferrum_attention_name(best), ferrum_rows_lanes(DIM),
+           ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_flash_supported(DIM));
+    for (int wide = 0; wide <= 1; wide++) {
+        run_rows(wide);
+        run_attention(kernel, wide, 0, 0.0f);
+        run_attention(kernel, wide, 700, 5.0f);
+    }
+    ferrum_attention_free(best);
+    ferrum_attention_free(kernel);
+    return 0;
+}

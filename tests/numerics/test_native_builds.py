@@ -1,0 +1,101 @@
+"""The C library built in other ways: by Clang, and for a CPU without any of its instructions.
+
+What a compiler or an emulator is missing for is skipped. Clang and the ARM64 cross compiler are Debian's `clang` and
+`gcc-aarch64-linux-gnu`, the emulator is `qemu-user`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ferrum_rpc.native import library
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+[MODULE] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+SOURCES = [ROOT / each for each in MODULE["sources"]]
+PORTABLE = HERE / "portable.c"
+EXACT = ("-w", "-fno-math-errno", "-ffp-contract=off", f"-I{SOURCES[0].parent}")
+"""Without fused products, which not every CPU has, results are the same everywhere to the last bit."""
+
+ELSEWHERE = """
+import sys
+import pytest
+from ferrum_rpc.native import library
+library.__file__ = sys.argv[1] + "/library.py"
+library.load()
+assert sys.argv[1] in open("/proc/self/maps").read()
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+EVERY_KERNEL = (
+    "test_row_ops or exact_one or lie_apart or what_is_no_number or new_tokens or short_and_long or head_and_block "
+    "or (key_that_is_no and 20-None) or (soft and PairFactory)"
+)
+
+
+def tool(name):
+    """Its path, or a visible skip."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name}")
+    return found
+
+
+def build(compiler, folder, *options):
+    """The library in ``folder``, where `library.load` looks for it; a source at a time and two at once."""
+    objects = [folder / f"{each.stem}.o" for each in SOURCES]
+    waiting, running = list(zip(SOURCES, objects, strict=True)), []
+    waiting.sort(key=lambda each: each[0].stat().st_size)
+    while waiting or running:
+        while waiting and len(running) < 2:
+            source, target = waiting.pop()
+            running.append(subprocess.Popen([compiler, "-w", "-fPIC", *options, "-c", source, "-o", target]))
+        assert running.pop(0).wait() == 0
+    target = folder / f"{library.LIBRARY}{library.EXTENSION_SUFFIXES[0]}"
+    links = [each for each in options if each.startswith("-fsanitize")]
+    subprocess.run([compiler, "-shared", *links, *objects, "-o", target], check=True)
+
+
+def run_kernels(folder, **environment):
+    """The tests of every kernel, with the library of ``folder``."""
+    files = [HERE / f"test_{each}.py" for each in ("row_ops", "linear", "attention", "native_layers")]
+    command = [sys.executable, "-c", ELSEWHERE, folder, "-q", "-x", "-p", "no:cacheprovider", "-k", EVERY_KERNEL]
+    done = subprocess.run(
+        [*command, *files], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def test_clang_builds_kernels_that_are_right(tmp_path):
+    """In one thread: its OpenMP is another than torch's."""
+    build(tool("clang"), tmp_path, *(each for each in MODULE["extra-compile-args"] if each != "-fopenmp"), "-O1")
+    run_kernels(tmp_path)
+
+
+def run_portable(folder, compiler, *options, emulator=()):
+    """What the machine has, and the bits that the portable vectors computed."""
+    program = folder / "portable"
+    subprocess.run([compiler, *EXACT, *options, PORTABLE, *SOURCES, "-o", program, "-lm"], check=True)
+    done = subprocess.run([*emulator, program], capture_output=True, text=True, check=True)
+    has, _, bits = done.stdout.partition("\n")
+    assert bits.count("\n") == 16  # three tasks by two tensors, and attention twice, in two dtypes
+    return has, bits
+
+
+def test_clang_computes_the_same_bits(tmp_path):
+    other = tool("clang")
+    assert run_portable(tmp_path, other, "-O1") == run_portable(tmp_path, tool("cc"), "-O0")
+
+
+def test_arm64_takes_the_portable_vectors_and_computes_the_same_bits(tmp_path):
+    other, emulator = tool("aarch64-linux-gnu-gcc"), tool("qemu-aarch64")
+    has, bits = run_portable(tmp_path, other, "-O1", "-static", emulator=[emulator])
+    assert has == "portable lanes 4 pairs 0 bytes 0 flash 0"
+    assert bits == run_portable(tmp_path, tool("cc"), "-O0")[1]
