@@ -1,4 +1,4 @@
-"""The C library built in other ways: by Clang, and for a CPU without any of its instructions.
+"""The C library built in other ways: watched by sanitizers, by Clang, and for a CPU without any of its instructions.
 
 What a compiler or an emulator is missing for is skipped. Clang and the ARM64 cross compiler are Debian's `clang` and
 `gcc-aarch64-linux-gnu`, the emulator is `qemu-user`.
@@ -71,6 +71,16 @@ def run_kernels(folder, **environment):
         [*command, *files], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def test_kernels_touch_no_memory_but_theirs_and_rely_on_nothing_undefined(tmp_path):
+    compiler = tool("cc")
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_absolute():
+        pytest.skip("the compiler has no address sanitizer of its own to preload")
+    watched = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    build(compiler, tmp_path, "-O0", "-fopenmp", "-fno-math-errno", *watched)
+    run_kernels(tmp_path, LD_PRELOAD=found.stdout.strip(), ASAN_OPTIONS="detect_leaks=0")  # Python's own are many
 
 
 def test_clang_builds_kernels_that_are_right(tmp_path):
