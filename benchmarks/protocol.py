@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import tables
+from benchmarks.cases import CACHE
 from benchmarks.compare import Round, alternate, ratio
 from benchmarks.engines.echo import ANY_PORT, echo_channel
 from benchmarks.engines.grpc import serve_flags, vocabulary
@@ -58,7 +59,7 @@ DEPTHS: Final = (1, 2, 4)
 MANY: Final = 64
 """Callers at a time, of unary calls only: a session is one scheduler's."""
 
-CROWD: Final = 50
+CROWD: Final = tables.CROWD
 """Coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep."""
 
 ALL_DEPTHS: Final = (*DEPTHS, CROWD, MANY)
@@ -111,8 +112,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (16 if options.quick else 256)
     model = "" if options.model == "identity" else f"-{options.model}"
     options.name = f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"
-    if options.against is not None:
-        options.name += "-against"
+    if options.against is not None and options.out is None:  # of a change and not of the commit: no result
+        options.out = CACHE / "protocol-against.json"
     options.out = out_of(options, options.name)
     return options
 
