@@ -31,6 +31,15 @@ def item(tokens: Sequence[int], handle: types_pb2.KvHandle | None = None, **fiel
     return forward_pb2.ForwardItem(token_ids=tokens, handle=handle, **fields)
 
 
+def field(number: int, content: bytes) -> bytes:
+    """The bytes of a protobuf field that has a length."""
+    size, length = len(content), b""
+    while size > 0x7F:
+        length += bytes((size & 0x7F | 0x80,))
+        size >>= 7
+    return bytes((number << 3 | 2,)) + length + bytes((size,)) + content
+
+
 async def prefill(served: Any, tokens: Sequence[int], **fields: Any) -> types_pb2.KvHandle:
     answer = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, **fields)))
     return answer.output.handle

@@ -18,6 +18,7 @@ from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.faults.sizes import Size
 from tests.faults.slow_bodies import SlowBodies
 from tests.faults.waiting import until
+from tests.wiring import field
 
 MIB: Final = 1 << 20
 SERVICE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/"
@@ -37,15 +38,6 @@ BUSY_S: Final = 20.0
 PAUSE_S: Final = 0.002
 CONNECTIONS: Final = 16
 STREAMS: Final = 16
-
-
-def field(number: int, content: bytes) -> bytes:
-    """A field with a length."""
-    size, length = len(content), b""
-    while size > 0x7F:
-        length += bytes((size & 0x7F | 0x80,))
-        size >>= 7
-    return bytes((number << 3 | 2,)) + length + bytes((size,)) + content
 
 
 def messages() -> dict[str, tuple[str, bytes]]:

@@ -12,18 +12,10 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, model_executor_pb2, session_pb2
 from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
 from tests.serving import LIMITS
+from tests.wiring import field
 
 BUDGET = Budget.of(LIMITS)
 MEGABYTE = 1 << 20
-
-
-def field(number: int, content: bytes) -> bytes:
-    """A field with a length."""
-    size, length = len(content), b""
-    while size > 0x7F:
-        length += bytes((size & 0x7F | 0x80,))
-        size >>= 7
-    return bytes((number << 3 | 2,)) + length + bytes((size,)) + content
 
 
 Item = model_executor_pb2.BatchPrefillRequest
