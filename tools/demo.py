@@ -6,19 +6,25 @@ neither's insides. The executor is stopped with SIGTERM and must end with status
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+
+INTERRUPTED = 130
+
+try:
+    import contextlib
+    import json
+    import signal
+    import subprocess
+    import threading
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from typing import Any
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve", "demo", "--port", "0", "--log-format", "json")
-INTERRUPTED = 130
 
 
 def wait_until_serving(executor: subprocess.Popen[str]) -> str:

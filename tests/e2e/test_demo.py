@@ -75,3 +75,18 @@ def test_an_end_while_the_executor_loads(number: signal.Signals) -> None:
         assert running.stderr.readline() == "loading\n"
         os.killpg(running.pid, number)
         assert ended(running) == (130, "interrupted\n", [])
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    at_subprocess = """
+import builtins, runpy, sys
+original = builtins.__import__
+def interrupted(name, *rest):
+    if name == "subprocess":
+        raise KeyboardInterrupt
+    return original(name, *rest)
+builtins.__import__ = interrupted
+runpy.run_path("tools/demo.py", run_name="__main__")
+"""
+    with demo("-c", at_subprocess) as running:
+        assert ended(running) == (130, "interrupted\n", [])
