@@ -4,6 +4,7 @@ server, for a person or a script."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import enum
 import json
@@ -11,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ferrum_rpc.client import ExecutorClient, Health, read_token, tls
+from ferrum_rpc.client import ExecutorClient, ExecutorState, Health, read_token, tls
 from ferrum_rpc.core import ModelInfo
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.errors import Draining, InvalidRequest, TransportError
+
+LOOK_EVERY_S = 0.2
 
 BYTE_MODELS = ("demo", "demo-draft", "identity")
 """The built-in models: ids below `BYTE_TOKENS` are bytes, and no tokenizer is needed."""
@@ -51,11 +54,14 @@ async def sequences(arguments: argparse.Namespace) -> int:
 
 
 async def drain(arguments: argparse.Namespace) -> int:
-    """Let it take no new sequences, and end when the owned ones are gone."""
+    """Let it take no new sequences, and end when the owned ones are gone. With ``wait``, exit status 1 if it has not
+    ended after so many seconds."""
     async with _client(arguments) as client:
-        state = await client.drain(arguments.grace_s)
-    _show({"state": state}, as_json=arguments.json)
-    return 0
+        told: dict[str, Any] = {"state": await client.drain(arguments.grace_s)}
+        if arguments.wait is not None:
+            told["ended"] = await _ended(client, arguments.wait)
+    _show(told, as_json=arguments.json)
+    return 0 if told.get("ended", True) else 1
 
 
 async def reset(arguments: argparse.Namespace) -> int:
@@ -93,6 +99,20 @@ async def generate(arguments: argparse.Namespace) -> int:
                     shown = text
         sys.stdout.write("\n")
     return 0
+
+
+async def _ended(client: ExecutorClient, seconds: float) -> bool:
+    """Whether a server that drains is gone within so many seconds, or another one has its place."""
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                if (await client.status()).state is not ExecutorState.DRAINING:
+                    return True
+                await asyncio.sleep(LOOK_EVERY_S)
+    except TimeoutError:
+        return False
+    except (Draining, TransportError):  # nobody is there
+        return True
 
 
 def _client(arguments: argparse.Namespace) -> ExecutorClient:

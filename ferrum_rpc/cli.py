@@ -80,6 +80,9 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     for name in ("info", "status", "sequences", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
+    named["drain"].add_argument(
+        "--wait", type=float, metavar="SECONDS", help="until it has ended; exit status 1 where it has not by then"
+    )
     named["reset"].add_argument(
         "--instance-id", default="", help="only that life of the server (`info` tells it), not its successor"
     )

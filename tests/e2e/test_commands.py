@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -87,6 +88,27 @@ async def test_warmup_tells_its_steps_and_drain_its_state(served: Served, capsys
         await run(served.target, "drain", "--grace-s", "-1")
     assert await answer(capsys, served.target, "drain", "--grace-s", "5") == {"state": "DRAINING"}
     await served.server.draining.done.wait()
+
+
+@pytest.mark.parametrize("grace", ["0", "60"])
+async def test_a_drain_that_is_waited_for_says_whether_the_server_has_ended(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, grace: str
+) -> None:
+    """A server that serves an owned sequence for a minute; and one that has ended."""
+    monkeypatch.setattr(ask, "LOOK_EVERY_S", 0.001)
+
+    async def end() -> None:
+        await served.server.draining.done.wait()
+        await served.server.stop(0)
+
+    ending = asyncio.create_task(end())
+    async with ExecutorClient(served.target) as client:
+        await client.sequence().prefill([1, 2, 3])
+        seconds = "60" if grace == "0" else "0.05"
+        status = await run(served.target, "drain", "--json", "--grace-s", grace, "--wait", seconds)
+    assert status == (0 if grace == "0" else 1)
+    assert json.loads(capsys.readouterr().out) == {"state": "DRAINING", "ended": status == 0}
+    ending.cancel()
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
