@@ -79,7 +79,7 @@ class LineWriter:
                     self._changed.notify_all()
 
     def _put(self, data: bytes) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # whoever read it has gone; nobody is left to be told
             while data:
                 data = data[os.write(self._descriptor, data) :]
 

@@ -53,7 +53,7 @@ class Releases:
         for at, state in enumerate(states):
             for doubt in (state.creation, state.fork):
                 if doubt is not None and doubt.repeat is not None:
-                    with suppress(ExecutorError):
+                    with suppress(ExecutorError):  # it was refused: there is nothing to release
                         held += [(at, handle) for handle in await doubt.repeat(deadline)]
         refusals: list[ExecutorError | None] = [None] * len(states)
         for (at, _), refusal in zip(held, await self.handles([each for _, each in held], deadline), strict=True):

@@ -134,7 +134,14 @@ class SessionTransport:
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
-    async def _ask(self, ask: Ask, /, *, timeout: float | None, metadata: Metadata | None) -> Answered | Fed:  # noqa: ASYNC109
+    async def _ask(
+        self,
+        ask: Ask,
+        /,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
+        metadata: Metadata | None,
+    ) -> Answered | Fed:
         """One attempt."""
         deadline = Deadline.after(timeout)
         while True:
@@ -142,7 +149,14 @@ class SessionTransport:
             if (answered := await stream.ask(ask, deadline)) is not None:
                 return answered
 
-    async def _ask_handles(self, ask: Ask, /, *, timeout: float | None, metadata: Metadata | None) -> Answered:  # noqa: ASYNC109
+    async def _ask_handles(
+        self,
+        ask: Ask,
+        /,
+        *,
+        timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
+        metadata: Metadata | None,
+    ) -> Answered:
         """One attempt of an operation on one handle, whose refusal is the call's."""
         answered = cast(Answered, await self._ask(ask, timeout=timeout, metadata=metadata))
         results = answered[0].handles.results

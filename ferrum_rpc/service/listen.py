@@ -137,7 +137,7 @@ def _place(path: Path) -> Iterator[None]:
 def _lock(held: int, otherwise: str) -> None:
     """Lock an open file; a server that starts at the same time has it for an instant."""
     for _ in range(LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # somebody has it: try again
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(LOCK_WAIT_S)

@@ -92,7 +92,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             if time.monotonic() - since < age_s:
                 return
             self._open.pop(request, None)
-            with suppress(OSError):
+            with suppress(OSError):  # it has ended by itself
                 request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
