@@ -45,7 +45,7 @@ def check_call(
     model: ModelInfo,
     limits: Limits,
     max_bytes: int,
-    outcomes: dict[int, ItemOutcome],
+    outcomes: list[ItemOutcome | None],
 ) -> list[Sound]:
     """The items that are sound; the refusals of the others go into ``outcomes``. Raises what refuses the call as a
     whole: no items, or too many."""

@@ -14,8 +14,8 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ferrum_rpc.core import (
     ANYBODY,
@@ -42,16 +42,9 @@ from ferrum_rpc.service.replay import Entry, Recorded, Ticket, item_fingerprint,
 from ferrum_rpc.service.transaction import FAILED, Transaction
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardAnswer:
-    """``outcomes[i]`` answers ``items[i]``; ``timing`` is None where no step ran for the call."""
-
-    outcomes: list[ItemOutcome]
-    timing: StepTiming | None
-
-
-class Call(Transaction[ForwardAnswer]):
-    """A forward call; its step and the calls that it repeats write into ``outcomes``.
+class Call(Transaction["Call"]):
+    """A forward call, and its own answer: ``outcomes[i]`` answers ``items[i]`` once it has ended (None before), and
+    ``timing`` is None where no step ran for it.
 
     ``bytes``: what its answer takes at most. ``submitted``: it went to the engine's queue; ``submission``: what waits
     or runs there for it now, and counts in the caller's ``account``. ``joined``: its places at calls that are repeated,
@@ -70,7 +63,6 @@ class Call(Transaction[ForwardAnswer]):
         "culprit",
         "deadline",
         "echoes",
-        "items",
         "joined",
         "outcomes",
         "submission",
@@ -85,11 +77,10 @@ class Call(Transaction[ForwardAnswer]):
         super().__init__(path.supervisor)
         self._path = path
         self.account = account
-        self.items = items
         self.all_or_nothing = all_or_nothing
         self.deadline = deadline
         self.bytes = 0
-        self.outcomes: dict[int, ItemOutcome] = {}
+        self.outcomes: list[Any] = [None] * items  # of `ItemOutcome`
         self.admitted: list[Admitted] = []
         self.joined: dict[int, Ticket] = {}
         self.echoes: dict[int, int] = {}
@@ -100,13 +91,13 @@ class Call(Transaction[ForwardAnswer]):
         self.abandoned = False
         self.culprit: int | None = None
 
-    def answer(self) -> ForwardAnswer:
-        """The outcomes. Raises what refused the call as a whole."""
+    def answer(self) -> Call:
+        """Itself. Raises what refused the call as a whole."""
         if self.submitted and not isinstance(self.refusal, Cancelled):
             self._path.failpoints.reach("before_reply")
         if self.refusal is not None:
             raise self.refusal
-        return ForwardAnswer([self.outcomes[index] for index in range(self.items)], self.timing)
+        return self
 
     def take_back(self) -> bool:
         """See `Transaction`."""
@@ -255,7 +246,7 @@ class ForwardPath:
         call.outcomes[index] = outcome = _item_outcome(self._books.replay.read(ticket))
         call.waits -= 1
         if not call.submitted and call.all_or_nothing and isinstance(outcome, ExecutorError):
-            self._refuse(call, _first_refusal({index: outcome}))
+            self._refuse(call, _first_refusal([outcome], index))
         else:
             self._proceed(call)
 
@@ -299,7 +290,7 @@ class ForwardPath:
             return
         if call.submission is None:
             for each in call.admitted:
-                if each.place not in call.outcomes:
+                if call.outcomes[each.place] is None:
                     call.outcomes[each.place] = lost(self._books, each)
         self._leave(call)
         call.end(error)
@@ -444,10 +435,9 @@ def _item_outcome(outcome: Recorded | ExecutorError) -> ItemOutcome:
     return outcome
 
 
-def _first_refusal(outcomes: dict[int, ItemOutcome], culprit: int | None = None) -> ExecutorError | None:
-    """What refuses an ``all_or_nothing`` call: the culprit's refusal, or the first. It names its item."""
-    for index in sorted(outcomes):
-        outcome = outcomes[index]
+def _first_refusal(outcomes: Sequence[ItemOutcome | None], culprit: int | None = None) -> ExecutorError | None:
+    """What refuses an ``all_or_nothing`` call: the first refusal, in the name of its item or of the ``culprit``."""
+    for index, outcome in enumerate(outcomes):
         if isinstance(outcome, ExecutorError):
             error = copy.copy(outcome)  # several callers may share the outcome of a step
             error.metadata = {"item": str(index if culprit is None else culprit), **outcome.metadata}

@@ -12,7 +12,7 @@ from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.calls import CallLog, Context, answers, answers_stream, deadline_of
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
-from ferrum_rpc.service.forward import ForwardAnswer, ForwardPath
+from ferrum_rpc.service.forward import Call, ForwardPath
 from ferrum_rpc.service.identity import caller
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.records import Account, Ending
@@ -146,7 +146,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             done: Any = lambda _: give()  # noqa: E731 - the stubs want a class of theirs
             context.add_done_callback(done)
 
-    def _complete(self, response: Any, answer: ForwardAnswer) -> None:
+    def _complete(self, response: Any, answer: Call) -> None:
         fill_pressure(response.pressure, self._books.pressure())
         if answer.timing is not None:
             fill_timing(response.timing, answer.timing)
