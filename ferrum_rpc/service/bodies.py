@@ -1,7 +1,7 @@
 """Requests under way: how many bodies may be coming in at once, of one connection and in all.
 
 gRPC takes a request's body into memory while it comes, up to the message limit, as soon as somebody reads. Until then
-it takes what its window allows, 4 KiB a call. So a body is read when its call has a slot, and a call waits for one in
+it takes what its window allows, 16 KiB a call. So a body is read when its call has a slot, and a call waits for one in
 turn. An honest body comes with its headers and leaves its slot at once; one that dribbles is refused when others wait.
 """
 
