@@ -21,25 +21,26 @@ class RowParts:
     """The large tensors of one answer: what is above ``most`` bytes stays out of its message, which gets its type and
     shape."""
 
-    __slots__ = ("_block", "_most", "_tensors")
+    __slots__ = ("_block", "_most", "_shared", "_tensors")
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._block = -1
+        self._shared = False
         self._tensors: list[tuple[int, int, npt.NDArray[Any]]] = []
 
     def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
         """A `ferrum_rpc.wire.rows.Put`."""
         self._block += 1
-        size = block.bytes_of(high - low)
-        if size > self._most and 2 * size < block.nbytes:  # the rows of others must not stay until these are read
-            block, low, high = block.cut(low, high), 0, high - low
+        self._shared = 2 * (high - low) < block.rows
         fill_block(row_blocks.add(), block, low, high, self._fill)
 
     def _fill(self, message: Any, field: str, array: npt.NDArray[Any]) -> None:
         if array.nbytes <= self._most:
             fill_tensor(message, field, array)
             return
+        if self._shared:  # the rows of others must not stay until these are read
+            array = array.copy()
         tensor: types_pb2.Tensor = getattr(message, field)
         tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
         tensor.shape.extend(array.shape)
