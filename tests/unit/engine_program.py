@@ -14,6 +14,8 @@ import numpy as np
 
 from ferrum_rpc.core import (
     CacheState,
+    RowBlock,
+    RowKind,
     Rows,
     SpanOutcome,
     SpanResult,
@@ -22,7 +24,6 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.engine.worker import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
-from tests.rows import logit_rows, token_rows
 
 WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
 """What the first token of a span asks for."""
@@ -65,7 +66,7 @@ class TokenRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         if LOSE in asked:
             raise DeviceLost("as asked")
-        block = token_rows(np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
+        block = RowBlock.of(RowKind.TOKENS, np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
         outcomes: list[SpanOutcome] = []
         for row, span in enumerate(step.spans):
             token = int(span.tokens[0])
@@ -73,7 +74,7 @@ class TokenRunner:
                 outcomes.append(KvBlocksExhausted("as asked", metadata={"needed_blocks": 3}))
             elif token == LARGE:
                 logits = np.arange(np.prod(LARGE_SHAPE), dtype=np.float32).reshape(LARGE_SHAPE) + span.sequence
-                outcomes.append(SpanResult(span.end, Rows(logit_rows(logits), 0, LARGE_SHAPE[0])))
+                outcomes.append(SpanResult(span.end, Rows(RowBlock.of(RowKind.LOGITS, logits), 0, LARGE_SHAPE[0])))
             else:
                 outcomes.append(SpanResult(span.end, Rows(block, row, 1)))
         return StepResult(tuple(outcomes), 0.001, 2)
