@@ -165,6 +165,7 @@ def test_a_callback_that_would_wait_for_its_own_loop_is_told_so(client: sync.Exe
 
 
 def test_ctrl_c_ends_the_call_that_waits_and_the_same_call_settles_it(server: Server) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     with sync.ExecutorClient(server.target) as client, client.sequence() as sequence:
         sequence.prefill(PROMPT)
         server.gate.reached.clear()

@@ -139,7 +139,7 @@ def _seen(output: Any, row_blocks: Any) -> Seen:
     if output.HasField("rows"):
         block, first, end = blocks[output.rows.block], output.rows.first, output.rows.first + output.rows.count
         part = block.cut(first, end)
-        rows = (part.token_ids, part.logits, part.logsumexp)
+        rows = tuple(part.columns.values())
     return Seen((handle.id, handle.seq_len, handle.version), rows)
 
 
