@@ -68,7 +68,7 @@ def run(runner: TorchRunner, *spans: tuple[int, list[int], int], kind: OutputKin
     for outcome in outcomes:
         assert isinstance(outcome, SpanResult) and outcome.rows is not None
         block = outcome.rows.alone().block
-        found.append([outcome.length, *(getattr(block, name) for name in block.__slots__)])
+        found.append([outcome.length, *block.columns.values()])
     runner.check()
     return found
 
