@@ -50,11 +50,9 @@ class LateCompute(Compute):
     def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
         rows = super().select(spans, geometry, hidden)
         for block in {id(each.block): each.block for each in rows if each is not None}.values():
-            for name in block.__slots__:
-                shown = getattr(block, name)
-                if isinstance(shown, np.ndarray):
-                    self._rows.append((shown, shown.copy()))
-                    shown[...] = np.nan if shown.dtype.kind == "f" else -1 & 0xFFFF
+            for shown in block.columns.values():
+                self._rows.append((shown, shown.copy()))
+                shown[...] = np.nan if shown.dtype.kind == "f" else -1 & 0xFFFF
         return rows
 
     def mark(self) -> LateMark:

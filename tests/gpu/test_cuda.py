@@ -186,8 +186,8 @@ def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: O
         [one], [two] = mine.outcomes, theirs.outcomes
         assert isinstance(one, SpanResult) and isinstance(two, SpanResult) and one.length == two.length
         assert one.rows is not None and two.rows is not None
-        for name in one.rows.block.__slots__:
-            np.testing.assert_array_equal(getattr(one.rows.block, name), getattr(two.rows.block, name))
+        for name, column in one.rows.block.columns.items():
+            np.testing.assert_array_equal(column, two.rows.block[name])
 
 
 def test_nothing_in_begin_waits_for_the_device() -> None:

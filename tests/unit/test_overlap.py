@@ -192,10 +192,10 @@ def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
         assert isinstance(other, SpanResult) and mine.length == other.length
         assert mine.rows is not None and other.rows is not None
         one, two = mine.rows.alone().block, other.rows.alone().block
-        for name in one.__slots__:
-            a, b = getattr(one, name), getattr(two, name)
-            if isinstance(a, np.ndarray):
-                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+        assert one.kind is two.kind
+        for name, a in one.columns.items():
+            b = two[name]
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
 
 
 def books(runner: TorchRunner) -> dict[str, Any]:
