@@ -211,8 +211,8 @@ ANYBODY: Final = Caller()
 
 
 class RowKind(enum.Enum):
-    """What a block of rows holds. ``field``: the contract's name of the kind; ``columns``: of its tensors, of which all
-    but those from ``required`` on are always there."""
+    """What a block of rows holds. ``field``: the contract's name of the kind. ``columns``: the contract's names of its
+    tensors; the first ``required`` of them are always there."""
 
     TOKENS = ("tokens", ("token_ids", "logprobs"), 1)
     """Greedy rows: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], where they were asked for."""

@@ -6,6 +6,7 @@ each in flight, one caller per sequence where calls are unary, one stream for al
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
 from time import perf_counter
@@ -90,16 +91,16 @@ def _note(timed: Round, began: float, timing: Any) -> None:
         timed.queue_s.append(timing.queue_s)
 
 
-class _RollsBack:
+class _RollsBack(ABC):
     """The steps of a round: the first rolls back, some are not timed, the others are. ``back``: where the next rolls
     back to."""
 
     exchange = (b"", b"")
     back: int | None = None
 
+    @abstractmethod
     async def take(self, depth: int, steps: int) -> Round:
         """Steps of the way."""
-        raise NotImplementedError
 
     async def round(self, depth: int, steps: int) -> Round:
         """Roll back, then timed steps."""
