@@ -18,7 +18,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows, Span
-from ferrum_rpc.models.base import Model, NativeModel
+from ferrum_rpc.models.base import Model, NativeModel, StepInputs
 from ferrum_rpc.sampling.rows import select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
@@ -48,21 +48,21 @@ class Compute:
         as many as are done in a moment."""
         attention = self.attention
         plan = attention.plan(geometry)
-        slots, positions = self.to_device(geometry.slots), self.to_device(geometry.positions)
+        slots = self.to_device(geometry.slots)
         packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        tokens = self.to_device(packed.astype(np.int64))
+        inputs = StepInputs(self.to_device(packed.astype(np.int64)), self.to_device(geometry.positions))
         if self._native is not None:
             native_model, native_attention = self._native
             step = native_attention.native_step(slots, plan)
             if step is not None:
-                return native_model.forward_native(tokens, positions, step, beat)
+                return native_model.forward_native(inputs, step, beat)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             beat()
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return self.model.forward(tokens, positions, attend)
+        return self.model.forward(inputs, attend)
 
     def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there

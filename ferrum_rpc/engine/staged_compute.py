@@ -22,7 +22,7 @@ from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.core import Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.graphs import MOST_TOKENS, STEP_INPUTS, Capture, Graphs, Shape, StagedAttention
-from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.base import Model, StepInputs
 from ferrum_rpc.sampling.transfer import to_device
 
 
@@ -82,7 +82,7 @@ class StagedCompute(Compute):
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return self.model.forward(tokens, positions, attend)
+        return self.model.forward(StepInputs(tokens, positions), attend)
 
     def to_device(self, array: Int64Array) -> Tensor:
         """See `Compute`; nothing waits."""

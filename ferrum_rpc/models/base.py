@@ -1,12 +1,13 @@
 """What the engine asks of a model: the one interface of the native decoder, the identity model and whatever follows.
 
-A model turns token ids and positions into hidden rows and hidden rows into logits. It calls ``attend`` once per layer,
-in order, with that layer's query, key and value; where K and V are kept and who sees what is none of its business.
+A model turns a step's `StepInputs` into hidden rows, and hidden rows into logits. It calls ``attend`` once per layer,
+in order, with that layer's query, key and value. Where K and V are kept, and what a row sees of them, it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,18 @@ from ferrum_rpc.native import library
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
 and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a forward pass reads of a step's T packed tokens, on the model's device.
+
+    token_ids  int64 [T]
+    positions  int64 [T]: each token's position in its sequence
+    """
+
+    token_ids: Tensor
+    positions: Tensor
 
 
 class Model(Protocol):
@@ -42,8 +55,8 @@ class Model(Protocol):
     def info(self, name: str) -> ModelInfo:
         """The facts that a scheduler needs, under the name that the operator gave the model."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden rows [T, hidden] after the final norm, of ``token_ids`` int64 [T] at ``positions`` int64 [T]."""
+    def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
+        """Hidden rows [T, hidden] after the final norm."""
 
     def largest(self, hidden: Tensor) -> Tensor:
         """int64 [R]: of each row of `logits` the token of its largest element, the first of several."""
@@ -66,8 +79,6 @@ class NativeModel(Model, Protocol):
     def native(self) -> bool:
         """Whether it is, with the weights that it was given."""
 
-    def forward_native(
-        self, token_ids: Tensor, positions: Tensor, attention: library.AttentionStep, beat: Callable[[], None]
-    ) -> Tensor:
+    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep, beat: Callable[[], None]) -> Tensor:
         """As `forward`, bit for bit, where it is `native`. ``beat`` is called before every call of C, none of which
         takes long by its own doing."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.base import Attend
+from ferrum_rpc.models.base import Attend, StepInputs
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
@@ -127,12 +127,12 @@ class Decoder:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         """See `Model.forward`."""
         loaded = self._require()
         layers = loaded.layers
-        hidden, delta = loaded.embedding.index_select(0, token_ids), None
-        cos, sin = self._rotary(positions)
+        hidden, delta = loaded.embedding.index_select(0, inputs.token_ids), None
+        cos, sin = self._rotary(inputs.positions)
         for layer in range(self.spec.layers):
             attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin))
             delta = layers.after(layer, hidden, attended)
@@ -148,14 +148,12 @@ class Decoder:
         """See `NativeModel.native`."""
         return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)
 
-    def forward_native(
-        self, token_ids: Tensor, positions: Tensor, attention: library.AttentionStep, beat: Callable[[], None]
-    ) -> Tensor:
+    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep, beat: Callable[[], None]) -> Tensor:
         """See `NativeModel.forward_native`."""
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - whoever calls has asked
-        hidden = loaded.embedding.index_select(0, token_ids)
-        delta = loaded.layers.run(hidden, *self._rotary(positions), attention, beat)
+        hidden = loaded.embedding.index_select(0, inputs.token_ids)
+        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, beat)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec, ModelInfo
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.base import Attend
+from ferrum_rpc.models.base import Attend, StepInputs
 
 POSITION_PERIOD = 1000.0
 """Divides the argument of the positional term, so that neighbouring positions stay distinguishable."""
@@ -88,12 +88,12 @@ class IdentityModel:
             eos_token_ids=config.eos_token_ids,
         )
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         """The last layer's attention output, float32 [T, heads * head_dim]."""
         config = self.config
-        key = self._embedding.index_select(0, token_ids)
+        key = self._embedding.index_select(0, inputs.token_ids)
         if config.positional:
-            phase = (positions + 1).to(torch.float32).to(torch.float64)
+            phase = (inputs.positions + 1).to(torch.float32).to(torch.float64)
             exact = key + torch.sin(phase[:, None, None] * self._channels / POSITION_PERIOD)
             key = exact.to(torch.float32)
         query = key
