@@ -25,11 +25,18 @@ Output = OutputSpec | OutputKind
 MOST: Final = 2**32 - 1
 """The contract's numbers are unsigned, of 32 bits."""
 
+GREEDY: Final = Greedy()
+"""What every call asks for that is given no output."""
+
+_LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
+
 
 def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
     """Token ids as a list of Python ints. Raises `InvalidRequest` for none, negative ones, and what is no integer: a
     bool is a mask that lost its way."""
     listed: list[int]
+    if type(tokens) is list and len(tokens) == 1 and type(token := tokens[0]) is int and 0 <= token <= MOST:
+        return [token]  # what nearly every step feeds, in a quarter of the time
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidRequest(f"{field}: integers [n] are wanted, not {tokens.dtype} {[*tokens.shape]}", field=field)
@@ -61,6 +68,11 @@ def as_number(value: int, field: str, *, least: int = 0) -> int:
     return number
 
 
+def as_optional(value: int | None, field: str, *, least: int = 0) -> int | None:
+    """As `as_number`, or None."""
+    return None if value is None else as_number(value, field, least=least)
+
+
 def as_list(values: Iterable[Any], field: str) -> list[Any]:
     """What an iterable holds. Raises `InvalidRequest` for what is none."""
     try:
@@ -72,6 +84,8 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
 
 def as_output(output: Output, positions: Positions) -> OutputSpec:
     """A kind alone stands at the call's usual ``positions``. Raises `InvalidRequest` for what is no output."""
+    if output is GREEDY and positions is Positions.LAST:
+        return _LAST_GREEDY
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
     if not isinstance(spec.positions, Positions):
         raise InvalidRequest(f"positions are one of Positions, not {spec.positions!r}", field="output.positions")

@@ -13,8 +13,8 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import Fed, timing_of
@@ -26,6 +26,9 @@ Frame = session_pb2.SessionRequest
 
 Answered = tuple[session_pb2.SessionResponse, list[session_pb2.SessionRows]]
 """The frame that answers a step, and the row frames that came before it."""
+
+
+Result = TypeVar("Result")
 
 
 class Kind(enum.IntEnum):
@@ -53,15 +56,15 @@ class FrameCapacity:
     vocab_size: int
 
 
-class Ask:
-    """What one caller waits for: the answer to a ``frame``, or to an ``item``.
+class Ask(Generic[Result]):
+    """What one caller waits for: the answer to a ``frame`` (`Answered`), or to an ``item`` (`Fed`).
 
     ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
     deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
     sent in, None while it waits.
     """
 
-    __slots__ = ("again", "deadline", "expires", "frame", "future", "item", "kind", "number", "row_bytes", "step")
+    __slots__ = ("again", "expires", "frame", "future", "item", "kind", "number", "row_bytes", "size", "step")
 
     def __init__(self, *, frame: Frame | None = None, item: Item | None = None, kind: Kind = Kind.FRAME) -> None:
         self.frame = frame
@@ -69,45 +72,35 @@ class Ask:
         self.kind = kind
         self.again = item is not None and item.repeats
         self.row_bytes = 0
-        self.number = 0
-        self.step: int | None = None
-        self.deadline: Deadline
+        self.size = item.proto.ByteSize() if item is not None else 0 if frame is None else frame.ByteSize()
+        self.number: int
+        self.step: int | None
         self.expires: float
-        self.future: asyncio.Future[Answered | Fed | None]
+        self.future: asyncio.Future[Result | None]
 
     def ByteSize(self) -> int:  # noqa: N802 - as of a message
         """Bytes that it takes in a frame of its own, but for some that say which frame it is."""
-        if self.item is not None:
-            return self.item.proto.ByteSize()
-        return 0 if self.frame is None else self.frame.ByteSize()
-
-    def line_up(self, deadline: Deadline, number: int, capacity: FrameCapacity) -> None:
-        """Begin to wait, as number ``number``."""
-        self.deadline, self.number, self.step = deadline, number, None
-        self.expires = math.inf if deadline.at is None else deadline.at
-        self.future = asyncio.get_running_loop().create_future()
-        if self.item is not None:
-            self.row_bytes = self.item.row_bytes(capacity.vocab_size)
-            self.kind = Kind.LARGE if self.row_bytes > capacity.row_bytes else Kind.FRAME if self.again else Kind.SHARED
+        return self.size
 
 
-def together(waiting: Iterable[Ask], capacity: FrameCapacity, now: float) -> list[Ask]:
+def together(waiting: Iterable[Ask[Any]], capacity: FrameCapacity, now: float) -> list[Ask[Any]]:
     """The first that waits, and those behind it that fit into its frame: of other sequences, and with deadlines that
     are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again alone.
     ``now`` is on `time.monotonic`."""
-    chosen: list[Ask] = []
+    chosen: list[Ask[Any]] = []
     sequences: set[bytes] = set()
     tokens = row_bytes = request_bytes = 0
     soonest = latest = 0.0
     for ask in waiting:
         item = ask.item
         assert item is not None  # noqa: S101 - only items share
-        sequence = b"" if item.handle is None else item.handle.id
+        handle = item.handle
+        sequence = b"" if handle is None else handle.id
         if chosen and (sequence in sequences or not soonest <= ask.expires <= latest):
             continue
         tokens += len(item.tokens)
         row_bytes += ask.row_bytes
-        request_bytes += item.proto.ByteSize()
+        request_bytes += ask.size
         if chosen and (
             tokens > capacity.tokens or row_bytes > capacity.row_bytes or request_bytes > capacity.request_bytes
         ):
@@ -123,23 +116,24 @@ def together(waiting: Iterable[Ask], capacity: FrameCapacity, now: float) -> lis
     return chosen
 
 
-def frame_of(asks: Sequence[Ask]) -> Frame:
-    """One frame for all of them, with the earliest of their deadlines."""
+def frame_of(asks: Sequence[Ask[Any]], now: float) -> Frame:
+    """One frame for all of them, with the earliest of their deadlines. ``now`` is on `time.monotonic`."""
     first = asks[0]
     frame = first.frame
     if frame is None:
         frame = Frame()
         frame.forward.items.extend([ask.item.proto for ask in asks if ask.item is not None])
     if frame.HasField("forward"):
-        left = min(asks, key=_expires).deadline.remaining()
-        if left is not None:
+        expires = min(map(_expires, asks))
+        if expires != math.inf:
+            left = max(0.0, expires - now)
             whole = int(left)
             frame.forward.timeout.seconds, frame.forward.timeout.nanos = whole, int((left - whole) * 1e9)
     return frame
 
 
 def answers(
-    asks: Sequence[Ask], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
+    asks: Sequence[Ask[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
 ) -> Sequence[Answered | Fed | ExecutorError]:
     """The answer to each of them, from the answer to their frame."""
     if response.HasField("error"):

@@ -51,36 +51,59 @@ class Calls:
         self.max_request_bytes: int | None = None
         self._resend = resend
 
-    async def ask(
+    async def call(
         self,
         method: Method[Request, Response],
         request: Request,
         deadline: Deadline,
-        *,
-        attempt_timeout_s: float | None = None,
+        policy: ResendPolicy | None = None,
     ) -> Response:
-        """Call once. Raises the `ExecutorError` that the answer stands for, and `InvalidRequest` for a request that is
-        too long: nothing was sent then."""
-        if self.max_request_bytes is not None and request.ByteSize() > self.max_request_bytes:
-            raise InvalidRequest(
-                f"the request takes {request.ByteSize()} bytes and the executor at most {self.max_request_bytes}",
-                field="request",
-                metadata={"max_request_bytes": self.max_request_bytes},
-            )
-        try:
-            return await method(request, timeout=deadline.remaining(attempt_timeout_s), metadata=self.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self.note_error(error_from_rpc(error)) from None
-        except ExecutorError as error:  # of a session
-            raise self.note_error(error) from None
-        except grpc.aio.UsageError:
-            raise closed() from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # This task was not cancelled: its channel was closed under it, and grpc.aio says so by cancelling.
-            raise closed() from None
+        """Call, and while its fate is unknown send the same request again, as the policy (default: the client's) and
+        the deadline allow. Raises the `ExecutorError` that the answer stands for, and `InvalidRequest` for a request
+        that is too long: nothing was sent then.
+
+        Only requests that carry a request id, or whose repetition changes nothing, may be sent again; for the others
+        there is `NEVER_RESEND`.
+        """
+        policy = policy or self._resend
+        unknown: ExecutorError | None = None
+        resend = 0
+        while True:
+            try:
+                if self.max_request_bytes is not None and request.ByteSize() > self.max_request_bytes:
+                    raise InvalidRequest(
+                        f"the request takes {request.ByteSize()} bytes and the executor at most "
+                        f"{self.max_request_bytes}",
+                        field="request",
+                        metadata={"max_request_bytes": self.max_request_bytes},
+                    )
+                return await method(
+                    request, timeout=deadline.remaining(policy.attempt_timeout_s), metadata=self.metadata
+                )
+            except (ExecutorError, grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as failure:
+                error = self._meaning(failure)
+            if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
+                raise error  # this client was closed; an executor that ends all calls answers otherwise
+            if fate_unknown(error):
+                unknown = error
+            elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
+                raise error
+            if deadline.passed or resend >= policy.times:
+                raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
+            await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
+            resend += 1
+
+    def _meaning(self, failure: BaseException) -> ExecutorError:
+        """The error that a failed attempt stands for. Raises the cancellation of the caller."""
+        if isinstance(failure, grpc.aio.AioRpcError):
+            return self.note_error(error_from_rpc(failure))
+        if isinstance(failure, ExecutorError):
+            return self.note_error(failure)
+        task = asyncio.current_task()
+        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise failure
+        # This task was not cancelled: its channel was closed under it, and grpc.aio says so by cancelling.
+        return closed()
 
     def note_error(self, error: ExecutorError) -> ExecutorError:
         """Keep whether the executor drains; returns the error to raise. Where the connection to a draining executor is
@@ -92,30 +115,6 @@ class Calls:
         elif self.draining and isinstance(error, TransportError) and error.metadata.get("grpc_code") != "CANCELLED":
             return Draining(f"the executor was draining and is gone: {error.message}", metadata=error.metadata)
         return error
-
-    async def mutate(self, method: Method[Request, Response], request: Request, deadline: Deadline) -> Response:
-        """Call, and while its fate is unknown send the same request again, as the policy and the deadline allow.
-
-        Only for requests that carry a request id, or whose repetition changes nothing.
-        """
-        policy = self._resend
-        unknown: ExecutorError | None = None
-        for resend in range(policy.times + 1):
-            try:
-                return await self.ask(method, request, deadline, attempt_timeout_s=policy.attempt_timeout_s)
-            except ExecutorError as error:
-                if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
-                    raise  # this client was closed; an executor that ends all calls answers otherwise
-                if fate_unknown(error):
-                    unknown = error
-                elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
-                    raise
-            if deadline.passed:
-                break
-            if resend < policy.times:
-                await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
-        assert unknown is not None  # noqa: S101 - the loop ran, and whatever did not raise was noted
-        raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
 
 
 def closed() -> TransportError:

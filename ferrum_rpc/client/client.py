@@ -40,7 +40,7 @@ from ferrum_rpc.client.facts import (
     warmup_from_proto,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
-from ferrum_rpc.client.policy import ResendPolicy
+from ferrum_rpc.client.policy import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item, SequenceState
@@ -178,7 +178,7 @@ class ExecutorClient:
         """How it is doing right now: state, pressure, counters."""
         context = self._context
         method, message = context.executor.GetStatus, model_executor_pb2.GetStatusRequest()
-        response = await context.calls.mutate(method, message, context.deadline(timeout_s))
+        response = await context.calls.call(method, message, context.deadline(timeout_s))
         context.note_pressure(response.pressure)
         status = status_from_proto(response)
         context.calls.draining = status.state is ExecutorState.DRAINING
@@ -188,7 +188,8 @@ class ExecutorClient:
         """The standard health check of a service; of the whole server without a name."""
         context = self._context
         method, message = HealthStub(self._open_channel).Check, HealthCheckRequest(service=service)
-        return health_state((await context.calls.ask(method, message, context.deadline(timeout_s))).status)
+        response = await context.calls.call(method, message, context.deadline(timeout_s), NEVER_RESEND)
+        return health_state(response.status)
 
     async def warmup(
         self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None
@@ -197,7 +198,8 @@ class ExecutorClient:
         message = executor_control_pb2.WarmupRequest(
             batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
         )
-        response = await self._context.calls.ask(self._control.Warmup, message, self._context.deadline(timeout_s))
+        deadline = self._context.deadline(timeout_s)
+        response = await self._context.calls.call(self._control.Warmup, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return warmup_from_proto(response)
 
@@ -205,7 +207,8 @@ class ExecutorClient:
         """Release every sequence of every caller; returns how many. ``instance_id`` (from `info`) guards against
         hitting a restarted executor."""
         message = executor_control_pb2.ResetRequest(instance_id=instance_id)
-        response = await self._context.calls.ask(self._control.Reset, message, self._context.deadline(timeout_s))
+        deadline = self._context.deadline(timeout_s)
+        response = await self._context.calls.call(self._control.Reset, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return response.released_sequences
 
@@ -215,7 +218,8 @@ class ExecutorClient:
         if grace is not None and grace_s is not None:
             grace.FromNanoseconds(round(grace_s * 1e9))
         message = executor_control_pb2.DrainRequest(grace=grace)
-        response = await self._context.calls.ask(self._control.Drain, message, self._context.deadline(timeout_s))
+        deadline = self._context.deadline(timeout_s)
+        response = await self._context.calls.call(self._control.Drain, message, deadline, NEVER_RESEND)
         self._context.calls.draining = True
         return executor_state(response.state)
 
@@ -225,7 +229,7 @@ class ExecutorClient:
         deadline, found = self._context.deadline(timeout_s), list[SequenceInfo]()
         request = executor_control_pb2.ListSequencesRequest()
         while True:
-            page = await self._context.calls.ask(self._control.ListSequences, request, deadline)
+            page = await self._context.calls.call(self._control.ListSequences, request, deadline, NEVER_RESEND)
             found += map(sequence_from_proto, page.sequences)
             if not page.next_page_token:
                 return found

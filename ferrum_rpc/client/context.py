@@ -6,6 +6,7 @@ The bottom of the client: it knows neither sessions nor leases. `Connection` put
 from __future__ import annotations
 
 import itertools
+import time
 
 import grpc
 
@@ -14,9 +15,8 @@ from ferrum_rpc.client.facts import ExecutorInfo, info_from_proto, pressure_from
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.retry import retry_while_starting
 from ferrum_rpc.client.single_flight import SingleFlight
-from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
-from ferrum_rpc.core import OutputSpec, Pressure
+from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import InstanceMismatch, NotSupported
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
@@ -41,15 +41,13 @@ class Context:
         self._timeout_s = timeout_s
         self._info: ExecutorInfo | None = None
         self._asking = SingleFlight("asking what the executor is")
-        self._item_ids = itertools.count(1)
+        self.item_ids = itertools.count(1)
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """``timeout_s`` from now, or the client's default."""
-        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-
-    def item(self, state: SequenceState, tokens: list[int], output: OutputSpec, truncate_to: int | None = None) -> Item:
-        """An item with an id of its own."""
-        return state.item(next(self._item_ids), tokens, output, truncate_to)
+        if timeout_s is None:
+            timeout_s = self._timeout_s
+        return Deadline(None if timeout_s is None else time.monotonic() + timeout_s)
 
     async def info(self, deadline: Deadline) -> ExecutorInfo:
         """What the executor is, asked once per process lifetime of it."""
@@ -59,9 +57,7 @@ class Context:
 
     async def _ask(self, deadline: Deadline) -> ExecutorInfo:
         request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
-        answer = await retry_while_starting(
-            lambda: self.calls.mutate(self.executor.GetInfo, request, deadline), deadline
-        )
+        answer = await retry_while_starting(lambda: self.calls.call(self.executor.GetInfo, request, deadline), deadline)
         info = info_from_proto(answer)
         if info.minimum_client_revision > SCHEMA_REVISION:
             raise NotSupported(

@@ -31,16 +31,18 @@ class Dispatcher:
         self._fell_back = False
 
     @property
-    def open_session(self) -> SessionTransport | None:
-        """The session, where its stream is open."""
-        return self.session if self.session is not None and self.session.is_open else None
+    def ready(self) -> Transport | None:
+        """The transport; None where that is a session which is not open, or not yet known to be offered."""
+        session = self.session
+        return self._unary if session is None else session if session.is_open else None
 
     async def transport(self, deadline: Deadline) -> Transport:
         """The session where one is wanted and offered, else unary calls."""
-        if self.session is None:
-            return self._unary
-        if self.session.is_open or Capability.SESSION in (await self._context.info(deadline)).capabilities:
-            return self.session
+        session, ready = self.session, self.ready
+        if session is None or ready is not None:
+            return ready or self._unary
+        if Capability.SESSION in (await self._context.info(deadline)).capabilities:
+            return session
         if not self._fell_back:
             self._fell_back = True
             log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")

@@ -17,9 +17,8 @@ from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.lending import LEASE_FIELD, Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.release import Releases
-from ferrum_rpc.client.retry import retry_while_busy
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import Fed, Feed
+from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowBlock, Rows, StepTiming
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2
@@ -40,24 +39,23 @@ class Forwards:
 
     async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Answer:
         """One item through Prefill, Decode or ForwardVerify. The caller has claimed the sequence."""
-        fed = await retry_while_busy(item.state, lambda: self._feed(feed, item, deadline), deadline)
-        answer = self._answer(item, fed.output, fed.blocks, self._context.note_pressure(fed.pressure), fed.timing)
-        if _rows_are_gone(item, answer):
-            answer = (await self._rows_again({0: (item, answer)}, deadline))[0]
-        return answer
-
-    async def _feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
-        for last in (False, True):
+        returned = False
+        while True:
             if item.handle is None:
                 await self._lending.lend((item,), deadline)
-            transport = self._dispatcher.open_session or await self._dispatcher.transport(deadline)
+            transport = self._dispatcher.ready or await self._dispatcher.transport(deadline)
             try:
-                return await transport.feed(feed, item, deadline)
+                fed = await transport.feed(feed, item, deadline)
+                break
             except BaseException as error:
                 self._failed(item, error, lambda later: self._repeat(feed, item, later))
-                if last or not isinstance(error, LEASE_GONE) or not self._lending.returned((item,), error):
+                if returned or not isinstance(error, LEASE_GONE) or not self._lending.returned((item,), error):
                     raise
-        raise AssertionError("the second attempt returns or raises")
+                returned = True
+        answer = self._answer(item, fed.output, fed.blocks, self._context.note_pressure(fed.pressure), fed.timing)
+        if answer.replayed and _rows_are_gone(item, answer):
+            answer = (await self._rows_again({0: (item, answer)}, deadline))[0]
+        return answer
 
     async def batch(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
@@ -121,7 +119,7 @@ class Forwards:
         for item, result in zip(items, forwarded.results, strict=True):
             if result.HasField("output"):
                 answer = self._answer(item, result.output, forwarded.blocks, pressure, forwarded.timing)
-                if _rows_are_gone(item, answer):
+                if answer.replayed and _rows_are_gone(item, answer):
                     gone[len(results)] = (item, answer)
                 results.append(answer)
             else:
@@ -157,7 +155,9 @@ class Forwards:
         items = []
         for item, answer in gone.values():
             tokens = item.tokens if item.output.positions is Positions.ALL else item.tokens[-1:]
-            items.append(self._context.item(item.state, tokens, item.output, answer.length - len(tokens)))
+            items.append(
+                item.state.item(next(self._context.item_ids), tokens, item.output, answer.length - len(tokens))
+            )
         try:
             fresh = await self._batch(self._context.forward, items, deadline, all_or_nothing=False)
         except ExecutorError as error:
@@ -189,4 +189,4 @@ class Forwards:
 
 
 def _rows_are_gone(item: Item, answer: Answer) -> bool:
-    return answer.replayed and answer.rows is None and item.wants_rows
+    return answer.rows is None and item.wants_rows

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import Capability, seconds
 from ferrum_rpc.client.lease import Lease, LeaseKeeper, LeasePolicy, LeaseTrouble
-from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.policy import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import model_executor_pb2
@@ -59,7 +59,7 @@ class Lending:
         request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
         if ttl_s is not None:
             set_seconds(request.ttl, ttl_s)
-        answer = await context.calls.mutate(context.executor.AcquireLease, request, deadline)
+        answer = await context.calls.call(context.executor.AcquireLease, request, deadline)
         return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
 
     async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
@@ -69,7 +69,7 @@ class Lending:
             return await session.renew(deadline)
         request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
         try:
-            answer = await context.calls.ask(context.executor.KeepAlive, request, deadline)
+            answer = await context.calls.call(context.executor.KeepAlive, request, deadline, NEVER_RESEND)
         except ExecutorError as error:
             context.note_error(error)
             raise
@@ -80,7 +80,7 @@ class Lending:
         """End it; returns how many sequences went with it."""
         context = self._context
         request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
-        answer = await context.calls.mutate(context.executor.RevokeLease, request, deadline)
+        answer = await context.calls.call(context.executor.RevokeLease, request, deadline)
         context.note_pressure(answer.pressure)
         return answer.released_sequences
 

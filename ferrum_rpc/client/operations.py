@@ -89,4 +89,4 @@ async def reserve(connection: Connection, handle: HandleRef, tokens: int, deadli
     """Hold blocks. Repeating it changes nothing, so it needs no request id."""
     request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(handle), tokens=tokens)
     context = connection.context
-    return context.note_pressure((await context.calls.mutate(context.executor.ReserveKv, request, deadline)).pressure)
+    return context.note_pressure((await context.calls.call(context.executor.ReserveKv, request, deadline)).pressure)

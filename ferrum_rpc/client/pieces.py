@@ -57,7 +57,8 @@ class Pieces:
     def fed(self, start: int, count: int, exact: int) -> None:
         """``count`` tokens were fed at ``start``, behind all others. ``exact``: `limits.exact_span_tokens`, 0 where
         pieces do not matter."""
-        self.cut(start)
+        if self._pieces:
+            self.cut(start)
         if 0 < exact < count:
             self._pieces.append(Piece(start, start + count, count))
 

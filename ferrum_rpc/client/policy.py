@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ferrum_rpc.errors import (
     Cancelled,
@@ -80,10 +79,13 @@ def fate_unknown(error: BaseException) -> bool:
     return not isinstance(error, ExecutorError)
 
 
-class Deadline(NamedTuple):
-    """A point on the monotonic clock, or None: never."""
+class Deadline:
+    """A point ``at`` on the monotonic clock, or None: never."""
 
-    at: float | None
+    __slots__ = ("at",)
+
+    def __init__(self, at: float | None) -> None:
+        self.at = at
 
     @classmethod
     def after(cls, timeout_s: float | None) -> Deadline:

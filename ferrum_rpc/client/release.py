@@ -10,6 +10,7 @@ from contextlib import suppress
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.retry import BusyPauses
 from ferrum_rpc.client.state import SequenceState, new_request_id
 from ferrum_rpc.client.transport import Outcomes, Transport
 from ferrum_rpc.core import HandleRef
@@ -68,7 +69,7 @@ class Releases:
         async def send(transport: Transport, part: Sequence[HandleRef]) -> Outcomes:
             return await transport.release(part, request_id, deadline)
 
-        left, pause = list(range(len(handles))), 0.005
+        left, pauses = list(range(len(handles))), BusyPauses(deadline, None)
         while True:
             for at, outcome in zip(
                 left, await self._dispatcher.outcomes(send, [handles[at] for at in left], deadline), strict=True
@@ -78,10 +79,8 @@ class Releases:
                     self._context.note_error(outcome)
                     refusals[at] = None
             left = [at for at in left if isinstance(refusals[at], SequenceBusy)]
-            if not left or deadline.passed:
+            if not left or not await pauses.wait():
                 return refusals
-            await asyncio.sleep(deadline.remaining(pause) or 0.0)
-            pause = min(2 * pause, 0.25)
 
     async def settled(self, deadline: Deadline) -> None:
         """Wait for what is under way."""

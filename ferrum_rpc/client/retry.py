@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from ferrum_rpc.client.policy import LONGEST_PAUSE_S, Deadline
-from ferrum_rpc.client.state import SequenceState
-from ferrum_rpc.errors import SequenceBusy, Starting
+from ferrum_rpc.errors import Starting
 
 Result = TypeVar("Result")
 
@@ -31,17 +30,18 @@ async def retry_while_starting(send: Callable[[], Awaitable[Result]], deadline: 
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-async def retry_while_busy(state: SequenceState, send: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
-    """Send, and again while an earlier call on the sequence, whose fate is unknown, may still run: then SEQUENCE_BUSY
-    is no mistake of the program. Raises `SequenceBusy` where there is no such call, or after `BUSY_TIMEOUT_S`."""
-    doubtful = state.doubt is not None and state.doubt.unknown
-    patience = Deadline.after(deadline.remaining(BUSY_TIMEOUT_S))
-    pause = FIRST_BUSY_PAUSE_S
-    while True:
-        try:
-            return await send()
-        except SequenceBusy:
-            if not doubtful or patience.passed:
-                raise
-        await asyncio.sleep(patience.remaining(pause) or 0.0)
-        pause = min(2 * pause, LONGEST_BUSY_PAUSE_S)
+class BusyPauses:
+    """Pauses while an earlier call on a sequence, whose fate is unknown, may still run: ``most_s`` seconds in all, and
+    none beyond the deadline."""
+
+    def __init__(self, deadline: Deadline, most_s: float | None = BUSY_TIMEOUT_S) -> None:
+        self._until = Deadline.after(deadline.remaining(most_s))
+        self._pause = FIRST_BUSY_PAUSE_S
+
+    async def wait(self) -> bool:
+        """Pause, each time for twice as long. False, at once: no time is left."""
+        if self._until.passed:
+            return False
+        await asyncio.sleep(self._until.remaining(self._pause) or 0.0)
+        self._pause = min(2 * self._pause, LONGEST_BUSY_PAUSE_S)
+        return True

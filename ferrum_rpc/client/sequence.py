@@ -11,20 +11,21 @@ from typing import TypeVar
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer, joined_rows
-from ferrum_rpc.client.arguments import Output, Tokens, as_list, as_number, as_output, as_tokens
+from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.generation import GREEDILY, generated
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.retry import retry_while_busy
+from ferrum_rpc.client.retry import BusyPauses
 from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
-from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Rows
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
+from ferrum_rpc.errors import SequenceBusy
 
 Result = TypeVar("Result")
 
-_NO_ROWS = OutputSpec(Positions.NONE, Greedy())
+_NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
 _MESSAGE_OVERHEAD = 64 << 10
 """Bytes of an answer beside its rows: generous, for one item's worth of messages."""
 
@@ -122,7 +123,7 @@ class Sequence:
     async def prefill(
         self,
         tokens: Tokens,
-        output: Output = Greedy(),  # noqa: B008 - frozen
+        output: Output = GREEDY,
         *,
         chunk: int | None = None,
         timeout_s: float | None = None,
@@ -137,39 +138,47 @@ class Sequence:
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
         listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
-        chunk = None if chunk is None else as_number(chunk, "chunk", least=1)
+        chunk = as_optional(chunk, "chunk", least=1)
         deadline = self._context.deadline(timeout_s)
-        with self._claimed("prefill"):
+        with self._state.claim("prefill"):
             return await self._prefill(listed, spec, await self._chunk(spec, len(listed), chunk, deadline), deadline)
 
     async def decode(
         self,
         token: int,
-        output: Output = Greedy(),  # noqa: B008 - frozen
+        output: Output = GREEDY,
         *,
         truncate_to: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
-        listed, spec, truncate_to = as_tokens([token]), as_output(output, Positions.LAST), _as_rollback(truncate_to)
+        listed, spec, truncate_to = (
+            as_tokens([token]),
+            as_output(output, Positions.LAST),
+            as_optional(truncate_to, "truncate_to"),
+        )
         deadline = self._context.deadline(timeout_s)
-        with self._claimed("decode"):
+        with self._state.claim("decode"):
             self._must_exist("decode")
             return await self._feed(self._context.decode, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
         tokens: Tokens,
-        output: Output = Greedy(),  # noqa: B008 - frozen
+        output: Output = GREEDY,
         *,
         truncate_to: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
-        listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.ALL), _as_rollback(truncate_to)
+        listed, spec, truncate_to = (
+            as_tokens(tokens),
+            as_output(output, Positions.ALL),
+            as_optional(truncate_to, "truncate_to"),
+        )
         deadline = self._context.deadline(timeout_s)
-        with self._claimed("verify"):
+        with self._state.claim("verify"):
             self._must_exist("verify")
             return await self._feed(self._context.verify, listed, spec, truncate_to, deadline)
 
@@ -194,41 +203,45 @@ class Sequence:
         the step's own call would; where its fate is unknown, going on in this way settles it.
         """
         listed = as_tokens(tokens)
-        most = None if max_tokens is None else as_number(max_tokens, "max_tokens", least=1)
+        most = as_optional(max_tokens, "max_tokens", least=1)
         ends = None if stop is None else frozenset(as_list(stop, "stop"))
         return generated(
             self, self._context, listed, most=most, sampling=sampling or GREEDILY, ends=ends, timeout_s=timeout_s
         )
 
-    def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:  # noqa: B008
+    def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
         sent. A kind alone stands for the last position."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
         if self._lost is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
-        listed, spec, truncate_to = as_tokens(tokens), as_output(output, Positions.LAST), _as_rollback(truncate_to)
+        listed, spec, truncate_to = (
+            as_tokens(tokens),
+            as_output(output, Positions.LAST),
+            as_optional(truncate_to, "truncate_to"),
+        )
         self._prompt = None
-        return self._context.item(self._state, listed, spec, truncate_to)
+        return self._state.item(next(self._context.item_ids), listed, spec, truncate_to)
 
     # --- other operations -------------------------------------------------------------------------------------------
 
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
         length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
-        with self._claimed("truncate"):
+        with self._state.claim("truncate"):
             self._must_exist("truncate")
-            return await self._surviving(lambda handle: self._roll_back(handle, length, deadline), deadline)
+            return await self._surviving(lambda: self._roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
-        count, at = as_number(count, "count", least=1), None if at is None else as_number(at, "at_length")
+        count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
         deadline = self._context.deadline(timeout_s)
-        with self._claimed("fork"):
+        with self._state.claim("fork"):
             self._must_exist("fork", keeps_prompt=True)
             states = await self._surviving(
-                lambda handle: operations.fork(self._connection, self._state, handle, deadline, count=count, at=at),
+                lambda: operations.fork(self._connection, self._state, self._existing(), deadline, count=count, at=at),
                 deadline,
             )
         return [Sequence(self._connection, state, rebuild=self._rebuild) for state in states]
@@ -237,10 +250,10 @@ class Sequence:
         """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
         `KvBlocksExhausted`. Doing it twice is doing it once."""
         tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
-        with self._claimed("reserve"):
+        with self._state.claim("reserve"):
             self._must_exist("reserve", keeps_prompt=True)
             return await self._surviving(
-                lambda handle: operations.reserve(self._connection, handle, tokens, deadline), deadline
+                lambda: operations.reserve(self._connection, self._existing(), tokens, deadline), deadline
             )
 
     async def rebuild(
@@ -259,7 +272,7 @@ class Sequence:
         rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._context.deadline(timeout_s)
-        with self._claimed("rebuild"):
+        with self._state.claim("rebuild"):
             old = self._state.handle
             self._restart(listed)
             if old is not None:
@@ -295,17 +308,9 @@ class Sequence:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _claimed(self, what: str) -> Iterator[None]:
-        self._state.claim(what)
-        try:
-            yield
-        finally:
-            self._state.unclaim()
-
-    @contextmanager
     def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
-        with self._claimed("truncate"):
+        with self._state.claim("truncate"):
             self._must_exist("truncate")
             if self._lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
@@ -319,8 +324,9 @@ class Sequence:
         if not keeps_prompt:
             self._prompt = None
 
-    async def _roll_back(self, handle: HandleRef, length: int, deadline: Deadline) -> Pressure:
-        [refusal] = await operations.truncate(self._connection, [(self._state, handle, length)], deadline)
+    async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
+        rollback = (self._state, self._existing(), length)
+        [refusal] = await operations.truncate(self._connection, [rollback], deadline)
         if refusal is not None:
             raise refusal
         assert self._context.pressure is not None  # noqa: S101 - the answer told it
@@ -357,44 +363,50 @@ class Sequence:
                 rows = joined_rows(prompt.rows) if prompt.rows else None
                 return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
 
-    async def _feed(
+    def _feed(
         self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
-    ) -> Answer:
-        async def send() -> Answer:
-            # What was lost may have been rebuilt to exactly `truncate_to`, or to nothing at all.
-            roll_back = None if truncate_to == self._state.length or self._state.handle is None else truncate_to
-            through = self._context.prefill if self._state.handle is None else feed
-            return await self._connection.forwards.feed(
-                through, self._context.item(self._state, tokens, output, roll_back), deadline
-            )
+    ) -> Awaitable[Answer]:
+        def send() -> Awaitable[Answer]:
+            state, through, roll_back = self._state, feed, truncate_to
+            if state.handle is None:
+                through, roll_back = self._context.prefill, None
+            elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
+                roll_back = None
+            item = state.item(next(self._context.item_ids), tokens, output, roll_back)
+            return self._connection.forwards.feed(through, item, deadline)
 
-        return await self._again_if_gone(send, truncate_to, deadline)
+        return self._surviving(send, deadline, truncate_to)
 
-    async def _surviving(self, send: Callable[[HandleRef], Awaitable[Result]], deadline: Deadline) -> Result:
-        async def on_handle() -> Result:
-            handle = self._state.handle
-            if handle is None:
-                raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
-            return await retry_while_busy(self._state, lambda: send(handle), deadline)
+    def _existing(self) -> HandleRef:
+        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
+        if self._state.handle is None:
+            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
+        return self._state.handle
 
-        return await self._again_if_gone(on_handle, None, deadline)
-
-    async def _again_if_gone(
-        self, send: Callable[[], Awaitable[Result]], truncate_to: int | None, deadline: Deadline
+    async def _surviving(
+        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
     ) -> Result:
-        """Send; if the sequence is gone and may be rebuilt, feed its tokens to a new one and send again, once."""
-        try:
-            if self._lost is not None:
-                await self._feed_lost(deadline)
-            return await send()
-        except SEQUENCE_GONE:
-            if not self._rebuild or self._state.handle is None:
-                raise
-            self._restart(self.tokens[:truncate_to])
-        if self._lost is not None and self._lost.tokens:
-            await self._feed_lost(deadline)
-        self._lost = None
-        return await send()
+        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
+        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
+        to a new one and send again, once."""
+        pauses: BusyPauses | None = None
+        rebuilt = False
+        while True:
+            try:
+                if self._lost is not None:
+                    await self._feed_lost(deadline)
+                return await send()
+            except SequenceBusy:
+                doubt, pauses = self._state.doubt, pauses or BusyPauses(deadline)
+                if doubt is None or not doubt.unknown or not await pauses.wait():
+                    raise
+            except SEQUENCE_GONE:
+                if rebuilt or not self._rebuild or self._state.handle is None:
+                    raise
+                rebuilt = True
+                self._restart(self.tokens[:truncate_to])
+                if self._lost is not None and not self._lost.tokens:
+                    self._lost = None
 
     def _restart(self, tokens: list[int]) -> None:
         lost = self._lost
@@ -421,20 +433,16 @@ class Sequence:
             filled = piece.filled and wanted is not Positions.NONE
             spec = replace(output, positions=Positions.ALL if filled else wanted)
             truncate_to = piece.start if state.length > piece.start else None
-            item = self._context.item(state, piece.tokens(lost.tokens), spec, truncate_to)
+            item = state.item(next(self._context.item_ids), piece.tokens(lost.tokens), spec, truncate_to)
             answer = await self._connection.forwards.feed(self._context.prefill, item, deadline)
             lost.done = number + 1
             cached += answer.cached_tokens
             if answer.rows is not None:
                 rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
         assert answer is not None  # noqa: S101 - there is at least one piece
-        if state.handle is not None and state.length > len(lost.tokens):
-            await self._roll_back(state.handle, len(lost.tokens), deadline)
+        if state.length > len(lost.tokens):
+            await self._roll_back(len(lost.tokens), deadline)
         self._lost = None
         return replace(
             answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
         )
-
-
-def _as_rollback(truncate_to: int | None) -> int | None:
-    return None if truncate_to is None else as_number(truncate_to, "truncate_to")

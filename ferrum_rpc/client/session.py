@@ -10,11 +10,11 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Final, cast
+from typing import Final
 
 import grpc
 
-from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, other_answer
+from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Result, other_answer
 from ferrum_rpc.client.calls import Metadata
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import seconds
@@ -64,13 +64,14 @@ class SessionTransport:
     @property
     def is_open(self) -> bool:
         """Whether a stream is open."""
-        return self._stream is not None and self._stream.alive
+        return self._stream is not None and self._stream.over is None
 
     # --- what a transport does ----------------------------------------------------------------------------------
 
     def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Awaitable[Fed]:
         """One item, in a frame with those that are ready at the same time."""
-        return cast(Awaitable[Fed], self._calls.mutate(self._ask, Ask(item=item), deadline))
+        ask: Ask[Fed] = Ask(item=item)
+        return self._calls.call(self._ask, ask, deadline)
 
     async def forward(
         self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
@@ -79,7 +80,8 @@ class SessionTransport:
         frame = Frame()
         frame.forward.items.extend(items)
         frame.forward.all_or_nothing = all_or_nothing
-        response, rows = cast(Answered, await self._calls.mutate(self._ask, Ask(frame=frame), deadline))
+        ask: Ask[Answered] = Ask(frame=frame)
+        response, rows = await self._calls.call(self._ask, ask, deadline)
         answer = response.forward
         blocks = blocks_with_frames(answer.row_blocks, rows)
         return Forwarded(answer.results, blocks, answer.pressure, timing_of(answer))
@@ -136,14 +138,14 @@ class SessionTransport:
 
     async def _ask(
         self,
-        ask: Ask,
+        ask: Ask[Result],
         /,
         *,
         timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
         metadata: Metadata | None,
-    ) -> Answered | Fed:
+    ) -> Result:
         """One attempt."""
-        deadline = Deadline.after(timeout)
+        deadline = Deadline(None if timeout is None else time.monotonic() + timeout)
         while True:
             stream = self._open_stream() or await self._open(deadline)
             if (answered := await stream.ask(ask, deadline)) is not None:
@@ -151,14 +153,14 @@ class SessionTransport:
 
     async def _ask_handles(
         self,
-        ask: Ask,
+        ask: Ask[Answered],
         /,
         *,
         timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
         metadata: Metadata | None,
     ) -> Answered:
         """One attempt of an operation on one handle, whose refusal is the call's."""
-        answered = cast(Answered, await self._ask(ask, timeout=timeout, metadata=metadata))
+        answered = await self._ask(ask, timeout=timeout, metadata=metadata)
         results = answered[0].handles.results
         if not results:
             raise other_answer("no results for an operation")
@@ -168,14 +170,15 @@ class SessionTransport:
         return answered
 
     async def _handles(self, frame: Frame, deadline: Deadline) -> Handles:
-        answer = (await self._calls.mutate(self._ask_handles, Ask(frame=frame), deadline))[0].handles
+        answer = (await self._calls.call(self._ask_handles, Ask(frame=frame), deadline))[0].handles
         return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
 
     async def _outcomes(self, frame: Frame, count: int, deadline: Deadline) -> Outcomes:
         """The outcome of an operation for each of its handles; with one handle, its refusal is raised."""
         if count == 1:
             return await self._handles(frame, deadline)
-        response, _ = cast(Answered, await self._calls.mutate(self._ask, Ask(frame=frame), deadline))
+        ask: Ask[Answered] = Ask(frame=frame)
+        response, _ = await self._calls.call(self._ask, ask, deadline)
         answer = response.handles
         if len(answer.results) != count:
             raise other_answer(f"{len(answer.results)} results for {count} handles")

@@ -14,11 +14,11 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, answers, frame_of, together
+from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, Result, answers, frame_of, together
 from ferrum_rpc.client.calls import Metadata, closed
 from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.policy import Deadline
@@ -41,7 +41,7 @@ class _Step:
 
     __slots__ = ("asks", "kind", "rows", "sent", "taken_back")
 
-    def __init__(self, asks: Sequence[Ask], sent: float) -> None:
+    def __init__(self, asks: Sequence[Ask[Any]], sent: float) -> None:
         self.asks = asks
         self.sent = sent
         self.kind = asks[0].kind
@@ -69,7 +69,7 @@ class SessionStream:
         self._number = 0
         self._steps: dict[int, _Step] = {}
         self._most = 1
-        self._waiting: dict[Kind, OrderedDict[Ask, None]] = {kind: OrderedDict() for kind in Kind}
+        self._waiting: dict[Kind, OrderedDict[Ask[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
         self._take_backs: deque[int] = deque()
         self._wake = asyncio.Event()
@@ -96,18 +96,26 @@ class SessionStream:
         self._most = max(1, welcome.steps_in_flight)
         return welcome
 
-    async def ask(self, ask: Ask, deadline: Deadline) -> Answered | Fed | None:
+    async def ask(self, ask: Ask[Result], deadline: Deadline) -> Result | None:
         """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
         and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
         if that has not begun; the items that share the step are sent again."""
         if self.over is not None:
             return None
+        item, expires = ask.item, math.inf if deadline.at is None else deadline.at
+        if item is not None:
+            ask.row_bytes = item.row_bytes(self.capacity.vocab_size)
+            large = ask.row_bytes > self.capacity.row_bytes
+            ask.kind = Kind.LARGE if large else Kind.FRAME if ask.again else Kind.SHARED
         self._number += 1
-        ask.line_up(deadline, self._number, self.capacity)
-        self._waiting[ask.kind][ask] = None
-        if ask.expires < self._expires:
-            self._watch(ask.expires)
-        self._wake.set()
+        ask.number, ask.expires, ask.step = self._number, expires, None
+        ask.future = asyncio.Future(loop=self._loop)
+        waiting = self._waiting[ask.kind]
+        if not waiting:
+            self._wake.set()  # what comes behind others can go only when they can
+        waiting[ask] = None
+        if expires < self._expires:
+            self._watch(expires)
         try:
             return await ask.future
         except asyncio.CancelledError:
@@ -116,10 +124,11 @@ class SessionStream:
 
     async def say(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
         """Send a frame that is no step, bounded by nothing, and wait for its answer."""
-        answered = await self.ask(Ask(frame=frame, kind=Kind.URGENT), deadline)
+        ask: Ask[Answered] = Ask(frame=frame, kind=Kind.URGENT)
+        answered = await self.ask(ask, deadline)
         if answered is None:
             raise self._ended()
-        return cast(Answered, answered)[0]
+        return answered[0]
 
     async def close(self, deadline: Deadline, *, release_sequences: bool) -> int:
         """End the session on purpose; returns how many sequences were released. Raises what keeps it from ending well;
@@ -161,7 +170,7 @@ class SessionStream:
             cancel = session_pb2.SessionCancel(step_id=self._take_backs.popleft())
             self._step_id += 1
             return Frame(step_id=self._step_id, cancel=cancel)
-        first: Ask | None = None
+        first: Ask[Any] | None = None
         for kind, waiting in self._waiting.items():
             if waiting and self._may_go(kind):
                 head = next(iter(waiting))
@@ -178,7 +187,7 @@ class SessionStream:
             ask.step, ask.again = step_id, True
         self._steps[step_id] = _Step(asks, now)
         self._in_flight[first.kind] += 1
-        frame = frame_of(asks)
+        frame = frame_of(asks, now)
         frame.step_id = step_id
         return frame
 
@@ -215,11 +224,11 @@ class SessionStream:
         if step.kind is Kind.SHARED and isinstance(found[0], Fed):
             self._pace.answered(time.monotonic() - step.sent, found[0].timing)
             self._linger = bool(self._waiting[Kind.SHARED])
-        alone = []
+        alone, shared = [], len(step.asks) > 1
         for ask, answer in zip(step.asks, found, strict=True):
             if ask.future.done():
                 continue
-            if len(step.asks) > 1 and (whole or isinstance(answer, DeadlineExceeded)):
+            if shared and (whole or isinstance(answer, DeadlineExceeded)):
                 alone.append(ask)  # its own answer may be another one
             elif isinstance(answer, ExecutorError):
                 ask.future.set_exception(answer)
@@ -239,7 +248,7 @@ class SessionStream:
             self._wait_again(step.asks, step.kind)
             self._wake.set()
 
-    def _wait_again(self, asks: Sequence[Ask], kind: Kind) -> None:
+    def _wait_again(self, asks: Sequence[Ask[Any]], kind: Kind) -> None:
         """Queue them again, before all others."""
         for ask in reversed(asks):
             if not ask.future.done():
@@ -270,7 +279,7 @@ class SessionStream:
         if self.over is None:
             self._watch(soonest)
 
-    def _expire(self, ask: Ask) -> None:
+    def _expire(self, ask: Ask[Any]) -> None:
         if ask.step is not None:
             late = DeadlineExceeded("the deadline passed before the answer came", metadata=_DEADLINE_EXCEEDED)
             ask.future.set_exception(late)
@@ -281,7 +290,7 @@ class SessionStream:
         if all(step.given_up for step in self._steps.values() if step.kind is not Kind.URGENT):
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
-    def _give_up(self, ask: Ask) -> None:
+    def _give_up(self, ask: Ask[Any]) -> None:
         """Its caller waits no longer: take its step back if that has not begun. Rows without a caller are dropped."""
         if ask.step is None:
             self._waiting[ask.kind].pop(ask, None)

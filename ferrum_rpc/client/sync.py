@@ -20,7 +20,7 @@ import grpc
 from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import Output, Tokens
+from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
 from ferrum_rpc.client.background import ClientFacade, Facade, unwrapped
 from ferrum_rpc.client.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S, ChannelOption
 from ferrum_rpc.client.client import CacheMode
@@ -31,7 +31,7 @@ from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.sequence import _NO_ROWS
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.core import Greedy, HandleRef, Pressure
+from ferrum_rpc.core import HandleRef, Pressure
 from ferrum_rpc.errors import ExecutorError
 
 
@@ -77,7 +77,7 @@ class Sequence(Facade[async_sequence.Sequence]):
         return self._async.in_doubt
 
     def prefill(
-        self, tokens: Tokens, output: Output = Greedy(), *, chunk: int | None = None, timeout_s: float | None = None
+        self, tokens: Tokens, output: Output = GREEDY, *, chunk: int | None = None, timeout_s: float | None = None
     ) -> Answer:
         """Feed a prompt, or the next part of one. L becomes L + n.
 
@@ -90,18 +90,13 @@ class Sequence(Facade[async_sequence.Sequence]):
         return self._background.run(self._async.prefill(tokens, output, chunk=chunk, timeout_s=timeout_s))
 
     def decode(
-        self, token: int, output: Output = Greedy(), *, truncate_to: int | None = None, timeout_s: float | None = None
+        self, token: int, output: Output = GREEDY, *, truncate_to: int | None = None, timeout_s: float | None = None
     ) -> Answer:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
         return self._background.run(self._async.decode(token, output, truncate_to=truncate_to, timeout_s=timeout_s))
 
     def verify(
-        self,
-        tokens: Tokens,
-        output: Output = Greedy(),
-        *,
-        truncate_to: int | None = None,
-        timeout_s: float | None = None,
+        self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None, timeout_s: float | None = None
     ) -> Answer:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
@@ -130,7 +125,7 @@ class Sequence(Facade[async_sequence.Sequence]):
             self._async.generate(tokens, max_tokens=max_tokens, sampling=sampling, stop=stop, timeout_s=timeout_s)
         )
 
-    def item(self, tokens: Tokens, output: Output = Greedy(), *, truncate_to: int | None = None) -> Item:
+    def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
         sent. A kind alone stands for the last position."""
         return self._async.item(tokens, output, truncate_to=truncate_to)

@@ -96,7 +96,7 @@ class UnaryTransport:
 
     async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
         """One item through Prefill, Decode or ForwardVerify."""
-        answer = await self._calls.mutate(feed.method, feed.request(item=item.proto), deadline)
+        answer = await self._calls.call(feed.method, feed.request(item=item.proto), deadline)
         return Fed(answer.output, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
     async def forward(
@@ -104,7 +104,7 @@ class UnaryTransport:
     ) -> Forwarded:
         """A batch through UnifiedForward, BatchPrefill or BatchDecode."""
         request = feed.request(items=items, all_or_nothing=all_or_nothing)
-        answer = await self._calls.mutate(feed.method, request, deadline)
+        answer = await self._calls.call(feed.method, request, deadline)
         return Forwarded(answer.results, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
     async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
@@ -115,14 +115,14 @@ class UnaryTransport:
             request = model_executor_pb2.TruncateKvRequest(
                 handle=handle_to_proto(handle), length=length, request_id=request_id
             )
-            answer = await self._calls.mutate(self._executor.TruncateKv, request, deadline)
+            answer = await self._calls.call(self._executor.TruncateKv, request, deadline)
             return handle_from_proto(answer.handle), answer.pressure
 
         return await _each(one, rollbacks)
 
     async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
         """Through ForkKv."""
-        answer = await self._calls.mutate(self._executor.ForkKv, request, deadline)
+        answer = await self._calls.call(self._executor.ForkKv, request, deadline)
         return [handle_from_proto(each) for each in answer.handles], answer.pressure
 
     async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
@@ -132,7 +132,7 @@ class UnaryTransport:
             request = model_executor_pb2.ReleaseRequest(
                 handle=handle_to_proto(handle), any_version=True, request_id=request_id
             )
-            return handle, (await self._calls.mutate(self._executor.Release, request, deadline)).pressure
+            return handle, (await self._calls.call(self._executor.Release, request, deadline)).pressure
 
         return await _each(one, handles)
 

@@ -54,7 +54,7 @@ def handle_to_proto(handle: HandleRef) -> types_pb2.KvHandle:
 
 def handle_from_proto(handle: types_pb2.KvHandle) -> HandleRef:
     """Wire to domain."""
-    return HandleRef(handle.id, handle.seq_len, handle.version)
+    return named(HandleRef, (handle.id, handle.seq_len, handle.version))
 
 
 def request_id_from_proto(request_id: str) -> str:

@@ -44,13 +44,13 @@ def messages(client: ExecutorClient) -> list[Any]:
     """Requests that the client sends from now on."""
     sent: list[Any] = []
     calls: Any = client._context.calls
-    mutate = calls.mutate
+    call = calls.call
 
     async def noted(method: Any, request: Any, deadline: Any) -> Any:
         sent.append(request)
-        return await mutate(method, request, deadline)
+        return await call(method, request, deadline)
 
-    calls.mutate = noted
+    calls.call = noted
     return sent
 
 

@@ -81,13 +81,13 @@ async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(ser
         sent: list[str] = []
         steps = (await client.status()).counters.steps
         calls = client._context.calls
-        mutate = calls.mutate
+        call = calls.call
 
         async def counted(method: Any, request: Any, deadline: Any) -> Any:
             sent.append(type(request).__name__)
-            return await mutate(method, request, deadline)
+            return await call(method, request, deadline)
 
-        calls.mutate = counted  # type: ignore[method-assign]
+        calls.call = counted  # type: ignore[method-assign]
         for name, (mistake, field) in {**MISTAKES, **AT_ONCE}.items():
             before = (sequence.handle, sequence.in_doubt)
             error = await refused(mistake, client, sequence)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import ferrum_rpc.client
 from ferrum_rpc.client import (
     NEVER_RESEND,
     Answer,
@@ -23,6 +27,7 @@ from ferrum_rpc.client import (
     ResendPolicy,
     RowDType,
     SelectedTokens,
+    Sequence,
     TopTokens,
 )
 from ferrum_rpc.client.pace import Pace
@@ -211,6 +216,46 @@ async def test_more_calls_than_steps_in_flight_wait_their_turn() -> None:
         assert (await counters(served)) == (24, 24 * 9)
 
 
+async def test_a_decode_that_shares_a_frame_costs_little_more_than_an_item_of_a_batch() -> None:
+    """Counted in calls of the client's own functions, which a busy machine does not change. A coroutine counts when it
+    begins and when it goes on."""
+    here, calls = os.path.dirname(ferrum_rpc.client.__file__), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(here)
+
+    async def counted(work: Coroutine[Any, Any, object]) -> float:
+        nonlocal calls
+        calls = 0
+        sys.setprofile(count)
+        try:
+            await work
+        finally:
+            sys.setprofile(None)
+        return calls / (rounds * len(sequences))
+
+    async def alone(sequence: Sequence) -> None:
+        for _ in range(rounds):
+            await sequence.decode(1)
+
+    async def batches() -> None:
+        for _ in range(rounds):
+            await client.forward([sequence.item([1]) for sequence in sequences])
+
+    async def everywhere() -> None:
+        await asyncio.gather(*map(alone, sequences))
+
+    rounds = 8
+    async with serve_identity() as served, ExecutorClient(served.target, session=True) as client:
+        sequences = [client.sequence() for _ in range(40)]
+        await asyncio.gather(*(each.prefill(PROMPT) for each in sequences))
+        item = await counted(batches())
+        ask = await counted(everywhere())
+    assert item <= 18
+    assert ask <= 48
+
+
 async def test_coroutines_that_decode_at_the_same_time_share_steps_and_no_neighbours_error() -> None:
     async with both() as (served, unary, session):
         answers: list[list[Any]] = []
@@ -392,8 +437,11 @@ async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
         for sequence in (first, second):
             await sequence.prefill(PROMPT)
         running = await gate.hold(first.decode(1))
+        late = asyncio.ensure_future(second.decode(2, timeout_s=0.5))
+        await until(lambda: served.server.books.engine.queued_items > 0)
         with pytest.raises(DeadlineExceeded):
-            await second.decode(2, timeout_s=0.1)
+            await late
+        await until(lambda: served.server.books.engine.queued_items == 0)
         gate.open()
         await running
         await second.decode(3)

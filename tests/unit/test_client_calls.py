@@ -70,7 +70,7 @@ def calls(policy: ResendPolicy = AT_ONCE) -> Calls:
 
 async def mutate(script: Script, policy: ResendPolicy = AT_ONCE, deadline: Deadline = FOREVER) -> Any:
     method: Any = script
-    return await calls(policy).mutate(method, "the request", deadline)
+    return await calls(policy).call(method, "the request", deadline)
 
 
 async def test_a_request_that_is_too_long_is_refused_before_it_is_sent() -> None:
@@ -78,10 +78,10 @@ async def test_a_request_that_is_too_long_is_refused_before_it_is_sent() -> None
     method: Any = script
     request = model_executor_pb2.GetInfoRequest(client_revision=300)
     asking.max_request_bytes = request.ByteSize()
-    assert await asking.ask(method, request, FOREVER) == "an answer"
+    assert await asking.call(method, request, FOREVER) == "an answer"
     asking.max_request_bytes -= 1
     with pytest.raises(InvalidRequest, match="takes 3 bytes and the executor at most 2") as caught:
-        await asking.mutate(method, request, FOREVER)
+        await asking.call(method, request, FOREVER)
     assert (caught.value.field, caught.value.number("max_request_bytes")) == ("request", 2)
     assert script.requests == [request]
 
@@ -193,7 +193,7 @@ async def test_a_lost_connection_to_an_executor_that_was_draining_says_so_and_it
     async def outcome(error: Any) -> ExecutorError:
         method: Any = Script(error)
         with pytest.raises(ExecutorError) as raised:
-            await calling.mutate(method, "the request", FOREVER)
+            await calling.call(method, "the request", FOREVER)
         return raised.value
 
     lost = bare(grpc.StatusCode.UNAVAILABLE)
