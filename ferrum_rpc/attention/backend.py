@@ -51,9 +51,9 @@ class AttentionBackend(Protocol):
 class NativeAttention(AttentionBackend, Protocol):
     """A backend whose kernels C code can call, without Python between two layers."""
 
-    def native_step(self, slots: Tensor, plan: Any) -> library.AttentionStep | None:
-        """`write` and `attend` of a step for every layer, where all of its spans are the kernels' and the cache is
-        bfloat16; else None. Points into ``slots``, ``plan`` and this backend: whoever calls holds them."""
+    def native_step(self, plan: Any) -> library.AttentionStep | None:
+        """`write` and `attend` of a step for every layer, where the kernels take all of its spans and the cache is
+        bfloat16; else None. Points into ``plan`` and this backend: the caller keeps both alive."""
 
 
 Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]

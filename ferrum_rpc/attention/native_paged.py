@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention.geometry import BatchGeometry, Int32Array
-from ferrum_rpc.attention.torch_paged import Plan, TorchPagedAttention
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
 
@@ -33,18 +33,17 @@ DTYPES: Final = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativePlan:
-    """``short`` and ``long`` point into ``arrays``; None where there is no such span. ``rest`` is torch's work."""
+    """``step`` points into ``held``; ``rest`` is torch's work, of long spans that no kernel takes."""
 
-    short: library.Step | None
-    long: library.Step | None
-    rest: Plan | None
-    arrays: list[Int32Array]
+    step: library.AttentionStep
+    rest: TorchPlan | None
+    held: list[Any]
 
 
 class NativePagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] on the CPU, bfloat16
-    or float32, one shape and dtype for all layers; queries have that dtype. ``isa``: an instruction set by name, for
-    tests; else the best of the machine. Raises OSError where the kernel is not built or does not take such heads."""
+    or float32; a layer's queries have its dtype. ``isa``: an instruction set by name, for tests; else the best of the
+    machine. Raises OSError where the kernel is not built or does not take such heads."""
 
     name = "native"
     exact_span_tokens = SHORT
@@ -52,171 +51,162 @@ class NativePagedAttention:
     def __init__(
         self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], isa: str | None = None
     ) -> None:
-        obstacle = tensor_obstacle(specs, keys[0].device, keys[0].dtype)
-        if obstacle is not None:
-            raise OSError(obstacle)
+        for key in keys:
+            obstacle = _obstacle(key.device, key.dtype)
+            if obstacle is not None:
+                raise OSError(obstacle)
         self._library = library.load()
-        self._specs, self._keys, self._values = tuple(specs), keys, values
-        self._torch = TorchPagedAttention(specs, keys, values)
-        named = None if isa is None else isa.encode(), specs[0].head_dim
-        if not self._library.ferrum_attention_supported(*named):
-            raise OSError(f"heads of {specs[0].head_dim} are no multiple of a vector of {isa or 'this machine'}")
-        self._kernel = self._library.ferrum_attention_new(*named)
-        self._flash = None
-        if keys[0].dtype == torch.bfloat16 and self._library.ferrum_flash_supported(specs[0].head_dim):
-            self._flash = self._library.ferrum_flash_new()
-        self._wide = int(keys[0].dtype == torch.float32)
-        self._slot_bytes = keys[0][0, 0].nbytes
+        self._keys = keys
         self._block_size = keys[0].shape[1]
+        self._torch = TorchPagedAttention(specs, keys, values)
+        self._kernels: dict[int, int] = {}
+        name = None if isa is None else isa.encode()
+        for spec in specs:
+            if not self._library.ferrum_attention_supported(name, spec.head_dim):
+                raise OSError(f"heads of {spec.head_dim} are no multiple of a vector of {isa or 'this machine'}")
+            if spec.head_dim not in self._kernels:
+                self._kernels[spec.head_dim] = self._library.ferrum_attention_new(name, spec.head_dim)
+        self._narrow = all(key.dtype == torch.bfloat16 for key in keys)
+        self._flash = None
+        if self._narrow and all(self._library.ferrum_flash_supported(head_dim) for head_dim in self._kernels):
+            self._flash = self._library.ferrum_flash_new()
         self._layers = (library.AttentionLayer * len(specs))(
             *(
-                library.AttentionLayer(key.data_ptr(), value.data_ptr(), *_mask(spec))
+                library.AttentionLayer(
+                    self._kernels[spec.head_dim],
+                    self._flash,
+                    key.data_ptr(),
+                    value.data_ptr(),
+                    spec.heads,
+                    spec.kv_heads,
+                    spec.head_dim,
+                    key.dtype == torch.float32,
+                    spec.window or 0,
+                    spec.scale,
+                    spec.softcap or 0.0,
+                )
                 for spec, key, value in zip(specs, keys, values, strict=True)
             )
         )
+        self._addresses = [ctypes.addressof(layer) for layer in self._layers]
 
     def __del__(self) -> None:
-        if getattr(self, "_kernel", None):
-            self._library.ferrum_attention_free(self._kernel)
+        for kernel in getattr(self, "_kernels", {}).values():
+            self._library.ferrum_attention_free(kernel)
         if getattr(self, "_flash", None):
             self._library.ferrum_flash_free(self._flash)
 
     @property
     def isa(self) -> str:
-        """The instruction set in use."""
-        name: bytes = self._library.ferrum_attention_name(self._kernel)
+        """The instruction set in use, of the first layer."""
+        name: bytes = self._library.ferrum_attention_name(self._layers[0].paged)
         return name.decode()
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
         """See `AttentionBackend`. Nothing in it grows with the spans but copies of a few integers."""
-        arrays: list[Int32Array] = []
+        held: list[Any] = [geometry]
         if geometry.tokens <= SHORT:  # then so is every span
-            return NativePlan(self._step(geometry, None, arrays), None, None, arrays)
+            return self._plan(geometry, self._spans(geometry, None, held), None, None, held)
         long = geometry.lengths - geometry.starts > SHORT
         if not long.any():
-            return NativePlan(self._step(geometry, None, arrays), None, None, arrays)
+            return self._plan(geometry, self._spans(geometry, None, held), None, None, held)
         chosen = np.flatnonzero(~long)
-        short = self._step(geometry, chosen, arrays) if len(chosen) else None
+        short = self._spans(geometry, chosen, held) if len(chosen) else None
         longer = np.flatnonzero(long)
         if self._flash is None:
-            return NativePlan(short, None, self._torch.plan(geometry, longer.tolist()), arrays)
-        return NativePlan(short, self._step(geometry, longer, arrays), None, arrays)
+            return self._plan(geometry, short, None, self._torch.plan(geometry, longer.tolist()), held)
+        return self._plan(geometry, short, self._spans(geometry, longer, held), None, held)
 
-    def _step(
-        self, geometry: BatchGeometry, chosen: npt.NDArray[np.intp] | None, arrays: list[Int32Array]
-    ) -> library.Step:
-        """The ``chosen`` spans, or all; what it points into is put into ``arrays``."""
-        spans: tuple[Int32Array, ...] = (
-            geometry.query_start,
-            geometry.starts,
-            geometry.lengths,
-            geometry.table_start,
-        )
+    def _plan(
+        self,
+        geometry: BatchGeometry,
+        short: int | None,
+        long: int | None,
+        rest: TorchPlan | None,
+        held: list[Any],
+    ) -> NativePlan:
+        step = library.AttentionStep(short, long, self._addresses[0], geometry.slots.ctypes.data)
+        return NativePlan(step, rest, held)
+
+    def _spans(self, geometry: BatchGeometry, chosen: npt.NDArray[np.intp] | None, held: list[Any]) -> int:
+        """Where the kernel finds the ``chosen`` spans, or all; what that points into is put into ``held``."""
         addresses: Sequence[int] = geometry.addresses if chosen is None else ()
         if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
-            spans = tuple(np.ascontiguousarray(each[chosen]) for each in spans)
-            addresses = [each.ctypes.data for each in (*spans, geometry.entries)]
-        arrays += [*spans, geometry.entries]
-        spec = self._specs[0]
-        return library.Step(
-            len(spans[1]),
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            self._block_size,
-            torch.get_num_threads(),
-            *addresses,
-        )
+            arrays = (geometry.query_start, geometry.starts, geometry.lengths, geometry.table_start)
+            picked = [np.ascontiguousarray(each[chosen]) for each in arrays]
+            addresses = [each.ctypes.data for each in (*picked, geometry.entries)]
+            held += picked
+        count = geometry.spans if chosen is None else len(chosen)
+        step = library.Step(count, self._block_size, torch.get_num_threads(), *addresses)
+        held.append(step)
+        return ctypes.addressof(step)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """See `AttentionBackend`."""
-        dense = key[0].is_contiguous() and value[0].is_contiguous() if len(key) else False
-        if not dense or not key.dtype == value.dtype == self._keys[layer].dtype:
+        cached = self._keys[layer]
+        dense = (cached.shape[3], 1)
+        if key.stride()[1:] != dense or value.stride()[1:] != dense or not key.dtype == value.dtype == cached.dtype:
             self._torch.write(layer, slots, key, value)
             return
         self._library.ferrum_store(
-            self._keys[layer].data_ptr(),
-            self._values[layer].data_ptr(),
+            self._addresses[layer],
             slots.data_ptr(),
-            len(slots),
+            slots.shape[0],
             key.data_ptr(),
             value.data_ptr(),
             key.stride(0) * key.itemsize,
             value.stride(0) * value.itemsize,
-            self._slot_bytes,
         )
 
     def attend(self, layer: int, query: Tensor, plan: NativePlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
-        spec = self._specs[layer]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if query.stride()[1:] != (spec.head_dim, 1):
+        if query.stride()[1:] != (query.shape[2], 1):
             query = query.contiguous()
         if plan.rest is not None:
             self._torch.attend_into(layer, query, plan.rest, output)
-        tensors = (
-            query.data_ptr(),
-            query.stride(0),
-            self._keys[layer].data_ptr(),
-            self._values[layer].data_ptr(),
-            output.data_ptr(),
-        )
-        mask, status = _mask(spec), 0
-        if plan.long is not None:
-            status |= self._library.ferrum_flash(self._flash, ctypes.addressof(plan.long), *tensors, *mask)
-        if plan.short is not None:
-            step = ctypes.addressof(plan.short)
-            status |= self._library.ferrum_attend(self._kernel, step, *tensors, self._wide, *mask)
-        if status:
+        step = ctypes.addressof(plan.step)
+        if self._library.ferrum_attend(step, layer, query.data_ptr(), query.stride(0), output.data_ptr()):
             raise MemoryError("no memory for the attention kernel's buffers")
         return output
 
-    def native_step(self, slots: Tensor, plan: NativePlan) -> library.AttentionStep | None:
+    def native_step(self, plan: NativePlan) -> library.AttentionStep | None:
         """See `NativeAttention`."""
-        if self._wide or plan.rest is not None:
-            return None
-        short, long = (None if each is None else ctypes.addressof(each) for each in (plan.short, plan.long))
-        return library.AttentionStep(
-            self._kernel, self._flash, short, long, ctypes.addressof(self._layers), slots.data_ptr()
-        )
+        return plan.step if self._narrow and plan.rest is None else None
 
 
-def _mask(spec: AttentionSpec) -> tuple[int, float, float]:
-    """Window, scale and soft cap as the kernels take them: 0 where there is none."""
-    return spec.window or 0, spec.scale, spec.softcap or 0.0
-
-
-def tensor_obstacle(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot take such a cache, or None."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device.type}"
     if dtype not in DTYPES:
         return f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if len({(spec.heads, spec.kv_heads, spec.head_dim) for spec in specs}) != 1:
-        return "the layers' heads differ"
     return None
 
 
 def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> tuple[str | None, str]:
     """``(obstacle, isa)``: why the kernel cannot be used, after a small step whose answer must be torch's."""
-    generator = torch.Generator().manual_seed(0)
-    spec = specs[0]
-    obstacle = tensor_obstacle(specs, device, dtype)
+    obstacle = _obstacle(device, dtype)
     if obstacle is not None:
         return obstacle, ""
-    shape = (6, 4, spec.kv_heads, spec.head_dim)
-    keys, values = ([torch.randn(shape, generator=generator).to(dtype)] for _ in range(2))
-    query = torch.randn((4, spec.heads, spec.head_dim), generator=generator).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        [torch.randn((6, 4, spec.kv_heads, spec.head_dim), generator=generator).to(dtype) for spec in specs]
+        for _ in range(2)
+    )
     tables: list[Any] = [np.array(each, dtype=np.int32) for each in ((5, 1), (3, 2, 4))]
     geometry = BatchGeometry.build(4, [6, 9], [1, 3], tables)
     try:
-        native = NativePagedAttention([spec], keys, values)
+        native = NativePagedAttention(specs, keys, values)
     except OSError as error:
         return str(error), ""
-    oracle = TorchPagedAttention([spec], keys, values)
-    answer = native.attend(0, query, native.plan(geometry))
-    expected = oracle.attend(0, query, oracle.plan(geometry))
+    oracle = TorchPagedAttention(specs, keys, values)
+    ours, expected = native.plan(geometry), oracle.plan(geometry)
     tolerance = 8 * torch.finfo(dtype).eps
-    if not torch.allclose(answer.float(), expected.float(), rtol=tolerance, atol=tolerance):
-        return "its answer is not torch's", ""
+    for layer in {spec: layer for layer, spec in enumerate(specs)}.values():
+        spec = specs[layer]
+        query = torch.randn((4, spec.heads, spec.head_dim), generator=generator).to(dtype)
+        answer, exact = native.attend(layer, query, ours).float(), oracle.attend(layer, query, expected).float()
+        if not torch.allclose(answer, exact, rtol=tolerance, atol=tolerance):
+            return "its answer is not torch's", ""
     return None, native.isa

@@ -1,6 +1,6 @@
 """How the torch backend cuts a step into SDPA calls: host integers in, block ids and masks out, once per step.
 
-Nothing here touches K, V or queries. Layers differ in planning only by their `Sight`.
+Nothing here touches K, V or queries. Layers differ in planning only by their `MaskPattern`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ Measured at 32 x 512, 8 heads of 128, bf16: 5.5 ms a layer against 6.5-8.9 one b
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class MaskPattern:
     """What a layer's queries see: the last ``window`` tokens (None: all). ``square``: a span that starts at 0 may be
-    one causal square without a mask, however long (not with a soft cap: its scores are written out)."""
+    one causal square without a mask, however long (not with a soft cap: its scores are written out). ``dtype``: of
+    queries and masks."""
 
     window: int | None
     square: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Singles:
+class DecodeGroup:
     """Single-token spans that gather equally many blocks. ``rows`` int64 [G] of the step; ``blocks`` int64 [G * n];
     ``mask`` [G, 1, 1, n * block_size], 0 or -inf; ``tail`` int64: slots of the gathered blocks behind the sequences'
     ends, which were never written."""
@@ -67,24 +69,23 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What the layers of one sight do in a step."""
+    """What the layers of one pattern do in a step."""
 
-    singles: list[Singles] = field(default_factory=list)
+    groups: list[DecodeGroup] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
 
 class Planner:
-    """Makes the `Work` of a sight. ``block_bytes`` is the size of one block's keys in one layer."""
+    """Makes the `Work` of a pattern. ``block_bytes`` is the size of one block's keys in the largest layer."""
 
-    def __init__(self, block_size: int, block_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, block_size: int, block_bytes: int, device: torch.device) -> None:
         self._block_size = block_size
         self._block_bytes = block_bytes
-        self._dtype = dtype
         self._device = device
 
-    def work(self, geometry: BatchGeometry, sight: Sight, spans: Iterable[int]) -> Work:
+    def work(self, geometry: BatchGeometry, pattern: MaskPattern, spans: Iterable[int]) -> Work:
         """Groups, tiles and block ids of the spans with these indices."""
-        size, window, work = self._block_size, sight.window, Work()
+        size, window, work = self._block_size, pattern.window, Work()
         by_blocks: dict[int, list[int]] = {}
         starts, lengths = geometry.starts.tolist(), geometry.lengths.tolist()
         for span in spans:
@@ -96,29 +97,29 @@ class Planner:
                 continue
             row = int(geometry.query_start[span])
             blocks = self._to_device(geometry.tables[span][first:end])
-            whole = sight.square and start == 0 and (window is None or length <= window)
+            whole = pattern.square and start == 0 and (window is None or length <= window)
             tiles = (Tile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
             work.runs.append(Run(row, row + length - start, blocks, tiles))
         for count, alike in by_blocks.items():
             together = max(1, GROUP_BYTES // (count * self._block_bytes))
             for group in range(0, len(alike), together):
-                work.singles.append(self._singles(geometry, alike[group : group + together], count, window))
+                work.groups.append(self._group(geometry, alike[group : group + together], count, pattern))
         return work
 
-    def _singles(self, geometry: BatchGeometry, spans: list[int], count: int, window: int | None) -> Singles:
-        """A group. What is masked is in its first block (window) and its last (end), whatever lies between."""
-        size = self._block_size
+    def _group(self, geometry: BatchGeometry, spans: list[int], count: int, pattern: MaskPattern) -> DecodeGroup:
+        """What is masked is in its first block (window) and its last (end), whatever lies between."""
+        size, window = self._block_size, pattern.window
         lengths = geometry.lengths[spans].astype(np.int64)
         ends = -(-lengths // size)
         unwritten = (ends - 1)[:, None] * size + np.arange(size) >= lengths[:, None]
-        mask = torch.zeros((len(spans), count, size), dtype=self._dtype, device=self._device)
+        mask = torch.zeros((len(spans), count, size), dtype=pattern.dtype, device=self._device)
         mask[:, -1].masked_fill_(torch.from_numpy(unwritten).to(self._device), -math.inf)
         if window is not None:
             unseen = (ends - count)[:, None] * size + np.arange(size) < (lengths - window)[:, None]
             mask[:, 0].masked_fill_(torch.from_numpy(unseen).to(self._device), -math.inf)
         row, offset = np.nonzero(unwritten)
         blocks = [geometry.tables[span][end - count : end] for span, end in zip(spans, ends.tolist(), strict=True)]
-        return Singles(
+        return DecodeGroup(
             rows=self._to_device(geometry.query_start[spans]),
             blocks=self._to_device(np.concatenate(blocks)),
             mask=mask.view(len(spans), 1, 1, count * size),
@@ -146,9 +147,9 @@ class BandMask:
     Whether row i sees key j depends on ``j - i`` only, so every mask is a view of one matrix. It grows geometrically.
     """
 
-    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._window = window
-        self._base = torch.empty((TILE_ROWS, 0), dtype=dtype, device=device)
+    def __init__(self, pattern: MaskPattern, device: torch.device) -> None:
+        self._window = pattern.window
+        self._base = torch.empty((TILE_ROWS, 0), dtype=pattern.dtype, device=device)
 
     def view(self, rows: int, keys: int) -> Tensor:
         """The mask of the last ``rows`` (at most TILE_ROWS) of ``keys`` positions: 0 where visible, -inf elsewhere."""

@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.tiles import BandMask, Planner, Run, Sight, Singles, Work
+from ferrum_rpc.attention.tiles import BandMask, DecodeGroup, MaskPattern, Planner, Run, Work
 from ferrum_rpc.core import AttentionSpec
 
-Plan = dict[Sight, Work]
+TorchPlan = dict[MaskPattern, Work]
 
 
 class TorchPagedAttention:
-    """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape and dtype
-    for all layers; queries have that dtype."""
+    """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim]; a layer's queries
+    have its dtype."""
 
     name = "torch"
     exact_span_tokens = 0
@@ -41,39 +41,41 @@ class TorchPagedAttention:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         self._specs = tuple(specs)
-        self._sights = [Sight(spec.window, square=spec.softcap is None) for spec in specs]
+        self._patterns = [
+            MaskPattern(spec.window, spec.softcap is None, key.dtype) for spec, key in zip(specs, keys, strict=True)
+        ]
         self._keys, self._values = keys, values
         self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in zip(keys, values, strict=True)]
-        block, dtype, device = keys[0][0], keys[0].dtype, keys[0].device
-        self._planner = Planner(len(block), block.nbytes, dtype, device)
-        self._masks = {spec.window: BandMask(spec.window, dtype, device) for spec in specs}
-        self._scratch = (block.new_empty((0, *block.shape)), block.new_empty((0, *block.shape)))
+        device = keys[0].device
+        self._planner = Planner(keys[0].shape[1], max(key[0].nbytes for key in keys), device)
+        self._masks = {pattern: BandMask(pattern, device) for pattern in self._patterns}
+        self._scratch: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def plan(self, geometry: BatchGeometry, spans: Sequence[int] | None = None) -> Plan:
-        """The work of every distinct sight of the layers, for all spans or those with these indices."""
+    def plan(self, geometry: BatchGeometry, spans: Sequence[int] | None = None) -> TorchPlan:
+        """The work of the layers of each pattern, for all spans or those with these indices."""
         chosen = range(geometry.spans) if spans is None else spans
-        return {sight: self._planner.work(geometry, sight, chosen) for sight in dict.fromkeys(self._sights)}
+        return {pattern: self._planner.work(geometry, pattern, chosen) for pattern in self._masks}
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """See `AttentionBackend`; converts where ``key`` and ``value`` are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
             place.index_copy_(0, slots, rows.to(place.dtype))
 
-    def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, query: Tensor, plan: TorchPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         self.attend_into(layer, query, plan, output)
         return output
 
-    def attend_into(self, layer: int, query: Tensor, plan: Plan, output: Tensor) -> None:
+    def attend_into(self, layer: int, query: Tensor, plan: TorchPlan, output: Tensor) -> None:
         """As `attend`, into the rows of ``output`` [T, heads, head_dim] that the plan's spans own."""
-        spec, work = self._specs[layer], plan[self._sights[layer]]
-        for singles in work.singles:
-            self._attend_singles(spec, layer, query, singles, output)
+        spec, work = self._specs[layer], plan[self._patterns[layer]]
+        for group in work.groups:
+            self._attend_group(spec, layer, query, group, output)
         for run in work.runs:
             self._attend_run(spec, layer, query[run.first : run.last], run, output[run.first : run.last])
 
-    def _attend_singles(self, spec: AttentionSpec, layer: int, query: Tensor, work: Singles, output: Tensor) -> None:
+    def _attend_group(self, spec: AttentionSpec, layer: int, query: Tensor, work: DecodeGroup, output: Tensor) -> None:
         group = len(work.rows)
         key, value = self._gather(layer, work.blocks)  # [G * n * block_size, kv_heads, head_dim]
         key.index_fill_(0, work.tail, 0.0)
@@ -98,18 +100,20 @@ class TorchPagedAttention:
                 grouped[:, :, tile.first : tile.last],
                 key[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
                 value[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
-                None if plain else self._masks[spec.window].view(rows, keys),
+                None if plain else self._masks[self._patterns[layer]].view(rows, keys),
             )
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of ``blocks`` in the scratch buffers, as [slots, kv_heads, head_dim]; valid until the next gather."""
-        count = len(blocks)
-        if len(self._scratch[0]) < count:
-            capacity = max(count, 2 * len(self._scratch[0]))
-            key, value = self._scratch
-            self._scratch = (key.new_empty((capacity, *key.shape[1:])), value.new_empty((capacity, *value.shape[1:])))
-        key, value = self._scratch[0][:count], self._scratch[1][:count]
-        torch.index_select(self._keys[layer], 0, blocks, out=key)
+        cached, count = self._keys[layer], len(blocks)
+        kind = cached.shape[1:], cached.dtype
+        scratch = self._scratch.get(kind)
+        if scratch is None or len(scratch[0]) < count:
+            capacity = count if scratch is None else max(count, 2 * len(scratch[0]))
+            shape = (capacity, *cached.shape[1:])
+            self._scratch[kind] = scratch = cached.new_empty(shape), cached.new_empty(shape)
+        key, value = scratch[0][:count], scratch[1][:count]
+        torch.index_select(cached, 0, blocks, out=key)
         torch.index_select(self._values[layer], 0, blocks, out=value)
         return key.flatten(0, 1), value.flatten(0, 1)
 

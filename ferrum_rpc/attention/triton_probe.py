@@ -42,6 +42,8 @@ def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dty
         return reason
     if dtype not in TOLERANCE:
         return f"the kernels do not know {dtype}"
+    if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
+        return "the layers' heads differ"
     for spec in dict.fromkeys(specs):
         if spec.head_dim > WIDEST_HEAD:
             return f"heads of {spec.head_dim} are wider than {WIDEST_HEAD}"

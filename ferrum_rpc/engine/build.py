@@ -20,7 +20,7 @@ from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.manager import KvManager
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig
@@ -87,24 +87,17 @@ def _assemble(
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
         choices.append((f"max_context={info.max_context}", reason))
     blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
-    spec = model.attention_specs[0]
+    layers = [CacheSpec(spec.kv_heads, spec.head_dim, model.dtype) for spec in model.attention_specs]
     try:
-        store = KvStore(
-            layers=len(model.attention_specs),
-            num_blocks=blocks + 1,
-            block_size=config.block_size,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            dtype=model.dtype,
-            device=device,
-        )
+        store = KvStore(layers, blocks + 1, config.block_size, device)
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
         raise InvalidRequest(
             f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
             field="kv_memory",
         ) from error
     if device.type == "cpu":
-        library.prefer_huge_pages(store.buffer)
+        for buffer in store.buffers:
+            library.prefer_huge_pages(buffer)
     name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
     attention = factory(model.attention_specs, store.keys, store.values)

@@ -53,7 +53,7 @@ class Compute:
         inputs = StepInputs(self.to_device(packed.astype(np.int64)), self.to_device(geometry.positions))
         if self._native is not None:
             native_model, native_attention = self._native
-            step = native_attention.native_step(slots, plan)
+            step = native_attention.native_step(plan)
             if step is not None:
                 return native_model.forward_native(inputs, step, beat)
 

@@ -23,10 +23,10 @@ _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.s
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of step.h: what all layers of a step share. Pointers are to int32 arrays."""
+    """``struct step`` of attention.h: what all layers of a step share. Pointers are to int32 arrays."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("spans", "heads", "kv_heads", "head_dim", "block_size", "threads")),
+        *((name, ctypes.c_int32) for name in ("spans", "block_size", "threads")),
         *((name, ctypes.c_void_p) for name in ("rows", "starts", "lengths", "table_start", "tables")),
     )
 
@@ -63,26 +63,24 @@ class LayerWeights(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """``struct attention_layer`` of attention.h: a layer's cache, and what its rows see of it."""
+    """``struct attention_layer`` of attention.h: a layer's kernels, its cache, and what its rows see of it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("window", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("paged", "flash", "keys", "values")),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "wide", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
 
 class AttentionStep(ctypes.Structure):
-    """``struct attention_step`` of attention.h: attention of a step in all layers. Pointers are to the kernels, to two
-    `Step`, to an `AttentionLayer` for each layer, and to the tokens' slots, int64."""
+    """``struct attention_step`` of attention.h: attention of a step in all layers. Pointers are to two `Step`, to an
+    `AttentionLayer` for each layer, and to the tokens' slots, int64."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("paged", "flash", "short_spans", "long_spans", "layers", "slots")
-    )
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("short_spans", "long_spans", "layers", "slots"))
 
 
 STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionStep)
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install the package again where a C compiler is (in a checkout: `make setup`)"
@@ -126,7 +124,7 @@ def _compare(library: ctypes.CDLL) -> None:
 
 
 def _type_rows_and_attention(library: ctypes.CDLL) -> None:
-    pointer, integer, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
     library.ferrum_attention_supported.argtypes = (ctypes.c_char_p, integer)
     library.ferrum_attention_supported.restype = integer
     _type_new(library.ferrum_attention_new, ctypes.c_char_p, integer)
@@ -134,11 +132,10 @@ def _type_rows_and_attention(library: ctypes.CDLL) -> None:
     library.ferrum_attention_free.restype = None
     library.ferrum_attention_name.argtypes = (pointer,)
     library.ferrum_attention_name.restype = ctypes.c_char_p
-    tensors = (pointer, ctypes.c_int64, pointer, pointer, pointer)
-    library.ferrum_attend.argtypes = (pointer, pointer, *tensors, integer, integer, real, real)
-    library.ferrum_attend.restype = integer
     long = ctypes.c_int64
-    library.ferrum_store.argtypes = (pointer, pointer, pointer, long, pointer, pointer, long, long, long)
+    library.ferrum_attend.argtypes = (pointer, integer, pointer, long, pointer)
+    library.ferrum_attend.restype = integer
+    library.ferrum_store.argtypes = (pointer, pointer, long, pointer, pointer, long, long)
     library.ferrum_store.restype = None
     library.ferrum_flash_supported.argtypes = (integer,)
     library.ferrum_flash_supported.restype = integer
@@ -146,8 +143,6 @@ def _type_rows_and_attention(library: ctypes.CDLL) -> None:
         _type_new(library.ferrum_flash_new)
         library.ferrum_flash_free.argtypes = (pointer,)
         library.ferrum_flash_free.restype = None
-        library.ferrum_flash.argtypes = (pointer, pointer, *tensors, integer, real, real)
-        library.ferrum_flash.restype = integer
     library.ferrum_rows_lanes.argtypes = (integer,)
     library.ferrum_rows_lanes.restype = integer
     library.ferrum_rows.argtypes = (pointer, integer)

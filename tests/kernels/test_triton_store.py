@@ -10,14 +10,14 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_store import store
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 80), (8, 192)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_writes_what_the_store_writes(device, heads, head_dim, dtype):
     generator = torch.Generator().manual_seed(0)
-    stores = [KvStore(2, 6, 4, heads, head_dim, dtype=dtype, device=device) for _ in range(2)]
+    stores = [KvStore([CacheSpec(heads, head_dim, dtype)] * 2, 6, 4, device) for _ in range(2)]
     for each in stores:
         each.fill_slots(torch.arange(24), 7.0)
     slots = torch.tensor([5, 0, 23, 9, 4], device=device)
@@ -33,7 +33,7 @@ def test_it_writes_what_the_store_writes(device, heads, head_dim, dtype):
 
 
 def test_no_tokens_are_no_launch(device):
-    each = KvStore(1, 2, 4, 1, 16, dtype=torch.float32, device=device)
+    each = KvStore([CacheSpec(1, 16, torch.float32)], 2, 4, device)
     empty = torch.empty(0, 1, 16, device=device)
     each.fill_slots(torch.arange(8), 7.0)
     store(each.keys[0], each.values[0], torch.empty(0, dtype=torch.int64, device=device), empty, empty)

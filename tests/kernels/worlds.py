@@ -15,7 +15,7 @@ from ferrum_rpc.attention.triton_plan import flat_tables
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.staged_compute import StagedCompute
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 
@@ -74,18 +74,11 @@ class World:
 
     def __init__(self, backend: Any, device: torch.device, model: Model | None = None, *, staged: bool = True) -> None:
         self.model = IdentityModel(IdentityConfig(vocab_size=64), device) if model is None else model
-        spec = self.model.attention_specs[0]
-        self.store = KvStore(
-            len(self.model.attention_specs),
-            BLOCKS,
-            BLOCK_SIZE,
-            spec.kv_heads,
-            spec.head_dim,
-            dtype=self.model.dtype,
-            device=device,
-        )
+        specs = self.model.attention_specs
+        layers = [CacheSpec(spec.kv_heads, spec.head_dim, self.model.dtype) for spec in specs]
+        self.store = KvStore(layers, BLOCKS, BLOCK_SIZE, device)
         self.store.fill_slots(torch.arange(BLOCKS * BLOCK_SIZE), float("nan"))
-        self.attention = backend(self.model.attention_specs, self.store.keys, self.store.values)
+        self.attention = backend(specs, self.store.keys, self.store.values)
         self.compute = StagedCompute(self.model, self.attention) if staged else Compute(self.model, self.attention)
         self.lengths: dict[int, int] = {}
         self.beats = 0

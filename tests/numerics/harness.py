@@ -12,7 +12,7 @@ from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
@@ -73,16 +73,9 @@ class Executor:
 
     def __init__(self, model: Model, *, blocks: int = 128, block_size: int = 4, seed: int = 0, poison: bool = True):
         self.model = model
-        spec = model.attention_specs[0]
-        self.store = KvStore(
-            len(model.attention_specs),
-            blocks,
-            block_size,
-            spec.kv_heads,
-            spec.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        layers = [CacheSpec(spec.kv_heads, spec.head_dim, model.dtype) for spec in model.attention_specs]
+        self.block_size = block_size
+        self.store = KvStore(layers, blocks, block_size, model.device)
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
         factory = select_backend(model.device, model.attention_specs, model.dtype)[2]
@@ -95,7 +88,7 @@ class Executor:
 
     def step(self, spans: dict[int, Sequence[int]], *, logits: bool = True) -> dict[int, torch.Tensor]:
         """One forward pass that appends tokens to several sequences: their logits [n, vocab]."""
-        size = self.store.block_size
+        size = self.block_size
         for sequence, tokens in spans.items():
             table = list(self.tables.get(sequence, ()))
             end = self.lengths.setdefault(sequence, 0) + len(tokens)

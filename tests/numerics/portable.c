@@ -81,13 +81,12 @@ static void run_attention(struct ferrum_attention *kernel, int wide, int window,
         tables[i] = BLOCKS - 1 - i;
     const int64_t slots[] = {tables[0] * BLOCK, tables[0] * BLOCK + 1, tables[0] * BLOCK + 2, tables[0] * BLOCK + 3,
                              tables[0] * BLOCK + 4, tables[1 + 62] * BLOCK + 8};
-    const struct step step = {2, HEADS, KV_HEADS, DIM, BLOCK, 1, rows, starts, lengths, table_start, tables};
+    const struct step step = {2, BLOCK, 1, rows, starts, lengths, table_start, tables};
     char *keys = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide), *values = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide);
     char *qkv = drawn(TOKENS * row, wide), *out = calloc(TOKENS * HEADS * DIM, 4);
-    const struct attention_layer layer = {keys, values, window, 0.2f, softcap};
-    const struct attention_step whole = {kernel, NULL, &step, NULL, &layer, slots};
-    if (wide ? ferrum_attend(kernel, &step, qkv, row, keys, values, out, 1, window, 0.2f, softcap)
-             : ferrum_attention_layer(&whole, 0, qkv, TOKENS, out))
+    const struct attention_layer layer = {kernel, NULL, keys, values, HEADS, KV_HEADS, DIM, wide, window, 0.2f, softcap};
+    const struct attention_step whole = {&step, NULL, &layer, slots};
+    if (wide ? ferrum_attend(&whole, 0, qkv, row, out) : ferrum_attention_layer(&whole, 0, qkv, TOKENS, out))
         exit(1);
     print("attention", wide, out, TOKENS * HEADS * DIM);
     free(keys), free(values), free(qkv), free(out);

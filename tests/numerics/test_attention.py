@@ -10,12 +10,12 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention, tensor_obstacle
-from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask
+from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention
+from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, MaskPattern
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.native import library
 
 CPU = torch.device("cpu")
@@ -38,10 +38,9 @@ def dense(spec, query, key, value, start):
 def backends(specs, store):
     """The torch path, and where it takes such a cache our kernel in every instruction set of this machine."""
     yield TorchPagedAttention(specs, store.keys, store.values)
-    if tensor_obstacle(specs, store.device, store.dtype) is None:
-        for isa in ("avx512", "avx2", "portable"):
-            with suppress(OSError):
-                yield NativePagedAttention(specs, store.keys, store.values, isa)
+    for isa in ("avx512", "avx2", "portable"):
+        with suppress(OSError):
+            yield NativePagedAttention(specs, store.keys, store.values, isa)
 
 
 def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):
@@ -50,7 +49,7 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
     generator = torch.Generator().manual_seed(seed)
     sizes = [-(-(start + count) // block_size) for start, count in spans]
     blocks = sum(sizes) + 2
-    store = KvStore(1, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
+    store = KvStore([CacheSpec(spec.kv_heads, spec.head_dim, dtype)], blocks, block_size, device)
     store.fill_slots(torch.ones(blocks * block_size, dtype=torch.bool), float("nan"))
     order = (1 + rng.permutation(blocks - 1)).astype(np.int32)
     tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
@@ -143,7 +142,7 @@ def test_scale_is_the_specs():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_band_mask_is_what_its_definition_says(window):
-    masks = BandMask(window, torch.float32, CPU)
+    masks = BandMask(MaskPattern(window, True, torch.float32), CPU)
     for rows, keys in ((1, 1), (3, 3), (2, 9), (TILE_ROWS, TILE_ROWS + 40), (7, 300)):
         position = keys - rows + torch.arange(rows)[:, None]
         column = torch.arange(keys)[None]
@@ -155,7 +154,7 @@ def test_a_band_mask_is_what_its_definition_says(window):
 
 def test_layers_may_differ_in_their_window():
     specs = [AttentionSpec(2, 1, 8, 0.3, window) for window in (None, 3)]
-    store = KvStore(2, 9, 4, 1, 8, dtype=torch.float32, device=CPU)
+    store = KvStore([CacheSpec(1, 8, torch.float32)] * 2, 9, 4, CPU)
     geometry = BatchGeometry.build(4, [0], [20], [np.arange(1, 6, dtype=np.int32)])
     key = torch.randn(20, 1, 8)
     query = torch.randn(20, 2, 8)
@@ -165,6 +164,60 @@ def test_layers_may_differ_in_their_window():
         backend.write(layer, torch.from_numpy(geometry.slots), key, key)
         expected = dense(spec, query, key, key, 0)
         torch.testing.assert_close(backend.attend(layer, query, plan).double(), expected, rtol=0, atol=2e-6)
+
+
+MIXED = [
+    (AttentionSpec(4, 2, 16, 0.25), torch.float32),
+    (AttentionSpec(4, 1, 32, 0.2, 5), torch.float32),
+    (AttentionSpec(6, 6, 16, 0.3, None, 4.0), torch.bfloat16),
+    (AttentionSpec(4, 2, 48, 0.15, 40), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("dtypes", ["mixed", "float32", "bfloat16"])
+def test_layers_may_differ_in_heads_head_dim_and_dtype(dtypes):
+    """And in their windows and soft caps, in every backend."""
+    specs = [spec for spec, _ in MIXED]
+    kinds = [kind if dtypes == "mixed" else getattr(torch, dtypes) for _, kind in MIXED]
+    layers = [CacheSpec(spec.kv_heads, spec.head_dim, kind) for spec, kind in zip(specs, kinds, strict=True)]
+    store = KvStore(layers, 24, 16, CPU)
+    store.fill_slots(torch.arange(24 * 16), float("nan"))
+    order = (1 + np.random.default_rng(0).permutation(23)).astype(np.int32)
+    counts = [70, 3, 1, 40]
+    tables = np.split(order, [5, 6, 7])
+    generator = torch.Generator().manual_seed(0)
+    first = BatchGeometry.build(16, [0] * 4, counts, tables)
+    second = BatchGeometry.build(
+        16, counts, [1, 33, 1, 5], [*tables[:1], order[[5, 10, 11]], tables[2], order[[7, 8, 9]]]
+    )
+    names = []
+    for backend in backends(specs, store):
+        names.append(backend.name)
+        for layer, (spec, kind) in enumerate(zip(specs, kinds, strict=True)):
+            seen = [torch.empty(0, 2, spec.kv_heads, spec.head_dim)] * 4
+            for geometry in (first, second):
+                plan, bounds = backend.plan(geometry), geometry.query_start
+                query, key, value = (
+                    torch.randn(geometry.tokens, heads, spec.head_dim, generator=generator).to(kind)
+                    for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
+                )
+                backend.write(layer, torch.from_numpy(geometry.slots), key, value)
+                answer = backend.attend(layer, query, plan)
+                for span in range(4):
+                    rows = slice(bounds[span], bounds[span + 1])
+                    seen[span] = torch.cat([seen[span], torch.stack((key[rows], value[rows]), 1)])
+                    expected = dense(spec, query[rows], *seen[span].unbind(1), geometry.starts[span])
+                    tolerance = 2e-6 if kind == torch.float32 else 0.03
+                    torch.testing.assert_close(answer[rows].double(), expected, rtol=0, atol=tolerance)
+    assert names[0] == "torch" and "native" in names
+
+
+def test_a_backend_is_chosen_for_layers_that_differ():
+    specs = [spec for spec, _ in MIXED]
+    assert select_backend(CPU, specs, torch.float32)[0] == "native"
+    refused = [*specs, AttentionSpec(2, 1, 6, 0.3)]
+    name, reason, _ = select_backend(CPU, refused, torch.float32)
+    assert name == "torch" and "heads of 6" in reason
 
 
 def test_geometry_refuses_what_cannot_be():
@@ -232,7 +285,7 @@ class Cache:
         sizes = [-(-length // block_size) for length in lengths]
         blocks = sum(sizes) + 1
         self.spec, self.block_size, self.dtype = spec, block_size, dtype
-        self.store = KvStore(1, blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=CPU)
+        self.store = KvStore([CacheSpec(spec.kv_heads, spec.head_dim, dtype)], blocks, block_size, CPU)
         shape = self.store.keys[0].shape
         self.store.keys[0].copy_(torch.randn(shape, generator=generator))
         self.store.values[0].copy_(torch.randn(shape, generator=generator))
@@ -272,7 +325,7 @@ def test_an_answer_depends_on_neither_the_threads_nor_the_rest_of_the_batch(wind
 def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window):
     """Bit for bit, as long as no piece is short."""
     spec = AttentionSpec(8, 2, 64, 0.125, window)
-    store = KvStore(1, 80, 16, 2, 64, dtype=torch.bfloat16, device=CPU)
+    store = KvStore([CacheSpec(2, 64, torch.bfloat16)], 80, 16, CPU)
     for tensor in (*store.keys, *store.values):
         tensor.copy_(torch.randn(tensor.shape))
     tables = np.split((1 + np.random.default_rng(0).permutation(79)).astype(np.int32), [32])
@@ -388,7 +441,7 @@ def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):
     slots = torch.from_numpy(geometry.slots)
     fused = torch.randn(geometry.tokens, 3 * heads, dim).to(dtype)  # query, key and value of a projection
     key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    store = KvStore(2, 32, 4, heads, dim, dtype=dtype, device=CPU)
+    store = KvStore([CacheSpec(heads, dim, dtype)] * 2, 32, 4, CPU)
     for backend in backends([AttentionSpec(heads, heads, dim, 1.0)] * 2, store):
         store.fill_slots(torch.arange(128), 7.0)
         backend.write(1, slots, key, value)
@@ -400,7 +453,7 @@ def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):
 
 
 def test_padding_may_be_written_to_the_null_block():
-    store = KvStore(1, 6, 4, 2, 8, dtype=torch.float32, device=CPU)
+    store = KvStore([CacheSpec(2, 8, torch.float32)], 6, 4, CPU)
     for backend in backends([AttentionSpec(2, 2, 8, 1.0)], store):
         store.fill_slots(torch.arange(24), 7.0)
         backend.write(0, torch.tensor([0, 0, 0]), torch.randn(3, 2, 8), torch.randn(3, 2, 8))

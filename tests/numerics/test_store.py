@@ -5,24 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 
-SHAPE = {"layers": 3, "num_blocks": 6, "block_size": 4, "kv_heads": 2, "head_dim": 8}
+CPU = torch.device("cpu")
+ALIKE = [CacheSpec(2, 8, torch.float32)] * 3
+DIFFERENT = [CacheSpec(*each) for each in ((2, 8, torch.bfloat16), (1, 24, torch.float32), (2, 8, torch.bfloat16))]
 
 
-def random_store(dtype=torch.float32):
-    store = KvStore(**SHAPE, dtype=dtype, device=torch.device("cpu"))
-    for tensor in (*store.keys, *store.values):
+@pytest.fixture(params=["alike", "different"])
+def store(request):
+    """Random content; slot 6 is not a number."""
+    made = KvStore(ALIKE if request.param == "alike" else DIFFERENT, 6, 4, CPU)
+    for tensor in (*made.keys, *made.values):
         tensor.copy_(torch.randn(tensor.shape))
-    return store
+    made.fill_slots(torch.tensor([6]), float("nan"))
+    return made
 
 
 def snapshot(store):
-    return [tensor.clone() for tensor in (*store.keys, *store.values)]
+    """Bytes of every tensor, [blocks, ...]."""
+    return [tensor.clone().view(torch.uint8) for tensor in (*store.keys, *store.values)]
 
 
-def test_copied_blocks_read_all_before_they_write():
-    store = random_store()
+def test_copied_blocks_read_all_before_they_write(store):
     before = snapshot(store)
     store.copy_blocks(torch.tensor([(1, 2), (2, 3), (5, 4)]))
     for now, then in zip(snapshot(store), before, strict=True):
@@ -30,36 +35,41 @@ def test_copied_blocks_read_all_before_they_write():
         assert torch.equal(now[[0, 1, 5]], then[[0, 1, 5]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_restore_undoes_a_write_bit_for_bit_nan_included(dtype):
-    store = random_store(dtype)
-    store.fill_slots(torch.tensor([6]), float("nan"))
+def test_restore_undoes_a_write_bit_for_bit_nan_included(store):
     before = snapshot(store)
     slots = torch.tensor([5, 6, 17])
     saved = store.save(slots)
-    for layer in range(3):
-        for tensor in (store.keys[layer], store.values[layer]):
-            tensor.flatten(0, 1)[slots] = torch.randn(3, 2, 8).to(dtype)
+    for tensor in (*store.keys, *store.values):
+        tensor.flatten(0, 1)[slots] = torch.randn(3, *tensor.shape[2:]).to(tensor.dtype)
+    assert not any(torch.equal(now, then) for now, then in zip(snapshot(store), before, strict=True))
     store.restore(saved)
-    for now, then in zip(snapshot(store), before, strict=True):
-        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+    assert all(torch.equal(now, then) for now, then in zip(snapshot(store), before, strict=True))
 
 
-def test_fill_by_slots_or_by_mask():
-    store = random_store()
+def test_fill_by_slots_or_by_mask(store):
     mask = torch.zeros(24, dtype=torch.bool)
     mask[3:7] = True
     store.fill_slots(mask, float("nan"))
-    for tensor in snapshot(store):
-        assert torch.equal(tensor.view(24, -1).isnan().all(1), mask)
+    for tensor in (*store.keys, *store.values):
+        assert torch.equal(tensor.reshape(24, -1).isnan().all(1), mask)
     store.fill_slots(torch.tensor([3, 4, 5, 6]), 0.0)
-    assert not any(tensor.isnan().any() for tensor in snapshot(store))
+    assert not any(tensor.isnan().any() for tensor in (*store.keys, *store.values))
 
 
-def test_sizes():
-    store = KvStore(**SHAPE, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert store.bytes_per_block == 3 * 2 * 4 * 2 * 8 * 2
-    assert store.layers == 3
-    assert store.keys[2].shape == (6, 4, 2, 8)
+def test_every_layer_has_its_shape_and_dtype_and_a_place_of_its_own():
+    store = KvStore(DIFFERENT, 6, 4, CPU)
+    for number, (spec, *tensors) in enumerate(zip(DIFFERENT, store.keys, store.values, strict=True)):
+        for tensor in tensors:
+            assert (tensor.shape, tensor.dtype) == ((6, 4, spec.kv_heads, spec.head_dim), spec.dtype)
+            tensor.fill_(number)
+    for number, tensors in enumerate(zip(store.keys, store.values, strict=True)):
+        assert all((tensor == number).all() for tensor in tensors)
+    assert sum(buffer.nbytes for buffer in store.buffers) == 6 * 4 * 2 * (2 * 16 * 2 + 24 * 4)
+
+
+@pytest.mark.parametrize(("name", "layers", "sizes"), [("layers", [], (6, 4)), ("num_blocks", ALIKE, (0, 4))])
+def test_what_cannot_be_is_refused(name, layers, sizes):
+    with pytest.raises(ValueError, match=name):
+        KvStore(layers, *sizes, CPU)
     with pytest.raises(ValueError, match="head_dim"):
-        KvStore(**SHAPE | {"head_dim": 0}, dtype=torch.float32, device=torch.device("cpu"))
+        CacheSpec(2, 0, torch.float32)

@@ -241,8 +241,8 @@ class Twins:
         bits = {}
         for sequence, state in kv._sequences.items():
             slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
-            content = store._slots.index_select(2, torch.from_numpy(slots)).contiguous()
-            bits[sequence] = content.view(torch.uint8).numpy().tobytes()
+            content = store.save(torch.from_numpy(slots)).content
+            bits[sequence] = [each.view(torch.uint8).numpy().tobytes() for each in content]
         return {"books": books, "bits": bits, "state": self.runner.cache_state()}
 
     def finish(self) -> None:

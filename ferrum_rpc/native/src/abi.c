@@ -7,11 +7,10 @@
 #include "layer.h"
 #include "linear.h"
 #include "rows.h"
-#include "step.h"
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 2
+#define FERRUM_ABI_VERSION 3
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */

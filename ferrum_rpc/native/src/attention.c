@@ -1,28 +1,45 @@
-/* A layer's attention between its two halves (layer.c): new K and V into the cache, then every span to its kernel.
- *
- * What ferrum_rpc/attention/native_paged.py does in `write` and `attend`, for layers that run one after the other in C.
+/* A layer's attention: new K and V into the cache, and every span to its kernel. Called by
+ * ferrum_rpc/attention/native_paged.py for one layer at a time, and for layers that run one after the other by layer.c.
  */
 
 #include <stddef.h>
+#include <string.h>
 
 #include "attention.h"
 
+/* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer. */
+void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
+                  const char *value, int64_t key_bytes, int64_t value_bytes)
+{
+    const size_t bytes = (size_t)layer->kv_heads * layer->head_dim * (layer->wide ? 4 : 2);
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(layer->keys + slots[i] * bytes, key + i * key_bytes, bytes);
+        memcpy(layer->values + slots[i] * bytes, value + i * value_bytes, bytes);
+    }
+}
+
+/* A layer's queries, `query_stride` elements apart, to `output` [tokens, heads, head_dim]: the rows of the step's spans.
+ * 0, or -1 where there is no memory for the buffers. */
+int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const char *query, int64_t query_stride,
+                      char *output)
+{
+    const struct attention_layer *own = step->layers + layer;
+    if (step->long_spans && ferrum_attend_long(own, step->long_spans, query, query_stride, output))
+        return -1;
+    if (step->short_spans && ferrum_attend_short(own, step->short_spans, query, query_stride, output))
+        return -1;
+    return 0;
+}
+
 /* `qkv` [count, heads + 2 kv_heads, head_dim] of the step's tokens: K and V to their slots, and what attention finds to
- * `attended` [count, heads, head_dim], all bfloat16. 0, or -1 where there is no memory for the buffers. */
+ * `attended` [count, heads, head_dim]. 0, or -1 where there is no memory for the buffers. */
 int32_t ferrum_attention_layer(const struct attention_step *step, int32_t layer, const char *qkv, int64_t count,
                                char *attended)
 {
     const struct attention_layer *own = step->layers + layer;
-    const struct step *shape = step->short_spans ? step->short_spans : step->long_spans;
-    const int64_t kv = (int64_t)shape->kv_heads * shape->head_dim, query = (int64_t)shape->heads * shape->head_dim;
-    const int64_t row = query + 2 * kv;
-    const char *key = qkv + query * 2, *value = key + kv * 2;
-    ferrum_store(own->keys, own->values, step->slots, count, key, value, row * 2, row * 2, kv * 2);
-    if (step->long_spans && ferrum_flash(step->flash, step->long_spans, qkv, row, own->keys, own->values, attended,
-                                         own->window, own->scale, own->softcap))
-        return -1;
-    if (step->short_spans && ferrum_attend(step->paged, step->short_spans, qkv, row, own->keys, own->values, attended,
-                                           0, own->window, own->scale, own->softcap))
-        return -1;
-    return 0;
+    const int64_t element = own->wide ? 4 : 2, kv = (int64_t)own->kv_heads * own->head_dim;
+    const int64_t query = (int64_t)own->heads * own->head_dim, row = query + 2 * kv;
+    const char *key = qkv + query * element, *value = key + kv * element;
+    ferrum_store(own, step->slots, count, key, value, row * element, row * element);
+    return ferrum_attend(step, layer, qkv, row, attended);
 }

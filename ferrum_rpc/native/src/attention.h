@@ -1,27 +1,37 @@
-/* Attention as the code of a decoder's layers sees it (attention.c), and the kernels behind it (paged.c, flash.c). */
+/* Attention over a paged KV cache (attention.c), and the kernels behind it (paged.c, flash.c). */
 
 #ifndef FERRUM_ATTENTION_H
 #define FERRUM_ATTENTION_H
 
 #include <stdint.h>
 
-#include "step.h"
-
 struct ferrum_attention;
 struct ferrum_flash;
 
-/* A layer's cache, [blocks, block_size, kv_heads, head_dim] of bfloat16 each, and what its rows see of it: the last
- * `window` positions, or all where it is 0. Scores are bent to less than `softcap` where that is not 0. */
+/* Spans of a step, for all of its layers (BatchGeometry in ferrum_rpc/attention/geometry.py). Arrays have an entry per
+ * span, table_start one more. */
+struct step {
+    int32_t spans, block_size, threads;
+    const int32_t *rows;        /* first row in the packed queries */
+    const int32_t *starts;      /* tokens cached before the span */
+    const int32_t *lengths;     /* tokens once it is written */
+    const int32_t *table_start; /* first entry in tables */
+    const int32_t *tables;      /* block ids */
+};
+
+/* A layer's kernels (flash NULL: it gets no long spans), its cache, [blocks, block_size, kv_heads, head_dim] of bfloat16
+ * or, where `wide`, float32, and what its rows see of it: the last `window` positions, or all where it is 0. Scores are
+ * bent to less than `softcap` where that is not 0. */
 struct attention_layer {
+    struct ferrum_attention *paged;
+    struct ferrum_flash *flash;
     char *keys, *values;
-    int32_t window;
+    int32_t heads, kv_heads, head_dim, wide, window;
     float scale, softcap;
 };
 
 /* Attention of a step, in all layers. Spans are short or long (NULL: there are none), for one kernel or the other. */
 struct attention_step {
-    struct ferrum_attention *paged;
-    struct ferrum_flash *flash;
     const struct step *short_spans, *long_spans;
     const struct attention_layer *layers;
     const int64_t *slots; /* of every token of the step */
@@ -29,13 +39,13 @@ struct attention_step {
 
 int32_t ferrum_attention_layer(const struct attention_step *step, int32_t layer, const char *qkv, int64_t count,
                                char *attended);
-
-void ferrum_store(char *keys, char *values, const int64_t *slots, int64_t count, const char *key, const char *value,
-                  int64_t key_bytes, int64_t value_bytes, int64_t bytes);
-int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, const void *query, int64_t query_stride,
-                      const void *keys, const void *values, void *output, int32_t wide, int32_t window, float scale,
-                      float softcap);
-int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const void *query, int64_t query_stride,
-                     const void *keys, const void *values, void *output, int32_t window, float scale, float softcap);
+void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
+                  const char *value, int64_t key_bytes, int64_t value_bytes);
+int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const char *query, int64_t query_stride,
+                      char *output);
+int32_t ferrum_attend_short(const struct attention_layer *layer, const struct step *step, const char *query,
+                            int64_t query_stride, char *output);
+int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+                           int64_t query_stride, char *output);
 
 #endif

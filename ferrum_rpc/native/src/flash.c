@@ -19,7 +19,6 @@
 #include "cpu_features.h"
 #include "dots.h"
 #include "room.h"
-#include "step.h"
 
 struct ferrum_flash {
     char *scratch;
@@ -60,7 +59,7 @@ struct job {
     char *output;
     size_t query_bytes, slot_bytes;
     float scale, softcap;
-    int32_t window, group, dim, wide_dim, panels; /* dim, and up to a multiple of 32; panels of V */
+    int32_t window, heads, group, dim, wide_dim, panels; /* dim, and up to a multiple of 32; panels of V */
 };
 
 /* A thread's buffers, for `rows` rows. */
@@ -279,32 +278,34 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
         }
     }
     for (int r = 0; r < rows; r++) {
-        char *to = job->output + ((size_t)(row + r / group) * job->step->heads + (size_t)head * group + r % group) * dim * 2;
+        char *to = job->output + ((size_t)(row + r / group) * job->heads + (size_t)head * group + r % group) * dim * 2;
         const float share = 1.0f / own->total[r];
         for (int d = 0; d < dim; d += 16)
             ISA(store)(to, d, 0, *(FV *)(own->sums + ((size_t)(d / DOT_WIDTH) * rows + r) * DOT_WIDTH + d % DOT_WIDTH) * share);
     }
 }
 
-/* One layer of a step, all bfloat16; arguments as ferrum_attend's. 0, or -1 where there is no memory for the buffers. */
-int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const void *query, int64_t query_stride,
-                     const void *keys, const void *values, void *output, int32_t window, float scale, float softcap)
+/* The long spans of one layer, all bfloat16; as ferrum_attend_short. */
+int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+                           int64_t query_stride, char *output)
 {
+    struct ferrum_flash *self = layer->flash;
     const struct job job = {
         .step = step,
         .query = query,
-        .keys = keys,
-        .values = values,
+        .keys = layer->keys,
+        .values = layer->values,
         .output = output,
         .query_bytes = (size_t)query_stride * 2,
-        .slot_bytes = (size_t)step->kv_heads * step->head_dim * 2,
-        .scale = scale,
-        .softcap = softcap,
-        .window = window,
-        .group = step->heads / step->kv_heads,
-        .dim = step->head_dim,
-        .wide_dim = (step->head_dim + 31) / 32 * 32,
-        .panels = step->head_dim / DOT_COLUMNS,
+        .slot_bytes = (size_t)layer->kv_heads * layer->head_dim * 2,
+        .scale = layer->scale,
+        .softcap = layer->softcap,
+        .window = layer->window,
+        .heads = layer->heads,
+        .group = layer->heads / layer->kv_heads,
+        .dim = layer->head_dim,
+        .wide_dim = (layer->head_dim + 31) / 32 * 32,
+        .panels = layer->head_dim / DOT_COLUMNS,
     };
     const int tile = job.group < TILE_ROWS ? TILE_ROWS / job.group : 1;
     struct buffers buffers;
@@ -314,7 +315,7 @@ int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const v
     int64_t tiles = 0;
     for (int span = 0; span < step->spans; span++)
         tiles += (step->lengths[span] - step->starts[span] + tile - 1) / tile;
-    const int64_t jobs = tiles * step->kv_heads;
+    const int64_t jobs = tiles * layer->kv_heads;
     int arrived = 0;
     int64_t taken = 0;
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
@@ -324,7 +325,7 @@ int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const v
         int64_t next;
         while ((next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < jobs) {
             /* from the last tile on: a span's later ones see more, and the small ones fill the end */
-            int64_t left = tiles - 1 - next / step->kv_heads;
+            int64_t left = tiles - 1 - next / layer->kv_heads;
             int span = 0;
             for (;; span++) {
                 const int64_t count = (step->lengths[span] - step->starts[span] + tile - 1) / tile;
@@ -333,7 +334,7 @@ int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const v
                 left -= count;
             }
             const int from = (int)left * tile, tokens = step->lengths[span] - step->starts[span] - from;
-            run_tile(&job, step->tables + step->table_start[span], (int)(next % step->kv_heads), step->rows[span] + from,
+            run_tile(&job, step->tables + step->table_start[span], (int)(next % layer->kv_heads), step->rows[span] + from,
                      step->starts[span] + from, tokens < tile ? tokens : tile, &own);
         }
     }
@@ -349,11 +350,10 @@ int32_t ferrum_flash_supported(int32_t head_dim)
     return 0;
 }
 
-int32_t ferrum_flash(struct ferrum_flash *self, const struct step *step, const void *query, int64_t query_stride,
-                     const void *keys, const void *values, void *output, int32_t window, float scale, float softcap)
+int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+                           int64_t query_stride, char *output)
 {
-    (void)self, (void)step, (void)query, (void)query_stride, (void)keys, (void)values, (void)output, (void)window;
-    (void)scale, (void)softcap;
+    (void)layer, (void)step, (void)query, (void)query_stride, (void)output;
     return -1;
 }
 

@@ -20,7 +20,6 @@
 #include "attention.h"
 #include "cpu_features.h"
 #include "room.h"
-#include "step.h"
 
 #define MAX_DIM 256
 #define CHUNK 512    /* positions of a unit */
@@ -38,14 +37,14 @@ struct unit {
     int32_t chunks;                      /* of the tile, at its first unit; 0 at the others */
 };
 
-/* One layer's tensors. Keys and values: [blocks, block_size, kv_heads, head_dim]; queries a row every query_bytes. */
-struct layer {
+/* A layer's step. Queries: a row every query_bytes. */
+struct work {
     const struct step *step;
     const char *query, *keys, *values;
     char *output;
     size_t query_bytes, block_bytes, slot_bytes;
     float scale, softcap;
-    int32_t window, wide;
+    int32_t heads, kv_heads, head_dim, window, wide;
     struct row *partial_rows;
     float *partials;
 };
@@ -53,8 +52,8 @@ struct layer {
 #define BODY "paged_isa.h"
 #include "each_set.h"
 
-typedef void (*run_unit)(const struct layer *, const struct unit *, int, int, float *);
-typedef void (*run_join)(const struct layer *, const struct unit *, int);
+typedef void (*run_unit)(const struct work *, const struct unit *, int, int, float *);
+typedef void (*run_join)(const struct work *, const struct unit *, int);
 
 struct set {
     const char *name;
@@ -126,10 +125,10 @@ static int ceil_div(int a, int b)
     return (a + b - 1) / b;
 }
 
-/* Cut a step into units, in the order of spans, tiles and chunks. With units == NULL only count. */
-static size_t cut(const struct step *step, int window, struct unit *units, size_t *partial_tokens, size_t *slots)
+/* Cut a step into units, in the order of spans, tiles (of `tile` tokens) and chunks. With units == NULL only count. */
+static size_t cut(const struct step *step, int tile, int window, struct unit *units, size_t *partial_tokens,
+                  size_t *slots)
 {
-    const int group = step->heads / step->kv_heads, tile = group < TILE_ROWS ? TILE_ROWS / group : 1;
     size_t count = 0;
     *partial_tokens = *slots = 0;
     for (int span = 0; span < step->spans; span++) {
@@ -161,58 +160,51 @@ static size_t cut(const struct step *step, int window, struct unit *units, size_
     return count;
 }
 
-/* Copy `count` tokens' K and V, `bytes` each and `key_bytes` and `value_bytes` apart, to their slots of a layer. */
-void ferrum_store(char *keys, char *values, const int64_t *slots, int64_t count, const char *key, const char *value,
-                  int64_t key_bytes, int64_t value_bytes, int64_t bytes)
+/* The short spans of one layer: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two
+ * rows of the queries; the output is contiguous. */
+int32_t ferrum_attend_short(const struct attention_layer *layer, const struct step *step, const char *query,
+                            int64_t query_stride, char *output)
 {
-    for (int64_t i = 0; i < count; i++) {
-        memcpy(keys + slots[i] * bytes, key + i * key_bytes, (size_t)bytes);
-        memcpy(values + slots[i] * bytes, value + i * value_bytes, (size_t)bytes);
-    }
-}
-
-/* One layer of a step: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two rows of
- * the queries; the output is contiguous. */
-int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, const void *query, int64_t query_stride,
-                      const void *keys, const void *values, void *output, int32_t wide, int32_t window, float scale,
-                      float softcap)
-{
-    const size_t element = wide ? 4 : 2;
-    const int group = step->heads / step->kv_heads, dim = step->head_dim;
+    struct ferrum_attention *self = layer->paged;
+    const size_t element = layer->wide ? 4 : 2;
+    const int group = layer->heads / layer->kv_heads, dim = layer->head_dim;
+    const int tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
     size_t partial_tokens, slots;
-    const size_t count = cut(step, window, NULL, &partial_tokens, &slots);
-    const size_t slot_bytes = (size_t)step->kv_heads * dim * element;
+    const size_t count = cut(step, tokens, layer->window, NULL, &partial_tokens, &slots);
+    const size_t slot_bytes = (size_t)layer->kv_heads * dim * element;
     const int threads = slots * slot_bytes * 2 < SMALL ? 1 : step->threads;
 
     /* Heads are shared out only as far as there are too few units: whole blocks are read from end to end. */
     int parts = 1;
-    while (count * parts < 2 * (size_t)threads && threads > 1 && parts * 2 <= step->kv_heads)
+    while (count * parts < 2 * (size_t)threads && threads > 1 && parts * 2 <= layer->kv_heads)
         parts *= 2;
-    const int heads = ceil_div(step->kv_heads, parts);
-    const int tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
+    const int heads = ceil_div(layer->kv_heads, parts);
     const size_t rows = (size_t)tokens * group * heads;
     const size_t scratch = (rows * (2 * dim + 2) + 2 * (size_t)tokens * group + 31) / 16 * 16;
-    const size_t partials = partial_tokens * step->heads;
+    const size_t partials = partial_tokens * layer->heads;
     if (!room_for(&self->units, &self->units_size, count * sizeof *self->units) ||
         !room_for(&self->scratch, &self->scratch_size, scratch * threads * sizeof(float)) ||
         !room_for(&self->partial_rows, &self->partial_rows_size, partials * sizeof(struct row)) ||
         !room_for(&self->partials, &self->partials_size, partials * dim * sizeof(float)))
         return -1;
-    cut(step, window, self->units, &partial_tokens, &slots);
+    cut(step, tokens, layer->window, self->units, &partial_tokens, &slots);
 
-    const struct layer layer = {
+    const struct work work = {
         .step = step,
         .query = query,
-        .keys = keys,
-        .values = values,
+        .keys = layer->keys,
+        .values = layer->values,
         .output = output,
         .query_bytes = (size_t)query_stride * element,
         .block_bytes = slot_bytes * step->block_size,
         .slot_bytes = slot_bytes,
-        .scale = scale,
-        .softcap = softcap,
-        .window = window,
-        .wide = wide,
+        .scale = layer->scale,
+        .softcap = layer->softcap,
+        .heads = layer->heads,
+        .kv_heads = layer->kv_heads,
+        .head_dim = dim,
+        .window = layer->window,
+        .wide = layer->wide,
         .partial_rows = self->partial_rows,
         .partials = self->partials,
     };
@@ -227,15 +219,15 @@ int32_t ferrum_attend(struct ferrum_attention *self, const struct step *step, co
 #pragma omp for schedule(dynamic, 1)
         for (job = 0; job < jobs; job++) {
             const int head = (int)(job % parts) * heads;
-            const int head_end = head + heads < step->kv_heads ? head + heads : step->kv_heads;
+            const int head_end = head + heads < layer->kv_heads ? head + heads : layer->kv_heads;
             if (head < head_end)
-                self->set->unit(&layer, self->units + job / parts, head, head_end, mine);
+                self->set->unit(&work, self->units + job / parts, head, head_end, mine);
         }
         if (partials) {
 #pragma omp for schedule(dynamic, 1)
             for (job = 0; job < (int64_t)count; job++)
                 if (self->units[job].chunks > 1)
-                    self->set->join(&layer, self->units + job, self->units[job].chunks);
+                    self->set->join(&work, self->units + job, self->units[job].chunks);
         }
     }
     return 0;

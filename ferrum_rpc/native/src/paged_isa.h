@@ -102,12 +102,12 @@ INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float
 
 /* `rows` (1 or 2) neighbouring query rows of one KV head against the slots `first .. first + count` of a sequence, of
  * which row r sees `low[r] .. high[r]`: one step of the online softmax. */
-INLINE void ISA(advance)(const struct layer *layer, const float *query, int rows, const char *key, const char *value,
+INLINE void ISA(advance)(const struct work *work, const float *query, int rows, const char *key, const char *value,
                          const char *key_ahead, const char *value_ahead, size_t ahead_bytes, int first, int count,
                          const int *low, const int *high, struct row *state, float *acc, int dim, int wide)
 {
     const float none = -__builtin_inff();
-    const size_t slot_bytes = layer->slot_bytes;
+    const size_t slot_bytes = work->slot_bytes;
     FV score[2], weight[2];
     float scale[2];
     IV lane;
@@ -117,9 +117,9 @@ INLINE void ISA(advance)(const struct layer *layer, const float *query, int rows
     ISA(scores)(query, rows, key, key_ahead, ahead_bytes, slot_bytes, count, dim, wide, score);
     for (int r = 0; r < rows; r++) {
         const int end = high[r] < first + count ? high[r] : first + count;
-        FV s = score[r] * layer->scale;
-        if (layer->softcap > 0.0f)
-            s = ISA(tanh)(s / layer->softcap) * layer->softcap;
+        FV s = score[r] * work->scale;
+        if (work->softcap > 0.0f)
+            s = ISA(tanh)(s / work->softcap) * work->softcap;
         if (low[r] > first || end < first + LANES)
             s = ISA(where)((lane >= low[r]) & (lane < end), s, ISA(splat)(none));
         const float most = ISA(largest)(s), before = state[r].most;
@@ -148,20 +148,20 @@ INLINE void ISA(advance)(const struct layer *layer, const float *query, int rows
 /* One unit: a tile of query tokens against one chunk of their sequence, for the KV heads `head .. head_end`. A block is
  * fetched while the one before it is worked on: with all its heads from its first byte to its last, which takes 4 to 8 %
  * less than head by head (32 sequences, two cores), else the heads' own parts of it. */
-INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int head, int head_end, float *scratch,
+INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head, int head_end, float *scratch,
                       int dim, int wide)
 {
-    const struct step *step = layer->step;
-    const int group = step->heads / step->kv_heads, size = step->block_size;
+    const struct step *step = work->step;
+    const int group = work->heads / work->kv_heads, size = step->block_size;
     const int tokens = unit->tokens, rows = tokens * group, count = (head_end - head) * rows;
-    const size_t element = wide ? 4 : 2, slot_bytes = layer->slot_bytes;
+    const size_t element = wide ? 4 : 2, slot_bytes = work->slot_bytes;
     const int32_t *table = step->tables + step->table_start[unit->span];
     float *query = scratch, *acc = scratch + (size_t)count * dim;
     struct row *state = (struct row *)(acc + (size_t)count * dim);
     int *low = (int *)(state + count), *high = low + rows;
 
     for (int token = 0; token < tokens; token++) { /* rows of a KV head lie together: its group, token by token */
-        const char *q = layer->query + (size_t)(unit->row + token) * layer->query_bytes;
+        const char *q = work->query + (size_t)(unit->row + token) * work->query_bytes;
         const int position = unit->position + token;
         for (int h = head; h < head_end; h++)
             for (int g = 0; g < group; g++) {
@@ -170,7 +170,7 @@ INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int he
                     *(FV *)(to + d) = ISA(load)(q + (size_t)(h * group + g) * dim * element, d, wide);
             }
         for (int g = 0; g < group; g++) {
-            const int seen = layer->window > 0 && position + 1 > layer->window ? position + 1 - layer->window : 0;
+            const int seen = work->window > 0 && position + 1 > work->window ? position + 1 - work->window : 0;
             low[token * group + g] = seen;
             high[token * group + g] = position + 1;
         }
@@ -179,7 +179,7 @@ INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int he
         state[r] = (struct row){-__builtin_inff(), 0.0f};
     memset(acc, 0, (size_t)count * dim * sizeof(float));
 
-    const int whole = head == 0 && head_end == step->kv_heads;
+    const int whole = head == 0 && head_end == work->kv_heads;
     const size_t ahead_bytes = whole ? dim * element : slot_bytes;
     for (int first = unit->low; first < unit->high;) {
         const int offset = first % size, left = size - offset;
@@ -187,21 +187,21 @@ INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int he
         if (slots > unit->high - first)
             slots = unit->high - first;
         const int next = first + slots;
-        const size_t base = (size_t)table[first / size] * layer->block_bytes + (size_t)offset * slot_bytes;
+        const size_t base = (size_t)table[first / size] * work->block_bytes + (size_t)offset * slot_bytes;
         const size_t ahead =
-            next < unit->high ? (size_t)table[next / size] * layer->block_bytes + (size_t)(next % size) * slot_bytes : base;
+            next < unit->high ? (size_t)table[next / size] * work->block_bytes + (size_t)(next % size) * slot_bytes : base;
         for (int h = head; h < head_end; h++) {
             const size_t at = (size_t)h * dim * element;
-            const char *key = layer->keys + base + at, *value = layer->values + base + at;
+            const char *key = work->keys + base + at, *value = work->values + base + at;
             const size_t then = whole ? (size_t)h * slots * ahead_bytes : at;
-            const char *key_ahead = layer->keys + ahead + then, *value_ahead = layer->values + ahead + then;
+            const char *key_ahead = work->keys + ahead + then, *value_ahead = work->values + ahead + then;
             const int row = (h - head) * rows;
             int r = 0;
             for (; r + 2 <= rows; r += 2)
-                ISA(advance)(layer, query + (size_t)(row + r) * dim, 2, key, value, key_ahead, value_ahead, ahead_bytes,
+                ISA(advance)(work, query + (size_t)(row + r) * dim, 2, key, value, key_ahead, value_ahead, ahead_bytes,
                              first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
             if (r < rows)
-                ISA(advance)(layer, query + (size_t)(row + r) * dim, 1, key, value, key_ahead, value_ahead, ahead_bytes,
+                ISA(advance)(work, query + (size_t)(row + r) * dim, 1, key, value, key_ahead, value_ahead, ahead_bytes,
                              first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
         }
         first = next;
@@ -213,12 +213,12 @@ INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int he
                 const int r = (h - head) * rows + token * group + g, out_head = h * group + g;
                 const float *from = acc + (size_t)r * dim;
                 if (unit->partial >= 0) {
-                    const size_t to = ((size_t)unit->partial + token) * step->heads + out_head;
-                    layer->partial_rows[to] = state[r];
-                    memcpy(layer->partials + to * dim, from, dim * sizeof(float));
+                    const size_t to = ((size_t)unit->partial + token) * work->heads + out_head;
+                    work->partial_rows[to] = state[r];
+                    memcpy(work->partials + to * dim, from, dim * sizeof(float));
                     continue;
                 }
-                char *out = layer->output + ((size_t)(unit->row + token) * step->heads + out_head) * dim * element;
+                char *out = work->output + ((size_t)(unit->row + token) * work->heads + out_head) * dim * element;
                 const float share = 1.0f / state[r].sum;
                 for (int d = 0; d < dim; d += LANES)
                     ISA(store)(out, d, wide, *(const FV *)(from + d) * share);
@@ -226,13 +226,12 @@ INLINE void ISA(unit)(const struct layer *layer, const struct unit *unit, int he
 }
 
 /* The chunks of one tile, joined in their order: the answer does not depend on who computed which. */
-INLINE void ISA(join)(const struct layer *layer, const struct unit *unit, int chunks, int dim, int wide)
+INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chunks, int dim, int wide)
 {
-    const struct step *step = layer->step;
-    const size_t element = wide ? 4 : 2, stride = (size_t)unit->tokens * step->heads;
+    const size_t element = wide ? 4 : 2, stride = (size_t)unit->tokens * work->heads;
     for (int row = 0; row < (int)stride; row++) {
-        const struct row *rows = layer->partial_rows + (size_t)unit->partial * step->heads + row;
-        const float *from = layer->partials + ((size_t)unit->partial * step->heads + row) * dim;
+        const struct row *rows = work->partial_rows + (size_t)unit->partial * work->heads + row;
+        const float *from = work->partials + ((size_t)unit->partial * work->heads + row) * dim;
         float most = -__builtin_inff(), sum = 0.0f;
         for (int c = 0; c < chunks; c++)
             most = rows[c * stride].most > most ? rows[c * stride].most : most;
@@ -247,28 +246,28 @@ INLINE void ISA(join)(const struct layer *layer, const struct unit *unit, int ch
             for (int d = 0; d < dim; d += LANES)
                 acc[d / LANES] += *(const FV *)(from + c * stride * dim + d) * share;
         }
-        char *out = layer->output + ((size_t)unit->row * step->heads + row) * dim * element;
+        char *out = work->output + ((size_t)unit->row * work->heads + row) * dim * element;
         for (int d = 0; d < dim; d += LANES)
             ISA(store)(out, d, wide, acc[d / LANES] / sum);
     }
 }
 
 /* Head widths and types that are worth code of their own; the others share one loop. */
-static TARGET void ISA(run_unit)(const struct layer *layer, const struct unit *unit, int head, int head_end,
+static TARGET void ISA(run_unit)(const struct work *work, const struct unit *unit, int head, int head_end,
                                  float *scratch)
 {
-    const int dim = layer->step->head_dim, wide = layer->wide;
+    const int dim = work->head_dim, wide = work->wide;
     if (dim == 128 && !wide)
-        ISA(unit)(layer, unit, head, head_end, scratch, 128, 0);
+        ISA(unit)(work, unit, head, head_end, scratch, 128, 0);
     else if (dim == 64 && !wide)
-        ISA(unit)(layer, unit, head, head_end, scratch, 64, 0);
+        ISA(unit)(work, unit, head, head_end, scratch, 64, 0);
     else if (wide)
-        ISA(unit)(layer, unit, head, head_end, scratch, dim, 1);
+        ISA(unit)(work, unit, head, head_end, scratch, dim, 1);
     else
-        ISA(unit)(layer, unit, head, head_end, scratch, dim, 0);
+        ISA(unit)(work, unit, head, head_end, scratch, dim, 0);
 }
 
-static TARGET void ISA(run_join)(const struct layer *layer, const struct unit *unit, int chunks)
+static TARGET void ISA(run_join)(const struct work *work, const struct unit *unit, int chunks)
 {
-    ISA(join)(layer, unit, chunks, layer->step->head_dim, layer->wide);
+    ISA(join)(work, unit, chunks, work->head_dim, work->wide);
 }
