@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.transport import Fed, timing_of
+from ferrum_rpc.client.transport import Forwarded, outcomes_of, timing_of
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_status
@@ -57,22 +57,23 @@ class FrameCapacity:
 
 
 class Ask(Generic[Result]):
-    """What one caller waits for: the answer to a ``frame`` (`Answered`), or to an ``item`` (`Fed`).
+    """What one caller waits for: the answer to a ``frame`` (`Answered`), or to ``items`` (`Forwarded`). One item
+    without a frame of its own may share one.
 
     ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
     deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
     sent in, None while it waits.
     """
 
-    __slots__ = ("again", "expires", "frame", "future", "item", "kind", "number", "row_bytes", "size", "step")
+    __slots__ = ("again", "expires", "frame", "future", "items", "kind", "number", "row_bytes", "size", "step")
 
-    def __init__(self, *, frame: Frame | None = None, item: Item | None = None, kind: Kind = Kind.FRAME) -> None:
+    def __init__(self, *, frame: Frame | None = None, items: Sequence[Item] = (), kind: Kind = Kind.FRAME) -> None:
         self.frame = frame
-        self.item = item
+        self.items = items
         self.kind = kind
-        self.again = item is not None and item.repeats
+        self.again = frame is None and items[0].repeats
         self.row_bytes = 0
-        self.size = item.proto.ByteSize() if item is not None else 0 if frame is None else frame.ByteSize()
+        self.size = items[0].proto.ByteSize() if frame is None else frame.ByteSize()
         self.number: int
         self.step: int | None
         self.expires: float
@@ -92,8 +93,7 @@ def together(waiting: Iterable[Ask[Any]], capacity: FrameCapacity, now: float) -
     tokens = row_bytes = request_bytes = 0
     soonest = latest = 0.0
     for ask in waiting:
-        item = ask.item
-        assert item is not None  # noqa: S101 - only items share
+        item = ask.items[0]
         handle = item.handle
         sequence = b"" if handle is None else handle.id
         if chosen and (sequence in sequences or not soonest <= ask.expires <= latest):
@@ -122,7 +122,7 @@ def frame_of(asks: Sequence[Ask[Any]], now: float) -> Frame:
     frame = first.frame
     if frame is None:
         frame = Frame()
-        frame.forward.items.extend([ask.item.proto for ask in asks if ask.item is not None])
+        frame.forward.items.extend([ask.items[0].proto for ask in asks])
     if frame.HasField("forward"):
         expires = min(map(_expires, asks))
         if expires != math.inf:
@@ -134,23 +134,23 @@ def frame_of(asks: Sequence[Ask[Any]], now: float) -> Frame:
 
 def answers(
     asks: Sequence[Ask[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
-) -> Sequence[Answered | Fed | ExecutorError]:
+) -> Sequence[Answered | Forwarded | ExecutorError]:
     """The answer to each of them, from the answer to their frame."""
     if response.HasField("error"):
         return [error_from_status(response.error) for _ in asks]
-    if asks[0].item is None:
+    first, answer = asks[0], response.forward
+    if not first.items:
         return [(response, rows)]
-    answer = response.forward
-    if [each.item_id for each in answer.results] != [ask.item.proto.item_id for ask in asks if ask.item is not None]:
-        return [other_answer(f"{len(answer.results)} results for other items") for _ in asks]
     try:
+        outcomes = outcomes_of(answer.results, [item for ask in asks for item in ask.items])
         blocks = blocks_with_frames(answer.row_blocks, rows)
     except ExecutorError as error:
         return [error for _ in asks]
     pressure, timing = answer.pressure, timing_of(answer)
+    if first.frame is not None:
+        return [Forwarded(outcomes, blocks, pressure, timing)]
     return [
-        Fed(result.output, blocks, pressure, timing) if result.HasField("output") else error_from_status(result.error)
-        for result in answer.results
+        each if isinstance(each, ExecutorError) else Forwarded((each,), blocks, pressure, timing) for each in outcomes
     ]
 
 

@@ -30,9 +30,9 @@ class Context:
         messages = model_executor_pb2
         self.executor = stub
         self.calls = calls
-        self.prefill = Feed("prefill", stub.Prefill, messages.PrefillRequest)
-        self.decode = Feed("decode", stub.Decode, messages.DecodeRequest)
-        self.verify = Feed("verify", stub.ForwardVerify, messages.ForwardVerifyRequest)
+        self.prefill = Feed("prefill", stub.Prefill, messages.PrefillRequest, single=True)
+        self.decode = Feed("decode", stub.Decode, messages.DecodeRequest, single=True)
+        self.verify = Feed("verify", stub.ForwardVerify, messages.ForwardVerifyRequest, single=True)
         self.forward = Feed("forward", stub.UnifiedForward, messages.UnifiedForwardRequest)
         self.batch_prefill = Feed("batch_prefill", stub.BatchPrefill, messages.BatchPrefillRequest)
         self.batch_decode = Feed("batch_decode", stub.BatchDecode, messages.BatchDecodeRequest)

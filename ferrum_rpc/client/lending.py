@@ -5,7 +5,7 @@ Between the keeper (`client.lease`), which is independent of sequences, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from ferrum_rpc.client.context import Context
@@ -92,20 +92,16 @@ class Lending:
             return ""
         return await self.keeper.current(deadline)
 
-    async def lend(self, items: Sequence[Item], deadline: Deadline) -> None:
-        """Sequences that begin get the client's lease, unless their maker named another. A creation in doubt keeps the
+    async def lend(self, item: Item, deadline: Deadline) -> None:
+        """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
         one that it went out with: under another it would be another call."""
-        for item in items:
-            if item.handle is None and not item.proto.create.lease_id:
-                lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
-                if lease_id:
-                    item.proto.create.lease_id = item.state.lease_id = lease_id
+        if not item.proto.create.lease_id:
+            lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
+            if lease_id:
+                item.proto.create.lease_id = item.state.lease_id = lease_id
 
-    def returned(self, items: Sequence[Item], error: ExecutorError) -> bool:
-        """Whether creations were refused only because the client's own lease is gone: then they may be lent another."""
-        return any([self._returned(item, error) for item in items])  # noqa: C419 - each is told, not only the first
-
-    def _returned(self, item: Item, error: ExecutorError) -> bool:
+    def returned(self, item: Item, error: ExecutorError) -> bool:
+        """Whether a creation was refused only because the client's own lease is gone: then it may be lent another."""
         lease_id = item.state.lease_id
         if item.handle is not None or not lease_id:
             return False

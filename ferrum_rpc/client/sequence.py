@@ -21,7 +21,7 @@ from ferrum_rpc.client.sampling import Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
-from ferrum_rpc.errors import SequenceBusy
+from ferrum_rpc.errors import ExecutorError, SequenceBusy
 
 Result = TypeVar("Result")
 
@@ -372,10 +372,18 @@ class Sequence:
                 through, roll_back = self._context.prefill, None
             elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
                 roll_back = None
-            item = state.item(next(self._context.item_ids), tokens, output, roll_back)
-            return self._connection.forwards.feed(through, item, deadline)
+            return self._forward(through, tokens, output, roll_back, deadline)
 
         return self._surviving(send, deadline, truncate_to)
+
+    async def _forward(
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+    ) -> Answer:
+        item = self._state.item(next(self._context.item_ids), tokens, output, truncate_to)
+        [answer] = await self._connection.forwards.forward(feed, [item], deadline)
+        if isinstance(answer, ExecutorError):
+            raise answer
+        return answer
 
     def _existing(self) -> HandleRef:
         """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
@@ -433,8 +441,8 @@ class Sequence:
             filled = piece.filled and wanted is not Positions.NONE
             spec = replace(output, positions=Positions.ALL if filled else wanted)
             truncate_to = piece.start if state.length > piece.start else None
-            item = state.item(next(self._context.item_ids), piece.tokens(lost.tokens), spec, truncate_to)
-            answer = await self._connection.forwards.feed(self._context.prefill, item, deadline)
+            tokens = piece.tokens(lost.tokens)
+            answer = await self._forward(self._context.prefill, tokens, spec, truncate_to, deadline)
             lost.done = number + 1
             cached += answer.cached_tokens
             if answer.rows is not None:

@@ -22,14 +22,13 @@ from ferrum_rpc.client.lease import Lease
 from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.retry import retry_while_starting
-from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.single_flight import SingleFlight
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
-from ferrum_rpc.client.transport import Fed, Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport, timing_of
+from ferrum_rpc.client.transport import Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, TransportError
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, session_pb2
+from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
@@ -68,23 +67,17 @@ class SessionTransport:
 
     # --- what a transport does ----------------------------------------------------------------------------------
 
-    def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Awaitable[Fed]:
-        """One item, in a frame with those that are ready at the same time."""
-        ask: Ask[Fed] = Ask(item=item)
+    def forward(
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+    ) -> Awaitable[Forwarded]:
+        """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time."""
+        frame = None
+        if not feed.single:
+            frame = Frame()
+            frame.forward.items.extend([item.proto for item in items])
+            frame.forward.all_or_nothing = all_or_nothing
+        ask: Ask[Forwarded] = Ask(frame=frame, items=items)
         return self._calls.call(self._ask, ask, deadline)
-
-    async def forward(
-        self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
-    ) -> Forwarded:
-        """A batch."""
-        frame = Frame()
-        frame.forward.items.extend(items)
-        frame.forward.all_or_nothing = all_or_nothing
-        ask: Ask[Answered] = Ask(frame=frame)
-        response, rows = await self._calls.call(self._ask, ask, deadline)
-        answer = response.forward
-        blocks = blocks_with_frames(answer.row_blocks, rows)
-        return Forwarded(answer.results, blocks, answer.pressure, timing_of(answer))
 
     async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
         """Roll back, in one frame."""
@@ -178,8 +171,7 @@ class SessionTransport:
         if count == 1:
             return await self._handles(frame, deadline)
         ask: Ask[Answered] = Ask(frame=frame)
-        response, _ = await self._calls.call(self._ask, ask, deadline)
-        answer = response.handles
+        answer = (await self._calls.call(self._ask, ask, deadline))[0].handles
         if len(answer.results) != count:
             raise other_answer(f"{len(answer.results)} results for {count} handles")
         return [

@@ -22,7 +22,7 @@ from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, Re
 from ferrum_rpc.client.calls import Metadata, closed
 from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.transport import Fed
+from ferrum_rpc.client.transport import Forwarded
 from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
@@ -102,9 +102,9 @@ class SessionStream:
         if that has not begun; the items that share the step are sent again."""
         if self.over is not None:
             return None
-        item, expires = ask.item, math.inf if deadline.at is None else deadline.at
-        if item is not None:
-            ask.row_bytes = item.row_bytes(self.capacity.vocab_size)
+        expires = math.inf if deadline.at is None else deadline.at
+        if ask.frame is None:
+            ask.row_bytes = ask.items[0].row_bytes(self.capacity.vocab_size)
             large = ask.row_bytes > self.capacity.row_bytes
             ask.kind = Kind.LARGE if large else Kind.FRAME if ask.again else Kind.SHARED
         self._number += 1
@@ -221,7 +221,7 @@ class SessionStream:
             self._loop.call_later(_AGAIN_S, self._again, response.step_id)
             return
         self._forget(response.step_id)
-        if step.kind is Kind.SHARED and isinstance(found[0], Fed):
+        if step.kind is Kind.SHARED and isinstance(found[0], Forwarded):
             self._pace.answered(time.monotonic() - step.sent, found[0].timing)
             self._linger = bool(self._waiting[Kind.SHARED])
         alone, shared = [], len(step.asks) > 1

@@ -16,39 +16,44 @@ from ferrum_rpc.client.facts import timing_from_proto
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
+from ferrum_rpc.wire.status import error_from_status
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """An RPC that feeds tokens: its name, its method and the constructor of its request. In a session they are all one:
-    what their names constrain, the client's own methods do."""
+    """An RPC that feeds tokens: its name, its method and the constructor of its request, which takes one ``item`` where
+    it is ``single``, or else ``items``. In a session they are all one: what their names constrain, the client's own
+    methods do."""
 
     name: str
     method: Any
     request: Callable[..., Any]
+    single: bool = False
 
 
-class Fed(NamedTuple):
-    """The answer to one item: its output, and the answer's rows."""
+class Forwarded(NamedTuple):
+    """The answer to work items: the output of each, or the refusal of this one alone; and the blocks of their rows."""
 
-    output: forward_pb2.ForwardOutput
+    outcomes: Sequence[forward_pb2.ForwardOutput | ExecutorError]
     blocks: list[RowBlock]
     pressure: types_pb2.KvPressure
     timing: StepTiming | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forwarded:
-    """The answer to a batch: ``results[i]`` for ``items[i]``."""
-
-    results: Sequence[forward_pb2.ItemResult]
-    blocks: list[RowBlock]
-    pressure: types_pb2.KvPressure
-    timing: StepTiming | None
+def outcomes_of(
+    results: Sequence[forward_pb2.ItemResult], items: Sequence[Item]
+) -> list[forward_pb2.ForwardOutput | ExecutorError]:
+    """The outcome of each item. Raises `TransportError` for the results of other items."""
+    if [each.item_id for each in results] != [item.proto.item_id for item in items]:
+        raise TransportError(
+            f"the executor answered {len(results)} other items than the {len(items)} that it was sent",
+            metadata={"grpc_code": "INTERNAL"},
+        )
+    return [each.output if each.HasField("output") else error_from_status(each.error) for each in results]
 
 
 Handles = tuple[list[HandleRef], types_pb2.KvPressure]
@@ -69,13 +74,10 @@ class Transport(Protocol):
     """A way to the executor. Every method sends again what is lost, as the client's policy says, and raises the
     `ExecutorError` of the answer."""
 
-    def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Awaitable[Fed]:
-        """One item; its refusal is raised."""
-
-    async def forward(
-        self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
-    ) -> Forwarded:
-        """A batch, in one forward pass."""
+    def forward(
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+    ) -> Awaitable[Forwarded]:
+        """Items in one forward pass. The refusal of a single feed's item is raised."""
 
     async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
         """Roll back, each to a length of its own. With one handle, its refusal is raised or returned."""
@@ -94,18 +96,18 @@ class UnaryTransport:
         self._executor = executor
         self._calls = calls
 
-    async def feed(self, feed: Feed, item: Item, deadline: Deadline) -> Fed:
-        """One item through Prefill, Decode or ForwardVerify."""
-        answer = await self._calls.call(feed.method, feed.request(item=item.proto), deadline)
-        return Fed(answer.output, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
-
     async def forward(
-        self, feed: Feed, items: Sequence[forward_pb2.ForwardItem], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> Forwarded:
-        """A batch through UnifiedForward, BatchPrefill or BatchDecode."""
-        request = feed.request(items=items, all_or_nothing=all_or_nothing)
-        answer = await self._calls.call(feed.method, request, deadline)
-        return Forwarded(answer.results, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
+        """Through the feed's own method."""
+        if feed.single:
+            answer = await self._calls.call(feed.method, feed.request(item=items[0].proto), deadline)
+            outcomes = [answer.output]
+        else:
+            request = feed.request(items=[item.proto for item in items], all_or_nothing=all_or_nothing)
+            answer = await self._calls.call(feed.method, request, deadline)
+            outcomes = outcomes_of(answer.results, items)
+        return Forwarded(outcomes, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
     async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
         """Through TruncateKv, a call each."""

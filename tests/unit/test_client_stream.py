@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ from ferrum_rpc.client.asks import Answered, Ask, FrameCapacity
 from ferrum_rpc.client.policy import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.stream import METHOD, SessionStream
-from ferrum_rpc.client.transport import Fed
+from ferrum_rpc.client.transport import Forwarded
 from ferrum_rpc.core import FullLogits, Greedy, HandleRef, OutputKind, OutputSpec, Positions
 from ferrum_rpc.errors import (
     Cancelled,
@@ -128,7 +128,7 @@ async def opened() -> AsyncIterator[tuple[Executor, SessionStream]]:
         stream.end(TransportError("the test is over"))
 
 
-async def asked(stream: SessionStream, ask: Ask, within_s: float | None = None) -> Answered | Fed:
+async def asked(stream: SessionStream, ask: Ask[Any], within_s: float | None = None) -> Any:
     answered = await stream.ask(ask, Deadline.after(within_s))
     assert answered is not None
     return answered
@@ -138,7 +138,8 @@ async def step(stream: SessionStream, item_id: int = 0, within_s: float | None =
     """A forward frame of one's own."""
     frame = Frame()
     frame.forward.items.add(item_id=item_id)
-    return cast(Answered, await asked(stream, Ask(frame=frame), within_s))
+    answered: Answered = await asked(stream, Ask(frame=frame), within_s)
+    return answered
 
 
 ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
@@ -153,8 +154,10 @@ def feeding(stream: SessionStream, item: Item, within_s: float | None = None) ->
     """An item that may share a frame; gives where it stands."""
 
     async def fed() -> int:
-        answered = await asked(stream, Ask(item=item), within_s)
-        return cast(Fed, answered).output.handle.seq_len
+        answered: Forwarded = await asked(stream, Ask(items=[item]), within_s)
+        [output] = answered.outcomes
+        assert not isinstance(output, ExecutorError)
+        return output.handle.seq_len
 
     return asyncio.ensure_future(fed())
 
@@ -506,7 +509,7 @@ async def test_who_gives_up_while_waiting_was_never_sent() -> None:
 
 async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
     async with busy([]) as (fake, stream, _):
-        again = Ask(item=an_item(1))
+        again: Ask[Any] = Ask(items=[an_item(1)])
         again.again = True
         calls = [asyncio.ensure_future(asked(stream, again)), feeding(stream, an_item(2)), feeding(stream, an_item(3))]
         frames = (await fake.received("forward", 3))[1:]
