@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import Capability
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.session import SessionTransport
-from ferrum_rpc.client.transport import Outcomes, Transport
+from ferrum_rpc.client.transport import Operation, Transport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError
-
-Value = TypeVar("Value")
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -48,29 +45,24 @@ class Dispatcher:
             log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
         return self._unary
 
-    async def outcomes(
-        self,
-        send: Callable[[Transport, Sequence[Value]], Awaitable[Outcomes]],
-        values: Sequence[Value],
-        deadline: Deadline,
-    ) -> list[HandleRef | ExecutorError]:
-        """The outcome of an operation for each value, sent in messages of as many as the executor takes. The refusal of
-        a whole message is that of each value in it."""
+    async def operate(
+        self, operations: Sequence[Operation], deadline: Deadline
+    ) -> list[list[HandleRef] | ExecutorError]:
+        """The handles that each of them left, or its refusal, sent in messages of as many as the executor takes. The
+        refusal of a whole message is that of each in it."""
 
-        async def sent(part: Sequence[Value]) -> Sequence[HandleRef | ExecutorError]:
+        async def sent(part: Sequence[Operation]) -> Sequence[list[HandleRef] | ExecutorError]:
             try:
-                outcomes, pressure = await send(await self.transport(deadline), part)
+                operated = await (await self.transport(deadline)).operate(part, deadline)
             except ExecutorError as error:
                 return [error] * len(part)
-            if pressure is not None:
-                self._context.note_pressure(pressure)
-            return outcomes
+            if operated.pressure is not None:
+                self._context.note_pressure(operated.pressure)
+            return operated.outcomes
 
-        if len(values) <= 1:
-            return [*await sent(values)] if values else []
         info = self._context.known_info
-        most = len(values) if info is None else info.limits.max_batch_items
-        parts = [sent(values[first : first + most]) for first in range(0, len(values), most)]
+        most = max(1, len(operations)) if info is None else info.limits.max_batch_items
+        parts = [sent(operations[first : first + most]) for first in range(0, len(operations), most)]
         return list(itertools.chain(*await asyncio.gather(*parts)))
 
     async def close(self, deadline: Deadline) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id, settled
-from ferrum_rpc.client.transport import Outcomes, Rollback, Transport
 from ferrum_rpc.core import HandleRef, Pressure
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import model_executor_pb2
@@ -25,21 +24,21 @@ async def truncate(
         calls.setdefault(state.request_id(("truncate", handle, length), fresh), []).append(at)
     refusals: list[ExecutorError | None] = [None] * len(rollbacks)
 
-    def over(at: int, request_id: str, outcome: HandleRef | BaseException) -> None:
+    def over(at: int, request_id: str, outcome: list[HandleRef] | BaseException) -> None:
         state, handle, length = rollbacks[at]
         if isinstance(outcome, BaseException):
             state.doubt = settled(state.doubt, outcome, ("truncate", handle, length), request_id)
             refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
         else:
-            state.moved(outcome)
+            state.moved(*outcome)
 
     for request_id, group in calls.items():
-
-        async def send(transport: Transport, part: Sequence[Rollback], request_id: str = request_id) -> Outcomes:
-            return await transport.truncate(part, request_id, deadline)
-
+        requests = [
+            model_executor_pb2.TruncateKvRequest(handle=handle_to_proto(handle), length=length, request_id=request_id)
+            for _, handle, length in (rollbacks[at] for at in group)
+        ]
         try:
-            outcomes = await connection.dispatcher.outcomes(send, [rollbacks[at][1:] for at in group], deadline)
+            outcomes = await connection.dispatcher.operate(requests, deadline)
         except BaseException as error:
             for at in group:
                 over(at, request_id, error)
@@ -62,18 +61,19 @@ async def fork(
         lease_id=state.create.lease_id,
     )
 
-    async def repeat(until: Deadline) -> list[HandleRef]:
-        return (await (await connection.dispatcher.transport(until)).fork(request, until))[0]
+    async def children(until: Deadline) -> list[HandleRef]:
+        [outcome] = await connection.dispatcher.operate([request], until)
+        if isinstance(outcome, ExecutorError):
+            raise outcome
+        return outcome
 
-    transport = await connection.dispatcher.transport(deadline)
     try:
-        children, pressure = await transport.fork(request, deadline)
+        handles = await children(deadline)
     except BaseException as error:
-        state.fork = settled(state.fork, error, content, request.request_id, repeat)
+        state.fork = settled(state.fork, error, content, request.request_id, children)
         raise
     state.fork = None
-    connection.context.note_pressure(pressure)
-    return [_child(connection, state, each) for each in children]
+    return [_child(connection, state, each) for each in handles]
 
 
 def _child(connection: Connection, parent: SequenceState, handle: HandleRef) -> SequenceState:

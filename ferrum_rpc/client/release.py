@@ -12,9 +12,10 @@ from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.retry import BusyPauses
 from ferrum_rpc.client.state import SequenceState, new_request_id
-from ferrum_rpc.client.transport import Outcomes, Transport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.executor.v1.model_executor_pb2 import ReleaseRequest
+from ferrum_rpc.wire.items import handle_to_proto
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -66,14 +67,14 @@ class Releases:
         request_id = new_request_id()
         refusals: list[ExecutorError | None] = [None] * len(handles)
 
-        async def send(transport: Transport, part: Sequence[HandleRef]) -> Outcomes:
-            return await transport.release(part, request_id, deadline)
-
         left, pauses = list(range(len(handles))), BusyPauses(deadline, None)
         while True:
-            for at, outcome in zip(
-                left, await self._dispatcher.outcomes(send, [handles[at] for at in left], deadline), strict=True
-            ):
+            requests = [
+                ReleaseRequest(handle=handle_to_proto(handles[at]), any_version=True, request_id=request_id)
+                for at in left
+            ]
+            outcomes = await self._dispatcher.operate(requests, deadline)
+            for at, outcome in zip(left, outcomes, strict=True):
                 refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
                 if isinstance(outcome, SEQUENCE_GONE):
                     self._context.note_error(outcome)

@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Final
 
 from ferrum_rpc.client import operations
-from ferrum_rpc.client.answer import Answer, joined_rows
+from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
 from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.generation import GREEDILY, generated
-from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.retry import BusyPauses
-from ferrum_rpc.client.sampling import Sampling
+from ferrum_rpc.client.feeder import NO_ROWS, Feeder
+from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
-from ferrum_rpc.client.transport import Feed
-from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
-from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.core import HandleRef, Positions, Pressure
 
-Result = TypeVar("Result")
-
-_NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
-_MESSAGE_OVERHEAD = 64 << 10
-"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+_GREEDILY: Final = Sampling(temperature=0)
 
 log = logging.getLogger("ferrum_rpc.client")
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt that goes in chunks: what is in the cache already, should the rest fail."""
-
-    tokens: list[int]
-    output: OutputSpec
-    fed: int = 0
-    length: int = 0
-    cached_tokens: int = 0
-    rows: list[Rows] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Lost:
-    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
-    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
-
-    tokens: list[int]
-    known: int
-    long: Pieces
-    pieces: list[Piece] | None = None
-    done: int = 0
 
 
 class Sequence:
@@ -71,15 +38,11 @@ class Sequence:
         self._connection = connection
         self._context = connection.context
         self._state = state
-        self._rebuild = rebuild
-        self._lost: _Lost | None = None  # what a lost sequence held and has not been fed again yet
-        self._prompt: _Prompt | None = None
+        self._feeder = Feeder(connection, state, rebuilds=rebuild)
 
     def __repr__(self) -> str:
-        state = self._state
-        known = (
-            "released" if state.released else "lost" if self._lost is not None else "in doubt" if self.in_doubt else ""
-        )
+        state, lost = self._state, self._feeder.lost is not None
+        known = "released" if state.released else "lost" if lost else "in doubt" if self.in_doubt else ""
         words = ", ".join(filter(None, [known, state.busy and f"{state.busy} in flight"]))
         return f"<Sequence length={self.length} version={self.version}{words and f': {words}'}>"
 
@@ -88,7 +51,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        return self._state.length if self._lost is None else len(self._lost.tokens)
+        return self._feeder.length
 
     @property
     def version(self) -> int:
@@ -103,7 +66,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        tokens = self._lost.tokens if self._lost is not None else self._state.tokens
+        tokens = self._feeder.tokens
         if tokens is None:
             raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
         return list(tokens)
@@ -141,7 +104,7 @@ class Sequence:
         chunk = as_optional(chunk, "chunk", least=1)
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("prefill"):
-            return await self._prefill(listed, spec, await self._chunk(spec, len(listed), chunk, deadline), deadline)
+            return await self._feeder.prefill(listed, spec, chunk, deadline)
 
     async def decode(
         self,
@@ -159,8 +122,8 @@ class Sequence:
         )
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("decode"):
-            self._must_exist("decode")
-            return await self._feed(self._context.decode, listed, spec, truncate_to, deadline)
+            self._feeder.begin("decode")
+            return await self._feeder.feed(self._context.decode, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
@@ -179,8 +142,8 @@ class Sequence:
         )
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("verify"):
-            self._must_exist("verify")
-            return await self._feed(self._context.verify, listed, spec, truncate_to, deadline)
+            self._feeder.begin("verify")
+            return await self._feeder.feed(self._context.verify, listed, spec, truncate_to, deadline)
 
     def generate(
         self,
@@ -205,23 +168,21 @@ class Sequence:
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
         ends = None if stop is None else frozenset(as_list(stop, "stop"))
-        return generated(
-            self, self._context, listed, most=most, sampling=sampling or GREEDILY, ends=ends, timeout_s=timeout_s
-        )
+        return self._generated(listed, most, sampling or _GREEDILY, ends, timeout_s)
 
     def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
         sent. A kind alone stands for the last position."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
-        if self._lost is not None:
+        if self._feeder.lost is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
         listed, spec, truncate_to = (
             as_tokens(tokens),
             as_output(output, Positions.LAST),
             as_optional(truncate_to, "truncate_to"),
         )
-        self._prompt = None
+        self._feeder.forget_prompt()
         return self._state.item(next(self._context.item_ids), listed, spec, truncate_to)
 
     # --- other operations -------------------------------------------------------------------------------------------
@@ -230,8 +191,8 @@ class Sequence:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
         length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
         with self._state.claim("truncate"):
-            self._must_exist("truncate")
-            return await self._surviving(lambda: self._roll_back(length, deadline), deadline)
+            self._feeder.begin("truncate")
+            return await self._feeder.surviving(lambda: self._feeder.roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
@@ -239,27 +200,29 @@ class Sequence:
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("fork"):
-            self._must_exist("fork", keeps_prompt=True)
-            states = await self._surviving(
-                lambda: operations.fork(self._connection, self._state, self._existing(), deadline, count=count, at=at),
+            self._feeder.begin("fork", keeps_prompt=True)
+            states = await self._feeder.surviving(
+                lambda: operations.fork(
+                    self._connection, self._state, self._feeder.handle(), deadline, count=count, at=at
+                ),
                 deadline,
             )
-        return [Sequence(self._connection, state, rebuild=self._rebuild) for state in states]
+        return [Sequence(self._connection, state, rebuild=self._feeder.rebuilds) for state in states]
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
         `KvBlocksExhausted`. Doing it twice is doing it once."""
         tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
         with self._state.claim("reserve"):
-            self._must_exist("reserve", keeps_prompt=True)
-            return await self._surviving(
-                lambda: operations.reserve(self._connection, self._existing(), tokens, deadline), deadline
+            self._feeder.begin("reserve", keeps_prompt=True)
+            return await self._feeder.surviving(
+                lambda: operations.reserve(self._connection, self._feeder.handle(), tokens, deadline), deadline
             )
 
     async def rebuild(
         self,
         tokens: Tokens | None = None,
-        output: Output = _NO_ROWS,
+        output: Output = NO_ROWS,
         *,
         timeout_s: float | None = None,
     ) -> Answer:
@@ -273,12 +236,7 @@ class Sequence:
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("rebuild"):
-            old = self._state.handle
-            self._restart(listed)
-            if old is not None:
-                await self._connection.releases.handles([old], Deadline.after(self._connection.releases.timeout_s))
-            self._prompt = None
-            return await self._feed_lost(deadline, spec)
+            return await self._feeder.rebuild(listed, spec, deadline)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -311,146 +269,31 @@ class Sequence:
     def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
         with self._state.claim("truncate"):
-            self._must_exist("truncate")
-            if self._lost is not None or self._state.handle is None:
+            self._feeder.begin("truncate")
+            if self._feeder.lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
                     "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
                 )
             yield self._state, self._state.handle
 
-    def _must_exist(self, what: str, *, keeps_prompt: bool = False) -> None:
-        if self._state.handle is None and self._lost is None:
-            raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
-        if not keeps_prompt:
-            self._prompt = None
-
-    async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
-        rollback = (self._state, self._existing(), length)
-        [refusal] = await operations.truncate(self._connection, [rollback], deadline)
-        if refusal is not None:
-            raise refusal
-        assert self._context.pressure is not None  # noqa: S101 - the answer told it
-        return self._context.pressure
-
-    async def _chunk(self, output: OutputSpec, tokens: int, chunk: int | None, deadline: Deadline) -> int:
-        """Tokens of one call: what the caller says, or what the executor takes and can answer in one message."""
-        if chunk is not None:
-            return chunk
-        info = await self._context.info(deadline)
-        most = info.limits.max_batch_tokens or tokens
-        if output.positions is Positions.ALL and info.limits.max_response_bytes:
-            room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
-            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size)))
-        return most
-
-    async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int, deadline: Deadline) -> Answer:
-        prompt = self._prompt
-        if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
-            prompt = self._prompt = _Prompt(tokens, output)
-        silent = replace(output, positions=Positions.NONE)
-        while True:
-            part = tokens[prompt.fed : prompt.fed + chunk]
-            last = prompt.fed + len(part) == len(tokens)
-            spec = output if last or output.positions is Positions.ALL else silent
-            answer = await self._feed(self._context.prefill, part, spec, None, deadline)
-            if answer.rows is not None:
-                prompt.rows.append(answer.rows)
-            prompt.cached_tokens += answer.cached_tokens
-            prompt.fed += len(part)
-            prompt.length = self.length
-            if last:
-                self._prompt = None
-                rows = joined_rows(prompt.rows) if prompt.rows else None
-                return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
-
-    def _feed(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
-    ) -> Awaitable[Answer]:
-        def send() -> Awaitable[Answer]:
-            state, through, roll_back = self._state, feed, truncate_to
-            if state.handle is None:
-                through, roll_back = self._context.prefill, None
-            elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
-                roll_back = None
-            return self._forward(through, tokens, output, roll_back, deadline)
-
-        return self._surviving(send, deadline, truncate_to)
-
-    async def _forward(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
-    ) -> Answer:
-        item = self._state.item(next(self._context.item_ids), tokens, output, truncate_to)
-        [answer] = await self._connection.forwards.forward(feed, [item], deadline)
-        if isinstance(answer, ExecutorError):
-            raise answer
-        return answer
-
-    def _existing(self) -> HandleRef:
-        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
-        if self._state.handle is None:
-            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
-        return self._state.handle
-
-    async def _surviving(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
-    ) -> Result:
-        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
-        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
-        to a new one and send again, once."""
-        pauses: BusyPauses | None = None
-        rebuilt = False
-        while True:
-            try:
-                if self._lost is not None:
-                    await self._feed_lost(deadline)
-                return await send()
-            except SequenceBusy:
-                doubt, pauses = self._state.doubt, pauses or BusyPauses(deadline)
-                if doubt is None or not doubt.unknown or not await pauses.wait():
-                    raise
-            except SEQUENCE_GONE:
-                if rebuilt or not self._rebuild or self._state.handle is None:
-                    raise
-                rebuilt = True
-                self._restart(self.tokens[:truncate_to])
-                if self._lost is not None and not self._lost.tokens:
-                    self._lost = None
-
-    def _restart(self, tokens: list[int]) -> None:
-        lost = self._lost
-        if lost is None:
-            lost = _Lost(tokens, self._state.length, self._state.pieces)
-        self._lost = _Lost(tokens, min(lost.known, len(tokens)), lost.long)
-        self._state.restart()
-
-    async def _feed_lost(self, deadline: Deadline, output: OutputSpec = _NO_ROWS) -> Answer:
-        """Feed what a lost sequence held. The answer is the last piece's, with the rows of all that were asked."""
-        lost, state = self._lost, self._state
-        assert lost is not None  # noqa: S101 - the callers looked
-        if lost.pieces is None:
-            most = await self._chunk(output, len(lost.tokens), None, deadline)
-            exact = (await self._context.info(deadline)).limits.exact_span_tokens
-            lost.pieces = lost.long.again(len(lost.tokens), lost.known, exact, most)
-        answer: Answer | None = None
-        rows: list[Rows] = []
-        cached = 0
-        last = len(lost.pieces) - 1
-        for number in range(min(lost.done, last), last + 1):
-            piece = lost.pieces[number]
-            wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
-            filled = piece.filled and wanted is not Positions.NONE
-            spec = replace(output, positions=Positions.ALL if filled else wanted)
-            truncate_to = piece.start if state.length > piece.start else None
-            tokens = piece.tokens(lost.tokens)
-            answer = await self._forward(self._context.prefill, tokens, spec, truncate_to, deadline)
-            lost.done = number + 1
-            cached += answer.cached_tokens
-            if answer.rows is not None:
-                rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
-        assert answer is not None  # noqa: S101 - there is at least one piece
-        if state.length > len(lost.tokens):
-            await self._roll_back(len(lost.tokens), deadline)
-        self._lost = None
-        return replace(
-            answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
-        )
+    async def _generated(
+        self,
+        tokens: list[int],
+        most: int | None,
+        sampling: Sampling,
+        ends: frozenset[int] | None,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[int, None]:
+        info = await self._context.info(self._context.deadline(timeout_s))
+        sampler = Sampler(sampling, info)
+        if ends is None:
+            ends = frozenset(info.model.eos_token_ids)
+        answer = await self.prefill(tokens, sampler.output, timeout_s=timeout_s)
+        for count in itertools.count(1):
+            token = sampler.pick(answer, request=0, position=answer.length)
+            if token in ends:
+                return
+            yield token
+            if count == most or self.length >= info.model.max_context:
+                return
+            answer = await self.decode(token, sampler.output, timeout_s=timeout_s)

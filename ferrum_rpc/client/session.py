@@ -25,11 +25,10 @@ from ferrum_rpc.client.retry import retry_while_starting
 from ferrum_rpc.client.single_flight import SingleFlight
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
-from ferrum_rpc.client.transport import Feed, Forwarded, Handles, Outcomes, Rollback, UnaryTransport
-from ferrum_rpc.core import HandleRef
+from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, UnaryTransport
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
-from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
 
@@ -79,33 +78,23 @@ class SessionTransport:
         ask: Ask[Forwarded] = Ask(frame=frame, items=items)
         return self._calls.call(self._ask, ask, deadline)
 
-    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
-        """Roll back, in one frame."""
-        frame = Frame()
-        for handle, length in rollbacks:
-            frame.truncate.handles.append(handle_to_proto(handle))
-            frame.truncate.lengths.append(length)
-        frame.truncate.request_id = request_id
-        return await self._outcomes(frame, len(rollbacks), deadline)
-
-    async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
-        """Make children. In a session they live with its lease; with another, they are asked for in a unary call."""
-        if request.lease_id:
-            return await self._unary.fork(request, deadline)
-        frame = Frame()
-        frame.fork.handle.CopyFrom(request.handle)
-        frame.fork.count = request.count
-        if request.HasField("at_length"):
-            frame.fork.at_length = request.at_length
-        frame.fork.request_id = request.request_id
-        return await self._handles(frame, deadline)
-
-    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
-        """Free, in one frame. What was freed before counts as freed, so the frame needs no request id."""
-        frame = Frame()
-        frame.release.handles.extend(map(handle_to_proto, handles))
-        frame.release.any_version = True
-        return await self._outcomes(frame, len(handles), deadline)
+    async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> Operated:
+        """One frame for all of them."""
+        frame = _frame_of(operations)
+        if frame is None:
+            return await self._unary.operate(operations, deadline)
+        ask: Ask[Answered] = Ask(frame=frame)
+        if len(operations) == 1:
+            answer = (await self._calls.call(self._ask_about_one, ask, deadline))[0].handles
+            return Operated([[handle_from_proto(each.handle) for each in answer.results]], answer.pressure)
+        answer = (await self._calls.call(self._ask, ask, deadline))[0].handles
+        if len(answer.results) != len(operations):
+            raise other_answer(f"{len(answer.results)} results for {len(operations)} handles")
+        outcomes = [
+            error_from_status(each.error) if each.HasField("error") else [handle_from_proto(each.handle)]
+            for each in answer.results
+        ]
+        return Operated(outcomes, answer.pressure)
 
     async def renew(self, deadline: Deadline) -> float:
         """Renew the session's lease; returns for how many seconds. The stream must be open."""
@@ -144,7 +133,7 @@ class SessionTransport:
             if (answered := await stream.ask(ask, deadline)) is not None:
                 return answered
 
-    async def _ask_handles(
+    async def _ask_about_one(
         self,
         ask: Ask[Answered],
         /,
@@ -161,23 +150,6 @@ class SessionTransport:
             if result.HasField("error"):
                 raise error_from_status(result.error)
         return answered
-
-    async def _handles(self, frame: Frame, deadline: Deadline) -> Handles:
-        answer = (await self._calls.call(self._ask_handles, Ask(frame=frame), deadline))[0].handles
-        return [handle_from_proto(each.handle) for each in answer.results], answer.pressure
-
-    async def _outcomes(self, frame: Frame, count: int, deadline: Deadline) -> Outcomes:
-        """The outcome of an operation for each of its handles; with one handle, its refusal is raised."""
-        if count == 1:
-            return await self._handles(frame, deadline)
-        ask: Ask[Answered] = Ask(frame=frame)
-        answer = (await self._calls.call(self._ask, ask, deadline))[0].handles
-        if len(answer.results) != count:
-            raise other_answer(f"{len(answer.results)} results for {count} handles")
-        return [
-            error_from_status(each.error) if each.HasField("error") else handle_from_proto(each.handle)
-            for each in answer.results
-        ], answer.pressure
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -250,3 +222,24 @@ class SessionTransport:
         if welcome.lease_id and not keeper.lease_id:
             keeper.adopt(Lease(welcome.lease_id, seconds(welcome.lease_ttl), seconds(welcome.renew_every)), asked)
         return stream
+
+
+def _frame_of(operations: Sequence[Operation]) -> Frame | None:
+    """The frame of operations of one kind; None where they can only be called."""
+    frame = Frame()
+    for each in operations:
+        if isinstance(each, model_executor_pb2.TruncateKvRequest):
+            frame.truncate.handles.append(each.handle)
+            frame.truncate.lengths.append(each.length)
+            frame.truncate.request_id = each.request_id
+        elif isinstance(each, model_executor_pb2.ReleaseRequest):
+            frame.release.handles.append(each.handle)
+            frame.release.any_version = True  # what was freed before counts as freed: it needs no request id
+        elif each.lease_id:
+            return None  # in a session children live with its lease
+        else:
+            frame.fork.handle.CopyFrom(each.handle)
+            frame.fork.count, frame.fork.request_id = each.count, each.request_id
+            if each.HasField("at_length"):
+                frame.fork.at_length = each.at_length
+    return frame

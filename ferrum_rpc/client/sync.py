@@ -25,10 +25,10 @@ from ferrum_rpc.client.background import ClientFacade, Facade, unwrapped
 from ferrum_rpc.client.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S, ChannelOption
 from ferrum_rpc.client.client import CacheMode
 from ferrum_rpc.client.facts import ExecutorInfo, ExecutorState, ExecutorStatus, Health, SequenceInfo, WarmupReport
+from ferrum_rpc.client.feeder import NO_ROWS
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sampling import Sampling
-from ferrum_rpc.client.sequence import _NO_ROWS
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, Pressure
@@ -148,7 +148,7 @@ class Sequence(Facade[async_sequence.Sequence]):
         return self._background.run(self._async.reserve(tokens, timeout_s=timeout_s))
 
     def rebuild(
-        self, tokens: Tokens | None = None, output: Output = _NO_ROWS, *, timeout_s: float | None = None
+        self, tokens: Tokens | None = None, output: Output = NO_ROWS, *, timeout_s: float | None = None
     ) -> Answer:
         """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
         that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import timing_from_proto
@@ -18,7 +18,7 @@ from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
-from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
@@ -56,44 +56,44 @@ def outcomes_of(
     return [each.output if each.HasField("output") else error_from_status(each.error) for each in results]
 
 
-Handles = tuple[list[HandleRef], types_pb2.KvPressure]
-"""What an operation left: the sequence, or its children; and how full the executor is."""
+class Operated(NamedTuple):
+    """The answer to an operation: for each of its sequences the handles that it left, or the refusal of this one alone.
+    ``pressure``: how full the executor is, if it said so."""
 
+    outcomes: Sequence[list[HandleRef] | ExecutorError]
+    pressure: types_pb2.KvPressure | None
 
-Rollback = tuple[HandleRef, int]
-"""A sequence, and the length to roll it back to."""
-
-Outcomes = tuple[Sequence[HandleRef | ExecutorError], types_pb2.KvPressure | None]
-"""What an operation on many left, one outcome for each; and how full the executor is, if it said so."""
 
 AT_ONCE: Final = 64
 """Unary calls of one operation that are in flight at a time."""
 
 
+Operation = model_executor_pb2.TruncateKvRequest | model_executor_pb2.ForkKvRequest | model_executor_pb2.ReleaseRequest
+"""What is done to one sequence that exists. A session makes one frame of many of a kind, which share a request id."""
+
+
 class Transport(Protocol):
-    """A way to the executor. Every method sends again what is lost, as the client's policy says, and raises the
-    `ExecutorError` of the answer."""
+    """A way to the executor. It sends again what is lost, as the client's policy says, and raises the `ExecutorError`
+    of the answer."""
 
     def forward(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> Awaitable[Forwarded]:
         """Items in one forward pass. The refusal of a single feed's item is raised."""
 
-    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
-        """Roll back, each to a length of its own. With one handle, its refusal is raised or returned."""
-
-    async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
-        """Make children."""
-
-    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
-        """Free, at whatever version. With one handle, its refusal is raised or returned."""
+    async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> Operated:
+        """Operations of one kind. The refusal of an only one is raised or returned."""
 
 
 class UnaryTransport:
     """A unary call for each request."""
 
     def __init__(self, executor: model_executor_pb2_grpc.ModelExecutorAsyncStub, calls: Calls) -> None:
-        self._executor = executor
+        self._methods: dict[type[Operation], Any] = {
+            model_executor_pb2.TruncateKvRequest: executor.TruncateKv,
+            model_executor_pb2.ForkKvRequest: executor.ForkKv,
+            model_executor_pb2.ReleaseRequest: executor.Release,
+        }
         self._calls = calls
 
     async def forward(
@@ -109,55 +109,25 @@ class UnaryTransport:
             outcomes = outcomes_of(answer.results, items)
         return Forwarded(outcomes, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
 
-    async def truncate(self, rollbacks: Sequence[Rollback], request_id: str, deadline: Deadline) -> Outcomes:
-        """Through TruncateKv, a call each."""
+    async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> Operated:
+        """A call for each, `AT_ONCE` at a time."""
+        slots, pressure = asyncio.Semaphore(AT_ONCE), None
 
-        async def one(rollback: Rollback) -> tuple[HandleRef, types_pb2.KvPressure]:
-            handle, length = rollback
-            request = model_executor_pb2.TruncateKvRequest(
-                handle=handle_to_proto(handle), length=length, request_id=request_id
+        async def outcome(request: Operation) -> list[HandleRef] | ExecutorError:
+            nonlocal pressure
+            async with slots:
+                try:
+                    answer = await self._calls.call(self._methods[type(request)], request, deadline)
+                except ExecutorError as error:
+                    return error
+            pressure = answer.pressure
+            if isinstance(answer, model_executor_pb2.ForkKvResponse):
+                return list(map(handle_from_proto, answer.handles))
+            return (
+                [handle_from_proto(answer.handle)] if isinstance(request, model_executor_pb2.TruncateKvRequest) else []
             )
-            answer = await self._calls.call(self._executor.TruncateKv, request, deadline)
-            return handle_from_proto(answer.handle), answer.pressure
 
-        return await _each(one, rollbacks)
-
-    async def fork(self, request: model_executor_pb2.ForkKvRequest, deadline: Deadline) -> Handles:
-        """Through ForkKv."""
-        answer = await self._calls.call(self._executor.ForkKv, request, deadline)
-        return [handle_from_proto(each) for each in answer.handles], answer.pressure
-
-    async def release(self, handles: Sequence[HandleRef], request_id: str, deadline: Deadline) -> Outcomes:
-        """Through Release, a call each."""
-
-        async def one(handle: HandleRef) -> tuple[HandleRef, types_pb2.KvPressure]:
-            request = model_executor_pb2.ReleaseRequest(
-                handle=handle_to_proto(handle), any_version=True, request_id=request_id
-            )
-            return handle, (await self._calls.call(self._executor.Release, request, deadline)).pressure
-
-        return await _each(one, handles)
-
-
-Each = TypeVar("Each")
-
-
-async def _each(
-    call: Callable[[Each], Awaitable[tuple[HandleRef, types_pb2.KvPressure]]], values: Sequence[Each]
-) -> Outcomes:
-    """The outcome of a call for each value."""
-    slots = asyncio.Semaphore(AT_ONCE)
-
-    async def settled(value: Each) -> tuple[HandleRef | ExecutorError, types_pb2.KvPressure | None]:
-        async with slots:
-            try:
-                return await call(value)
-            except ExecutorError as error:
-                return error, None
-
-    answers = await asyncio.gather(*map(settled, values))
-    pressures = [pressure for _, pressure in answers if pressure is not None]
-    return [outcome for outcome, _ in answers], pressures[-1] if pressures else None
+        return Operated(await asyncio.gather(*map(outcome, operations)), pressure)
 
 
 def timing_of(answer: Any) -> StepTiming | None:

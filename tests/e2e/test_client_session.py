@@ -430,8 +430,9 @@ async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_sam
         assert (await counters(served))[1] == len(PROMPT) + 1
 
 
-async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
+async def test_a_step_that_has_not_begun_by_its_deadline_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("forward")
+    monkeypatch.setattr(Pace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
     async with world(stage=gate, resend=NEVER_RESEND) as (served, _, client):
         first, second = client.sequence(), client.sequence()
         for sequence in (first, second):

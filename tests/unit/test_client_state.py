@@ -184,12 +184,9 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
     sent: list[tuple[int, str]] = []
 
     class Dispatcher:
-        async def outcomes(self, send: Any, handles: Any, deadline: Any) -> Any:
-            await send(self, handles)
-            return outcomes.pop(0) if outcomes else list(handles)
-
-        async def release(self, handles: Any, request_id: str, _: Any) -> Any:
-            sent.append((len(handles), request_id))
+        async def operate(self, requests: Any, deadline: Any) -> Any:
+            sent.append((len(requests), requests[0].request_id))
+            return outcomes.pop(0) if outcomes else [[] for _ in requests]
 
     class Context:
         def note_error(self, _: Any) -> None:
