@@ -1,6 +1,7 @@
-"""What is refused before anything starts: checks of a work item against the model, the limits and its sequence.
+"""What is refused before anything starts, and what an item claims that is not: its sequence, its place in the queue.
 
-Pure functions. Each raises the typed refusal, so that a batch can refuse one item and run its neighbours.
+Each check raises the typed refusal, so that a batch can refuse one item and run its neighbours. A refusal leaves no
+trace.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ferrum_rpc.core import (
-    Greedy,
     ItemOutcome,
     Limits,
     ModelInfo,
     OutputSpec,
     SelectedTokens,
-    TokenArray,
+    Span,
     TopTokens,
     WorkItem,
     named,
@@ -25,22 +25,81 @@ from ferrum_rpc.errors import (
     ExecutorError,
     InvalidRequest,
     OutputTooLarge,
+    QueueFull,
     TruncateBeyondLength,
 )
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.service.books import RETRY_AFTER_S, Books
+from ferrum_rpc.service.records import Account, Record, Resource
+from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
 
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
+Sound = tuple[int, WorkItem, int]
+"""An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
+its sequence."""
 
-class Sound(NamedTuple):
-    """An item that nothing is wrong with but perhaps its sequence. ``bytes``: what its answer takes at most."""
+
+class Admitted(NamedTuple):
+    """The item at ``place`` of its call, on its way through a step. ``entry`` is that of the replay log, if it has a
+    request id."""
 
     place: int
-    item: WorkItem
-    bytes: int
+    record: Record
+    span: Span
+    entry: Entry | None
 
 
-def check_call(
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+
+def check_room(books: Books, account: Account, items: Sequence[forward_pb2.ForwardItem]) -> None:
+    """Refuse a call of too many items, or that the queue has no room for, before its items are looked at: under
+    overload a refusal must cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered,
+    or that are too large for an empty queue, are let through to be refused so."""
+    limits, knows, owner = books.limits, books.replay.knows, account.caller.name
+    if len(items) > limits.max_batch_items:
+        raise too_many_items(len(items), limits)
+    # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
+    if has_room(books, account, len(items), limits.max_batch_tokens):
+        return
+    tokens = sum(len(item.token_ids) for item in items)
+    if tokens > limits.max_batch_tokens or has_room(books, account, len(items), tokens):
+        return
+    if not any(
+        each.request_id and knows(scope_of(owner, each.handle.id, each.request_id), each.request_id) for each in items
+    ):
+        raise queue_full(books, account)
+
+
+def has_room(books: Books, account: Account, items: int, tokens: int) -> bool:
+    """Whether so many items with so many tokens may wait, of all callers and of this one."""
+    engine, limits, held, most = books.engine, books.limits, account.held, account.most
+    return (
+        engine.queued_items + items <= limits.max_queued_items
+        and engine.queued_tokens + tokens <= limits.max_queued_tokens
+        and held[Resource.QUEUED_ITEMS] + items <= most[Resource.QUEUED_ITEMS]
+        and held[Resource.QUEUED_TOKENS] + tokens <= most[Resource.QUEUED_TOKENS]
+    )
+
+
+def queue_full(books: Books, account: Account) -> QueueFull:
+    """The refusal of a call that `has_room` denies; it is counted."""
+    limits = books.limits
+    books.counters.queue_full += 1
+    most_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
+    most_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
+    return QueueFull(
+        f"{books.engine.queued_items} items with {books.engine.queued_tokens} tokens wait, "
+        f"{account.held[Resource.QUEUED_ITEMS]} with {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
+        "nothing was started",
+        metadata={"max_queued_items": most_items, "max_queued_tokens": most_tokens},
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def sound_items(
     items: Sequence[WorkItem | ExecutorError],
     model: ModelInfo,
     limits: Limits,
@@ -51,103 +110,140 @@ def check_call(
     whole: no items, or too many."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
-    check_count(len(items), limits)
+    if len(items) > limits.max_batch_items:
+        raise too_many_items(len(items), limits)
     sound: list[Sound] = []
-    size = 0
-    alike: tuple[OutputSpec | None, int] = (None, 0)  # a batch mostly wants the same of each
+    size = checked_count = 0
+    checked_output: OutputSpec | None = None  # a batch mostly wants the same of each
     for index, item in enumerate(items):
+        if isinstance(item, ExecutorError):
+            outcomes[index] = item
+            continue
+        tokens, output = item.tokens, item.output
+        count = len(tokens)
         try:
-            if isinstance(item, ExecutorError):
-                raise item
-            count, output = len(item.tokens), item.output
-            _check_tokens(item.tokens, model)
-            if output is not alike[0] or count != alike[1]:
-                _check_output(output, model, limits)
-                most = answer_bytes(item, model.vocab_size)
-                check_size(count, most, limits, max_bytes)
-                alike, size = (output, count), most
+            # numpy's maximum takes 2 µs
+            if (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
+                raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
+            if output is not checked_output or count != checked_count:
+                most = _answer_bytes(output, count, model, limits)
+                if count > limits.max_batch_tokens or most > max_bytes:
+                    raise too_large(count, most, limits, max_bytes)
+                checked_output, checked_count, size = output, count, most
         except ExecutorError as refusal:
             outcomes[index] = refusal
             continue
-        sound.append(named(Sound, (index, item, size)))
+        sound.append((index, item, size))
     return sound
 
 
-def check_count(items: int, limits: Limits) -> None:
-    """Refuse a call of too many items."""
-    if items > limits.max_batch_items:
-        raise InvalidRequest(
-            f"{items} items exceed the limit of {limits.max_batch_items}",
-            field="items",
-            metadata={"max_batch_items": limits.max_batch_items},
-        )
+def too_many_items(items: int, limits: Limits) -> InvalidRequest:
+    """The refusal of a call of more items than one may have."""
+    return InvalidRequest(
+        f"{items} items exceed the limit of {limits.max_batch_items}",
+        field="items",
+        metadata={"max_batch_items": limits.max_batch_items},
+    )
 
 
-def answer_bytes(item: WorkItem, vocab_size: int) -> int:
-    """Bytes of an item's answer, at most."""
-    return ANSWER_OVERHEAD + item.output.row_count(len(item.tokens)) * item.output.row_bytes(vocab_size)
-
-
-def check_size(tokens: int, size: int, limits: Limits, max_bytes: int) -> None:
-    """Refuse what is too much for a call, be it one item or all of them."""
+def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
+    """The refusal of too many tokens, or else bytes of an answer, of one item or of all of a call."""
     if tokens > limits.max_batch_tokens:
-        raise InvalidRequest(
+        return InvalidRequest(
             f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
             field="items.token_ids",
             metadata={"max_batch_tokens": limits.max_batch_tokens},
         )
-    if size > max_bytes:
-        raise OutputTooLarge(
-            f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
-            metadata={"bytes": size, "max_response_bytes": max_bytes},
-        )
+    return OutputTooLarge(
+        f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
+        metadata={"bytes": size, "max_response_bytes": max_bytes},
+    )
 
 
-def _check_tokens(tokens: TokenArray, model: ModelInfo) -> None:
-    """Refuse tokens beyond the vocabulary."""
-    if (tokens.item() if len(tokens) == 1 else int(tokens.max())) >= model.vocab_size:  # numpy's maximum takes 2 µs
-        raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
-
-
-def _check_output(output: OutputSpec, model: ModelInfo, limits: Limits) -> None:
-    """Refuse outputs beyond the limits."""
+def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Limits) -> int:
+    """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
     match output.kind:
-        case Greedy():
-            pass
         case TopTokens(k) if k > limits.max_top_tokens:
             raise InvalidRequest(
                 f"top_tokens.k {k} exceeds {limits.max_top_tokens}",
                 field="output.top_tokens.k",
                 metadata={"max_top_tokens": limits.max_top_tokens},
             )
-        case SelectedTokens(token_ids):
-            if len(token_ids) > limits.max_selected_tokens:
-                raise InvalidRequest(
-                    f"{len(token_ids)} selected tokens exceed {limits.max_selected_tokens}",
-                    field="output.selected_tokens.token_ids",
-                    metadata={"max_selected_tokens": limits.max_selected_tokens},
-                )
-            if max(token_ids) >= model.vocab_size:
-                raise InvalidRequest(
-                    f"a selected token is not below the vocabulary of {model.vocab_size}",
-                    field="output.selected_tokens.token_ids",
-                )
-        case _:
-            pass
+        case SelectedTokens(token_ids) if len(token_ids) > limits.max_selected_tokens:
+            raise InvalidRequest(
+                f"{len(token_ids)} selected tokens exceed {limits.max_selected_tokens}",
+                field="output.selected_tokens.token_ids",
+                metadata={"max_selected_tokens": limits.max_selected_tokens},
+            )
+        case SelectedTokens(token_ids) if max(token_ids) >= model.vocab_size:
+            raise InvalidRequest(
+                f"a selected token is not below the vocabulary of {model.vocab_size}",
+                field="output.selected_tokens.token_ids",
+            )
+    return ANSWER_OVERHEAD + output.row_count(tokens) * output.row_bytes(model.vocab_size)
 
 
-def check_rollback(wanted: int, length: int) -> None:
-    """Refuse a rollback that would be growth."""
-    if wanted > length:
-        raise TruncateBeyondLength(
-            f"the sequence has {length} tokens and cannot be rolled back to {wanted}", metadata={"seq_len": length}
-        )
+# --- an item and its sequence -----------------------------------------------------------------------------------------
 
 
-def check_context(start: int, tokens: int, model: ModelInfo) -> None:
-    """Refuse growth beyond the model's context."""
-    if start + tokens > model.max_context:
+def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down one by one
+    books: Books, account: Account, index: int, item: WorkItem, model: ModelInfo, origin: object | None, now: float
+) -> Admitted | Entry:
+    """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
+    having changed nothing. ``now``: on `time.monotonic`."""
+    replay, owner = books.replay, account.caller.name
+    _, handle, tokens, truncate_to, output, request_id, create = item
+    if request_id:
+        scope = replay.scope(scope_of(owner, b"" if handle is None else handle.id, request_id))
+        fingerprint = item_fingerprint(item)
+        if (known := scope.get(request_id)) is not None:
+            return known.repeated(fingerprint)
+    if handle is None:
+        record, start = _create(books, account, item, model, origin), 0
+    else:
+        record = books.handles.claim(handle, owner, now=now)
+        try:
+            start = check_length(record.length, truncate_to, len(tokens), model)
+            books.quotas.charge(record, start + len(tokens))
+        except ExecutorError:
+            record.busy = False
+            raise
+    span = named(Span, (record.sequence, tokens, start, output, handle is None, create.reserve_tokens))
+    entry = replay.begin(scope, request_id, fingerprint) if request_id else None
+    return named(Admitted, (index, record, span, entry))
+
+
+def _create(books: Books, account: Account, item: WorkItem, model: ModelInfo, origin: object | None) -> Record:
+    """The record of a sequence that the item creates."""
+    create = item.create
+    room = len(item.tokens) + create.reserve_tokens
+    check_length(0, None, room, model)
+    leases, owner = books.leases, account.caller.name
+    lease = leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
+    record = books.mint(1, account, lease)[0]
+    record.origin = origin
+    record.held_to = room if create.reserve_tokens else 0
+    try:
+        books.quotas.charge(record, room)
+    except ExecutorError:
+        books.stillborn(record)
+        raise
+    return record
+
+
+def check_length(length: int, truncate_to: int | None, tokens: int, model: ModelInfo | None) -> int:
+    """Refuse a rollback that would be growth, and growth beyond the model's context (None: it does not grow). Returns
+    where the new tokens begin."""
+    if truncate_to is not None:
+        if truncate_to > length:
+            raise TruncateBeyondLength(
+                f"the sequence has {length} tokens and cannot be rolled back to {truncate_to}",
+                metadata={"seq_len": length},
+            )
+        length = truncate_to
+    if model is not None and length + tokens > model.max_context:
         raise ContextLengthExceeded(
-            f"{start} tokens and {tokens} more exceed the context of {model.max_context}",
-            metadata={"max_context": model.max_context, "seq_len": start},
+            f"{length} tokens and {tokens} more exceed the context of {model.max_context}",
+            metadata={"max_context": model.max_context, "seq_len": length},
         )
+    return length

@@ -8,13 +8,13 @@ turn. An honest body comes with its headers and leaves its slot at once; one tha
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any, Final
 
 import grpc
 
 from ferrum_rpc.errors import InvalidRequest, QueueFull
-from ferrum_rpc.service.calls import Context
+from ferrum_rpc.service.rpc import Context
 
 PATIENCE_S: Final = 0.5
 TURNS: Final = 4
@@ -30,7 +30,7 @@ class Bodies:
     def __init__(self, in_all: int, per_connection: int) -> None:
         self._free = in_all
         self._per_connection = per_connection
-        self._taken: dict[str, int] = {}  # slots by peer
+        self._taken: defaultdict[str, int] = defaultdict(int)  # slots by peer
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the peer whose turn is next first
         self._reading: dict[asyncio.Task[Any], float] = {}  # since when, the oldest first
         self._late: set[asyncio.Task[Any]] = set()
@@ -46,7 +46,8 @@ class Bodies:
         `InvalidRequest` where the call ended without one."""
         peer = context.peer()
         if self._free and self._taken.get(peer, 0) < self._per_connection:
-            self._take(peer)
+            self._free -= 1
+            self._taken[peer] += 1
         else:
             await self._turn(peer)
         task = asyncio.current_task()
@@ -67,10 +68,6 @@ class Bodies:
             raise InvalidRequest("the call ended without a request")
         return body  # type: ignore[no-any-return] # nothing parses it before
 
-    def _take(self, peer: str) -> None:
-        self._free -= 1
-        self._taken[peer] = self._taken.get(peer, 0) + 1
-
     def _leave(self, peer: str) -> None:
         """A slot is free: it goes to the next peer that waits and may have it."""
         self._free += 1
@@ -84,7 +81,8 @@ class Bodies:
             while turns and turns[0].done():  # its caller has gone
                 turns.popleft()
             if turns:
-                self._take(other)
+                self._free -= 1
+                self._taken[other] += 1
                 turns.popleft().set_result(None)
                 if turns:
                     self._waiting[other] = turns  # behind the others

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from ferrum_rpc.core import ANYBODY, Caller, DeviceInfo, Limits, ModelInfo, Pressure
+from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, named
 from ferrum_rpc.engine.work import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.leases import LeaseBook
 from ferrum_rpc.service.quotas import Quotas
-from ferrum_rpc.service.records import Ending, Lease, Record, Resource
+from ferrum_rpc.service.records import Account, Ending, Lease, Record, Resource
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.service.unread import Unread
@@ -61,7 +61,10 @@ class ServiceCounters:
 
 
 class Books:
-    """One executor's books. Bound to the running event loop."""
+    """One executor's books. Bound to the running event loop. ``engine`` runs the steps; it is set before the server
+    takes calls, and may still be loading then."""
+
+    engine: Engine
 
     def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self.limits = limits
@@ -80,15 +83,10 @@ class Books:
         self.empty.set()
         self._creating: set[Record] = set()
         self._closed = False
-        self._engine: Engine | None = None
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
-
-    def attach(self, engine: Engine) -> None:
-        """What will run the steps; it may still be loading."""
-        self._engine = engine
 
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         """The model is loaded."""
@@ -129,21 +127,16 @@ class Books:
         assert self._device is not None  # noqa: S101 - set together with the model
         return self._device
 
-    @property
-    def engine(self) -> Engine:
-        """What runs the steps."""
-        assert self._engine is not None  # noqa: S101 - attached before the server takes calls
-        return self._engine
-
     def pressure(self) -> Pressure:
         """How full the executor is, as of the last step. Never waits."""
         engine = self.engine
         size, total, free, _ = engine.cache
-        return Pressure(free, total, size, engine.queued_items, engine.queued_tokens, len(self.handles))
+        sequences = len(self.handles.live)
+        return named(Pressure, (free, total, size, engine.queued_items, engine.queued_tokens, sequences))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def mint(self, count: int, caller: Caller = ANYBODY, lease: Lease | None = None) -> list[Record]:
+    def mint(self, count: int, account: Account, lease: Lease | None = None) -> list[Record]:
         """Records of sequences to be created, or the refusal. Each must be followed by `born` or `stillborn`. They are
         busy, and members of their lease, from the beginning: a long prefill must not outlive it."""
         if self.state is Lifecycle.DRAINING:
@@ -155,10 +148,9 @@ class Books:
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )
-        account = self.quotas.account(caller)
         account.take(Resource.SEQUENCES, count)
         self.empty.clear()
-        records = [self.handles.mint(caller.name) for _ in range(count)]
+        records = [self.handles.mint(account.caller.name) for _ in range(count)]
         self._creating.update(records)
         for record in records:
             record.busy, record.account = True, account

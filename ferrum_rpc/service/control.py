@@ -13,9 +13,9 @@ from typing import Any, Final
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.books import Books, Lifecycle
-from ferrum_rpc.service.calls import CallLog, Context, Servicer, answers
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.records import Record
+from ferrum_rpc.service.rpc import Context
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import pressure_to_proto
 
@@ -33,13 +33,12 @@ WARMUP_PREFILL: Final = 128
 def not_offered(name: str, capability: str) -> Any:
     """A handler for a method that the contract has and this version has not: visibly, with the capability's name."""
 
-    async def handler(self: Servicer, request: Any, context: Context) -> None:
+    async def handler(self: object, request: Any, context: Context) -> None:
         raise NotSupported(
             f"{name} is not offered (capability {capability})", metadata={"capability": capability, "method": name}
         )
 
-    handler.__name__ = name
-    return answers(handler)
+    return handler
 
 
 LIST_PAGE: Final = 100
@@ -51,9 +50,6 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
 
     service = "ferrum_rpc.executor.v1.KvTransfer"
 
-    def __init__(self, calls: CallLog) -> None:
-        self.calls = calls
-
     ExportKv = not_offered("ExportKv", "KV_TRANSFER")
     ImportKv = not_offered("ImportKv", "KV_TRANSFER")
     WatchKvEvents = not_offered("WatchKvEvents", "KV_EVENTS")
@@ -64,13 +60,11 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     service = "ferrum_rpc.executor.v1.ExecutorControl"
 
-    def __init__(self, books: Books, calls: CallLog, drain: Callable[[float | None], None]) -> None:
-        self.calls = calls
+    def __init__(self, books: Books, drain: Callable[[float | None], None]) -> None:
         self._books = books
         self._operations = CacheOperations(books)
         self._drain = drain
 
-    @answers
     async def Warmup(  # noqa: N802
         self, request: executor_control_pb2.WarmupRequest, context: Context
     ) -> executor_control_pb2.WarmupResponse:
@@ -86,7 +80,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
         return response
 
-    @answers
     async def Reset(  # noqa: N802
         self, request: executor_control_pb2.ResetRequest, context: Context
     ) -> executor_control_pb2.ResetResponse:
@@ -96,7 +89,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             released_sequences=released, pressure=pressure_to_proto(self._books.pressure())
         )
 
-    @answers
     async def Drain(  # noqa: N802
         self, request: executor_control_pb2.DrainRequest, context: Context
     ) -> executor_control_pb2.DrainResponse:
@@ -109,7 +101,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             state=STATE_TO_PROTO[self._books.state], sequences=len(self._books.handles)
         )
 
-    @answers
     async def ListSequences(  # noqa: N802
         self, request: executor_control_pb2.ListSequencesRequest, context: Context
     ) -> executor_control_pb2.ListSequencesResponse:

@@ -13,8 +13,8 @@ from grpc_health.v1 import health
 
 from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import PermissionDenied, Unauthenticated
-from ferrum_rpc.service.calls import Context
 from ferrum_rpc.service.identity import CALLER
+from ferrum_rpc.service.rpc import Context
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.tokens import TokenFile

@@ -43,17 +43,17 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
 
 
 class HandleTable:
-    """Live sequences by handle id, and the tombstones of the last ones that were released."""
+    """``live`` sequences by handle id, and the tombstones of the last ones that were released."""
 
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
-        self._live: dict[bytes, Record] = {}
+        self.live: dict[bytes, Record] = {}
         self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
         self._tombstones = tombstones
         self._next_sequence = 1
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     @property
     def instance_id(self) -> str:
@@ -68,11 +68,11 @@ class HandleTable:
 
     def insert(self, record: Record) -> None:
         """The sequence exists from now on."""
-        self._live[record.id] = record
+        self.live[record.id] = record
 
     def remove(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
         """The sequence is gone; its handle says so as long as it is remembered. False: it was not live."""
-        if self._live.pop(record.id, None) is None:
+        if self.live.pop(record.id, None) is None:
             return False
         self._gone[record.id] = (ending, record.owner)
         if len(self._gone) > self._tombstones:
@@ -81,20 +81,20 @@ class HandleTable:
 
     def lives(self, record: Record) -> bool:
         """Whether the sequence is in the table."""
-        return record.id in self._live
+        return record.id in self.live
 
     def has(self, handle_id: bytes, owner: str) -> bool:
         """Whether this names a live sequence of its owner's."""
-        record = self._live.get(handle_id)
+        record = self.live.get(handle_id)
         return record is not None and record.owner == owner
 
     def records(self) -> list[Record]:
         """All live sequences, oldest first."""
-        return list(self._live.values())
+        return list(self.live.values())
 
     def find(self, handle: HandleRef, owner: str = "") -> Record:
         """The owner's live sequence of a handle, whatever its version. Raises one of the four answers."""
-        record = self._live.get(handle.id)
+        record = self.live.get(handle.id)
         if record is not None and record.owner == owner:
             return record
         if len(handle.id) != INSTANCE_BYTES + SECRET_BYTES:
@@ -115,7 +115,7 @@ class HandleTable:
         """`find`, and the handle must be current and no call in flight. The record is busy until the caller says
         otherwise. Whatever else comes of it, the sequence was used (``now``: see `Record.touch`)."""
         handle_id, length, version = handle
-        record = self._live.get(handle_id)
+        record = self.live.get(handle_id)
         if record is None or record.owner != owner:
             record = self.find(handle, owner)
         record.touch(now)

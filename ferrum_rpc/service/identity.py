@@ -15,8 +15,4 @@ ARRIVED: Final[ContextVar[float]] = ContextVar("ferrum_arrived", default=0.0)
 own turns of a busy event loop are part of it."""
 
 CALLER: Final[ContextVar[Caller]] = ContextVar("ferrum_caller", default=ANYBODY)
-
-
-def caller() -> Caller:
-    """Who makes the present call; `ANYBODY` where no credentials are asked for."""
-    return CALLER.get()
+"""Who makes the present call; `ANYBODY` where no credentials are asked for."""

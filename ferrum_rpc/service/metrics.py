@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.service.books import Books, Lifecycle
-from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.meters import Histogram, StepMeter
+from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 
 PREFIX: Final = "ferrum_"

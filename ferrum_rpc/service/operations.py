@@ -18,7 +18,7 @@ import numpy as np
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer, OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.work import Command, Operation, Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InstanceMismatch, InternalError, InvalidRequest
-from ferrum_rpc.service import admission
+from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.records import Ending, Record
 from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
@@ -46,18 +46,16 @@ class Prepared:
 class OperationCall(Transaction[T]):
     """An operation; ``read`` makes its answer of the handles that it left and of whether they are recorded ones."""
 
-    __slots__ = ("_books", "_done", "_entry", "_handles", "_operation", "_prepared", "_read", "_replayed", "_ticket")
+    _handles: Handles = ()
+    _done = _replayed = False
+    _prepared: Prepared | None = None
+    _operation: Operation | None = None
+    _entry: Entry | None = None
+    _ticket: Ticket | None = None
 
     def __init__(self, books: Books, read: Callable[[Handles, bool], T]) -> None:
-        super().__init__(books.supervisor)
         self._books = books
         self._read = read
-        self._handles: Handles = ()
-        self._done = self._replayed = False
-        self._prepared: Prepared | None = None
-        self._operation: Operation | None = None
-        self._entry: Entry | None = None
-        self._ticket: Ticket | None = None
 
     def begin(self, key: Key, request_id: str, fingerprint: Hashable, prepare: Callable[[], Prepared]) -> None:
         """Join the call that this one repeats, or claim and queue. Raises its refusal."""
@@ -67,23 +65,23 @@ class OperationCall(Transaction[T]):
         if request_id and (known := scope.get(request_id)) is not None:
             self._ticket = ticket = replay.join(known.repeated(fingerprint))
             if ticket.pending is None:
-                self._heard()
+                self._on_repeated()
             else:
-                ticket.pending.add_done_callback(partial(self.take, self._heard))
+                ticket.pending.add_done_callback(partial(self.settle, self._on_repeated))
             return
         self._prepared = prepared = prepare()  # a refusal leaves no entry
         if request_id:
             self._entry = replay.begin(scope, request_id, fingerprint)
         if prepared.run is None:
-            prepared.record.mourners.append(partial(self.take, self._finish, None))
+            prepared.record.mourners.append(partial(self.settle, self._finish, None))
         else:
-            self._operation = Operation(prepared.run, partial(self.take, self._finish))
+            self._operation = Operation(prepared.run, partial(self.settle, self._finish))
             self._books.engine.operate(self._operation)
 
     def refuse(self, error: Exception) -> None:
         """It could not begin. What it has claimed is free again."""
         if self._prepared is not None:
-            self.take(self._finish, InternalError(FAILED))
+            self.settle(self._finish, InternalError(FAILED))
         self.end(error)
 
     def answer(self) -> T:
@@ -99,13 +97,13 @@ class OperationCall(Transaction[T]):
         awaited = self._entry is not None and self._entry.waiters
         if self._operation is None or awaited or not self._books.engine.cancel(self._operation):
             return False
-        self.take(self._finish, Cancelled("the call was cancelled before it was dispatched; nothing happened"))
+        self.settle(self._finish, Cancelled("the call was cancelled before it was dispatched; nothing happened"))
         return True
 
     def fail(self, error: InternalError) -> None:
         """See `Transaction`. The sequence is as the engine has it; those that the operation made are released."""
         self._leave()
-        prepared, books, attempt = self._prepared, self._books, self._supervisor.attempt
+        prepared, books, attempt = self._prepared, self._books, self._books.supervisor.attempt
         if prepared is None:
             return
         record = prepared.record
@@ -145,7 +143,7 @@ class OperationCall(Transaction[T]):
             books.replay.finish(self._entry, refusal or self._handles)
         self.end(refusal)
 
-    def _heard(self, _: object = None) -> None:
+    def _on_repeated(self, _: object = None) -> None:
         """The call that this one repeats has ended."""
         if self._ticket is None:
             return
@@ -179,7 +177,7 @@ class CacheOperations:
         def prepare() -> Prepared:
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
-                admission.check_rollback(length, record.length)
+                check_length(record.length, length, 0, None)
 
             def commit() -> Handles:
                 self._books.counters.tokens_truncated += record.length - length
@@ -217,10 +215,10 @@ class CacheOperations:
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
                 length = record.length if at is None else at
-                admission.check_rollback(length, record.length)
+                check_length(record.length, length, 0, None)
                 leases = self._books.leases
                 lease = leases.find(lease_id, caller.name) if lease_id else record.lease
-                children = self._books.mint(count, caller, lease)
+                children = self._books.mint(count, self._books.quotas.account(caller), lease)
             numbers = [child.sequence for child in children]
 
             def refuse() -> None:
@@ -289,7 +287,7 @@ class CacheOperations:
         def prepare() -> Prepared:
             record = self._books.handles.claim(handle, caller.name)
             with _unclaimed_on_refusal(record):
-                admission.check_context(record.length, tokens, self._books.model)
+                check_length(record.length, None, tokens, self._books.model)
                 self._books.quotas.charge(record, record.length + tokens)
 
             def commit() -> Handles:

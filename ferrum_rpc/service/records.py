@@ -41,10 +41,6 @@ class Account:
         self.held = [0] * len(Resource)
         self.most = most
 
-    def room(self, resource: Resource, amount: int) -> bool:
-        """Whether ``amount`` more are within the caller's share."""
-        return self.held[resource] + amount <= self.most[resource]
-
     def take(self, resource: Resource, amount: int = 1) -> None:
         """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
         held, most = self.held[resource], self.most[resource]

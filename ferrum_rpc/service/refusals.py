@@ -15,7 +15,7 @@ import structlog
 
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.service.correlation import Context, ids_of
-from ferrum_rpc.service.identity import caller
+from ferrum_rpc.service.identity import CALLER
 
 log = structlog.get_logger("ferrum_rpc.service")
 
@@ -118,4 +118,6 @@ class RefusalLog:
             bucket.suppressed = 0
         if cause is not None:
             fields["exc_info"] = cause
-        getattr(log, advice.level)("refused", **fields, **ids_of(context), caller=caller().name, action=advice.action)
+        getattr(log, advice.level)(
+            "refused", **fields, **ids_of(context), caller=CALLER.get().name, action=advice.action
+        )

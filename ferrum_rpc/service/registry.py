@@ -20,14 +20,17 @@ from google.protobuf.message import DecodeError
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.service.bodies import Bodies
-from ferrum_rpc.service.calls import UNKNOWN_METHOD, CallLog, Context
 from ferrum_rpc.service.guard import OPEN_SERVICES, Guard
 from ferrum_rpc.service.identity import ARRIVED
+from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, Context, refuse
 from ferrum_rpc.wire.framing import serializing
-from ferrum_rpc.wire.unfolding import Budget, check
+from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+CONTRACT: Final = "ferrum_rpc.executor.v1."
+"""What the names of the executor's own services begin with."""
 
 OPEN_BYTES: Final = 1 << 10
 """The longest request of a service that asks for no credentials. A health check's is a name."""
@@ -59,8 +62,8 @@ class Registry(grpc.GenericRpcHandler):
     ``guard`` anybody may call; a method that nobody registered is refused like any other call."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
-        async def refuse(_: Any, context: Context) -> None:
-            await calls.refuse(UNKNOWN_METHOD, context, NotSupported("the executor has no such method"))
+        async def unknown(_: Any, context: Context) -> None:
+            raise NotSupported("the executor has no such method")
 
         self._calls = calls
         self._guard = guard
@@ -69,8 +72,9 @@ class Registry(grpc.GenericRpcHandler):
         self._reception = Reception.of(longest, BODY_BYTES // longest, BODY_SHARE)
         self._open = Reception.of(min(longest, OPEN_BYTES), OPEN_BODY_BYTES // longest, OPEN_SHARE)
         self._handlers: dict[str, Handler] = {}
-        unknown: Handler = grpc.stream_stream_rpc_method_handler(refuse)  # whatever kind of call it is
-        self._unknown = self._received(unknown, "", UNKNOWN_METHOD)
+        self._unknown = self._received(  # whatever kind of call it is
+            grpc.stream_stream_rpc_method_handler(unknown), "", UNKNOWN_METHOD
+        )
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
@@ -92,37 +96,51 @@ class Registry(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method, self._unknown)
 
     def _received(self, handler: Any, service: str, method: str) -> Handler:
-        """The handler behind everything that a request passes. ``method``: what a refusal is counted under."""
-        refuse, guard = self._calls.refuse, self._guard
+        """The handler behind everything that a request passes. ``method``: what it is counted under. Calls of other
+        services than the contract's are counted where they are refused before their handler runs."""
+        calls, guard = self._calls, self._guard
         reception = self._open if service in OPEN_SERVICES else self._reception
         parse = self._parser(handler.request_deserializer, reception.most)
-        lone, bodies = not handler.request_streaming, reception.bodies
-        serve = _serving(_behaviour(handler))
-
-        async def admitted(requests: Any, context: Context) -> Any:
-            if not ARRIVED.get():  # grpc.aio itself accepted it
-                ARRIVED.set(time.monotonic())
-            try:
-                if guard is not None:
-                    guard.admit(service, context)
-                return await serve(parse(await bodies.read(context)) if lone else requests, context)
-            except ExecutorError as error:  # none of our handlers raises one: their answers are statuses
-                await refuse(method, context, error)
+        streams, bodies, counted = handler.request_streaming, reception.bodies, service.startswith(CONTRACT)
+        behaviour, answers_stream = _serving(_behaviour(handler)), handler.response_streaming
 
         async def receive(requests: Any, context: Context) -> Any:
+            if not ARRIVED.get():  # grpc.aio itself accepted it
+                ARRIVED.set(time.monotonic())
+            call: Call | None = None
+            request = response = None
+            reached = False
             try:
-                return await admitted(requests, context)
+                try:
+                    if guard is not None:
+                        guard.admit(service, context)
+                    request = requests if streams else parse(await bodies.read(context))
+                    reached = True
+                    if counted:
+                        call = Call(calls, method, context, answers_stream)
+                    response = await behaviour(request, context)
+                    return response
+                except BaseException as error:
+                    if call is None:
+                        if not isinstance(error, ExecutorError):
+                            raise
+                        call = Call(calls, method, context, answers_stream)
+                    if (refusal := call.failed(error)) is None:
+                        raise
+                await refuse(context, refusal)
             except grpc.aio.AbortError as error:
                 # gRPC keeps it with the call: what its frames hold would live until the collector runs.
                 error.__traceback__ = error.__context__ = None
                 raise
             finally:
-                del requests, context
+                if call is not None:
+                    call.end(response, reached and not answers_stream)
+                del requests, request, response, context, call
 
         serialize = serializing(handler.response_serializer)
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(receive, None if lone else parse, serialize)
-        return grpc.stream_unary_rpc_method_handler(receive, None if lone else parse, serialize)
+            return grpc.stream_stream_rpc_method_handler(receive, parse if streams else None, serialize)
+        return grpc.stream_unary_rpc_method_handler(receive, parse if streams else None, serialize)
 
     def _parser(self, parse: Callable[[bytes], Any] | None, most: int) -> Callable[[bytes], Any]:
         """Bytes to a message. Raises `InvalidRequest` for what is none, or too large in bytes or in what it holds."""
@@ -135,7 +153,7 @@ class Registry(grpc.GenericRpcHandler):
                 )
             if parse is None:
                 return data
-            if message is not None:
+            if message is not None and len(data) > UNCOUNTED_BYTES:
                 check(data, message, budget)
             try:
                 return parse(data)

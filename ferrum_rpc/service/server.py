@@ -32,7 +32,6 @@ from ferrum_rpc.executor.v1 import (
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.accept import Acceptors
 from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
-from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
 from ferrum_rpc.service.guard import guard_of
 from ferrum_rpc.service.health import HealthBoard
@@ -41,6 +40,7 @@ from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.listen import address, open_port
 from ferrum_rpc.service.meters import StepMeter
 from ferrum_rpc.service.registry import Registry
+from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.servicers import ModelExecutorServicer
 from ferrum_rpc.service.session import Sessions
@@ -160,8 +160,7 @@ class ExecutorServer:
         self._server = server
         supervisor.on_change = self.health.update
         supervisor.watch(asyncio.get_running_loop())
-        engine = self._engine()
-        self.books.attach(engine)
+        engine = self.books.engine = self._engine()
         await server.start()
         acceptors.start()
         engine.start()
@@ -196,9 +195,9 @@ class ExecutorServer:
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.books, self.calls, self.sessions), table
         )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.calls), table)
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
-            ExecutorControlServicer(self.books, self.calls, self.drain), table
+            ExecutorControlServicer(self.books, self.drain), table
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, table)
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))

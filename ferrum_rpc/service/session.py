@@ -22,28 +22,26 @@ import structlog
 
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.calls import CallLog, Context
-from ferrum_rpc.service.forward import Call, ForwardPath
-from ferrum_rpc.service.identity import ARRIVED, caller
+from ferrum_rpc.service.forward import ForwardCall
+from ferrum_rpc.service.identity import ARRIVED, CALLER
 from ferrum_rpc.service.records import Account, Ending, Lease, Resource
-from ferrum_rpc.service.session_cache import Begun as CacheBegun
+from ferrum_rpc.service.rpc import CallLog, Context
 from ferrum_rpc.service.session_cache import SessionCache
-from ferrum_rpc.service.session_steps import Begun, Reply, Step, Steps
+from ferrum_rpc.service.session_steps import Reply, Step, Steps
 from ferrum_rpc.service.supervisor import Background
-from ferrum_rpc.service.unread import UNCOUNTED_BYTES
+from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
-    fill_pressure,
     fill_results,
-    fill_timing,
+    fill_step,
     items_from_proto,
     pressure_to_proto,
-    with_lease,
 )
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
-from ferrum_rpc.wire.row_parts import RowParts
+from ferrum_rpc.wire.rows import RowParts
 from ferrum_rpc.wire.status import status_from_error
 
 log = structlog.get_logger("ferrum_rpc.session")
@@ -86,15 +84,13 @@ class Session:
         self._calls = calls
         self._sessions = sessions
         self._context = context
-        self._forward = ForwardPath(books)
-        self._caller = caller()
+        self._account = books.quotas.account(CALLER.get())
         self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
         self._cache = SessionCache(
-            books, self._caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
+            books, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._steps = Steps(self._answer)
-        self._rooms: dict[int, Callable[[], None]] = {}  # gives back the room of a step's answer
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = books.limits.max_session_response_bytes
@@ -109,15 +105,14 @@ class Session:
     async def run(self) -> None:
         """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
         self._task = asyncio.current_task()
-        books, most = self._books, self._books.limits.max_sessions
+        most = self._books.limits.max_sessions
         if len(self._sessions) >= most:
             raise SequencesExhausted(
                 f"{len(self._sessions)} sessions are open and {most} may; end some",
                 metadata={"max_sessions": most},
                 retry_after_s=RETRY_AFTER_S,
             )
-        account = books.quotas.account(self._caller)
-        account.take(Resource.SESSIONS)
+        self._account.take(Resource.SESSIONS)
         self._sessions.add(self)  # before `hello`: a stream that never says it must not hold up the server's end
         try:
             if (frame := await self._next()) is not None:
@@ -126,7 +121,7 @@ class Session:
                 raise self._ending
         finally:
             self._sessions.discard(self)
-            account.give(Resource.SESSIONS)
+            self._account.give(Resource.SESSIONS)
 
     async def _serve(self, welcome: Answer) -> None:
         self._books.sessions += 1
@@ -142,9 +137,6 @@ class Session:
         finally:
             self._steps.abandon()
             writer.cancel()
-            for give in self._rooms.values():
-                give()
-            self._rooms.clear()
             del self._steps  # it refers to this session: answers that nobody read would live until the collector runs
             self._books.sessions -= 1
 
@@ -183,9 +175,9 @@ class Session:
             LEAST_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
         )
         if hello.lease_id:
-            self._lease = leases.renew(hello.lease_id, self._caller.name)
+            self._lease = leases.renew(hello.lease_id, self._account.caller.name)
         else:
-            self._lease = leases.acquire(self._caller, client_name=hello.client_name)
+            self._lease = leases.acquire(self._account.caller, client_name=hello.client_name)
             self._own_lease = True
         welcome = session_pb2.SessionWelcome(
             schema_revision=SCHEMA_REVISION,
@@ -210,15 +202,15 @@ class Session:
         self._lease.renew(now)
         match kind:
             case "forward":
-                await self._begin(step, lambda: self._begin_forward(step, frame.forward))
+                await self._begin(step, self._begin_forward, frame.forward)
             case "truncate":
-                await self._begin(step, lambda: self._begin_cache(step, self._cache.truncate(frame.truncate)))
+                await self._begin(step, self._cache.truncate, frame.truncate)
             case "fork":
-                await self._begin(step, lambda: self._begin_cache(step, self._cache.fork(frame.fork)))
+                await self._begin(step, self._cache.fork, frame.fork)
             case "release":
-                await self._begin(step, lambda: self._begin_cache(step, self._cache.release(frame.release)))
+                await self._begin(step, self._cache.release, frame.release)
             case "keep_alive":
-                await self._send(*self._made(step, partial(self._on_keep_alive, step)))
+                await self._answer(Step(step, reply=partial(self._on_keep_alive, step)), leaving=False)
             case "cancel":
                 self._steps.take_back(frame.cancel.step_id)
             case "close":
@@ -231,56 +223,44 @@ class Session:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, step: int, begin: Callable[[], Begun]) -> None:
+    async def _begin(self, step: int, begin: Callable[[Step, Any], None], request: Any) -> None:
         """Begin a step, which has claimed its sequences when this returns; or refuse it: too many are in flight."""
         if len(self._steps) < self._most:
-            self._steps.begin(step, begin)
+            self._steps.begin(step, begin, request)
         else:
             await self._write(self._refusal(step, self._too_many()))
 
-    def _begin_forward(self, step: int, request: session_pb2.SessionForward) -> Begun:
+    def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
         messages = request.items
-        self._calls.method(METHOD).items += len(messages)
-        self._forward.check_room(messages, self._caller)
-        items = [
-            each if isinstance(each, ExecutorError) else with_lease(each, self._lease.id)
-            for each in items_from_proto(messages, Shape.ANY)
-        ]
-        call = self._forward.forward(
-            items,
-            caller=self._caller,
+        self._calls.methods[METHOD].items += len(messages)
+        check_room(self._books, self._account, messages)
+        call = ForwardCall(
+            self._books,
+            self._account,
+            items_from_proto(messages, Shape.ANY, self._lease.id),
             all_or_nothing=request.all_or_nothing,
-            deadline=_deadline(request),
+            deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
             max_bytes=self._max_bytes,
             origin=self._origin,
             hold=partial(self._hold, step),
         )
-        return (call,), partial(self._on_forward, step, request, call)
+        step.calls, step.reply = (call,), partial(self._on_forward, step.number, request, call)
 
-    def _hold(self, step: int, account: Account, size: int) -> None:
+    def _hold(self, step: Step, account: Account, size: int) -> None:
         """Take room for a step's answer until it is written."""
-        if size > UNCOUNTED_BYTES:
-            self._rooms[step] = self._books.unread.take(self._context.peer(), account, size)
+        step.give_back = self._books.unread.take(self._context.peer(), account, size)
 
-    def _on_forward(self, step: int, request: session_pb2.SessionForward, call: Call) -> Reply:
-        answer = call.answer()
-        self._calls.refused_items(METHOD, answer.outcomes, self._context)
+    def _on_forward(self, step: int, request: session_pb2.SessionForward, call: ForwardCall) -> Reply:
+        outcomes = call.answer().outcomes
+        self._calls.refused_items(METHOD, outcomes, self._context)
         response = Answer(step_id=step)
         forward = response.forward
-        parts = RowParts(self._inline)
-        fill_results(forward, request.items, answer.outcomes, parts.put)
-        fill_pressure(forward.pressure, self._books.pressure())
-        if answer.timing is not None:
-            fill_timing(forward.timing, answer.timing)
-        return response, parts.frames(step)
-
-    @staticmethod
-    def _begin_cache(step: int, begun: CacheBegun) -> Begun:
-        calls, answer = begun
-        return calls, lambda: (Answer(step_id=step, handles=answer()), ())
+        rows = RowParts(forward.row_blocks, fill_results(forward, request.items, outcomes), self._inline)
+        fill_step(forward, self._books.pressure(), call.timing)
+        return response, rows.frames(step)
 
     def _on_keep_alive(self, step: int) -> Reply:
-        lease = self._books.leases.renew(self._lease.id, self._caller.name)
+        lease = self._books.leases.renew(self._lease.id, self._account.caller.name)
         answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
         set_seconds(answer.ttl, lease.ttl_s)
         return Answer(step_id=step, keep_alive=answer), ()
@@ -296,27 +276,26 @@ class Session:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, step: Step) -> None:
-        """Answer a step that has ended."""
-        await self._send(*self._made(step.number, partial(self._steps.take_reply, step)), leaving=True)
-        if (give := self._rooms.pop(step.number, None)) is not None:
-            give()
-
-    def _made(self, step: int, reply: Callable[[], Reply]) -> Reply:
-        """A step's answer, whatever it is."""
+    async def _answer(self, step: Step, leaving: bool = True) -> None:
+        """Write the answer of a step that has ended, the frames of its rows ahead of it. ``leaving``: it counted as in
+        flight. The step refers to its reply no more: rows that are written part by part must not stay until the last.
+        """
+        reply, step.calls, step.reply = step.reply, (), None
+        assert reply is not None  # noqa: S101 - it has ended, and is answered once
+        rows: Iterable[Answer] = ()
         try:
-            return reply()
+            response, rows = reply()
+        except ExecutorError as error:
+            response = self._refusal(step.number, error)
         except Exception as error:
-            return self._refused(step, error)
-
-    async def _send(self, response: Answer, rows: Iterable[Answer], leaving: bool = False) -> None:
-        """Write an answer, the frames of its rows ahead of it. ``leaving``: it ends a step."""
+            response = self._refusal(step.number, InternalError(FAILED), cause=error)
+        del reply
         try:
             for part in rows:
                 await self._write(part)
             await self._write(response, leaving)
-        except grpc.aio.BaseError as error:  # the stream is over: nobody is there to be told
-            log.debug("session_answer_not_written", step=response.step_id, error=repr(error))
+        except grpc.aio.BaseError as error:  # the stream is over
+            log.debug("session_answer_not_written", step=step.number, error=repr(error))
 
     def _writer_failed(self, _: Exception) -> None:
         """An answer was lost, and its client would wait for it: better the stream ends, and the client asks again."""
@@ -326,13 +305,6 @@ class Session:
         async with self._writing:
             self._steps.leaving = leaving
             await self._context.write(answer)
-
-    def _refused(self, step: int, error: Exception) -> Reply:
-        """The answer of a step that failed."""
-        if isinstance(error, ExecutorError):
-            return self._refusal(step, error), ()
-        internal = InternalError("the executor failed internally; its log says more")
-        return self._refusal(step, internal, cause=error), ()
 
     def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
         self._calls.refusals.note(METHOD, error, self._context, cause=cause)
@@ -344,8 +316,3 @@ class Session:
             metadata={"steps_in_flight": self._most},
             retry_after_s=RETRY_AFTER_S,
         )
-
-
-def _deadline(request: session_pb2.SessionForward) -> float | None:
-    """On `time.monotonic`."""
-    return time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None

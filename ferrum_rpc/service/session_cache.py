@@ -15,23 +15,22 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.operations import CacheOperations, Handles, OperationCall
+from ferrum_rpc.service.session_steps import Reply, Step
 from ferrum_rpc.wire.items import (
     fill_pressure,
     handle_from_proto,
     handle_to_proto,
-    pressure_to_proto,
     request_id_from_proto,
 )
 from ferrum_rpc.wire.status import status_from_error
 
 Answer = session_pb2.SessionHandlesAnswer
-Begun = tuple[Sequence[OperationCall[Any]], Callable[[], Answer]]
-"""A frame's operations, which have begun, and what makes its answer when they have ended."""
 
 
 class SessionCache:
-    """The cache as one session sees it. ``refused(outcomes)`` counts and tells the refusals among a frame's outcomes;
-    ``origin`` marks the sequences that the session makes. A frame that is refused whole raises."""
+    """The cache as one session sees it: each method begins a `Step`. ``refused(outcomes)`` counts and logs the refusals
+    among a frame's outcomes; ``origin`` marks the sequences that the session makes. A frame that is refused whole
+    raises."""
 
     def __init__(self, books: Books, caller: Caller, origin: object, refused: Callable[[list[Any]], object]) -> None:
         self._books = books
@@ -40,7 +39,7 @@ class SessionCache:
         self._origin = origin
         self._refused = refused
 
-    def truncate(self, request: session_pb2.SessionTruncate) -> Begun:
+    def truncate(self, step: Step, request: session_pb2.SessionTruncate) -> None:
         """Roll back, each handle to a length of its own."""
         if len(request.handles) != len(request.lengths):
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
@@ -50,18 +49,18 @@ class SessionCache:
             self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
             for handle, length in zip(request.handles, request.lengths, strict=True)
         ]
-        return calls, partial(self._answer, calls, lambda _, result: result[0])
+        step.calls, step.reply = calls, partial(self._answer, step.number, calls, lambda _, result: result[0])
 
-    def release(self, request: session_pb2.SessionRelease) -> Begun:
+    def release(self, step: Step, request: session_pb2.SessionRelease) -> None:
         """Free."""
         self._check_count(len(request.handles))
         handles = [handle_from_proto(handle) for handle in request.handles]
         calls = [
             self._operations.release(handle, any_version=request.any_version, caller=self._caller) for handle in handles
         ]
-        return calls, partial(self._answer, calls, lambda index, _: handles[index])
+        step.calls, step.reply = calls, partial(self._answer, step.number, calls, lambda index, _: handles[index])
 
-    def fork(self, request: session_pb2.SessionFork) -> Begun:
+    def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
         """Share until they diverge."""
         call = self._operations.fork(
             handle_from_proto(request.handle),
@@ -71,23 +70,27 @@ class SessionCache:
             caller=self._caller,
             origin=self._origin,
         )
-        return [call], partial(self._forked, call)
+        step.calls, step.reply = [call], partial(self._forked, step.number, call)
 
-    def _forked(self, call: OperationCall[tuple[Handles, bool]]) -> Answer:
+    def _forked(self, number: int, call: OperationCall[tuple[Handles, bool]]) -> Reply:
         children, _ = call.answer()
-        answer = Answer(pressure=pressure_to_proto(self._books.pressure()))
+        response = session_pb2.SessionResponse(step_id=number)
         for child in children:
-            answer.results.add(handle=handle_to_proto(child))
-        return answer
+            response.handles.results.add(handle=handle_to_proto(child))
+        fill_pressure(response.handles.pressure, self._books.pressure())
+        return response, ()
 
     def _check_count(self, count: int) -> None:
         most = self._books.limits.max_batch_items
         if count > most:
             raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
 
-    def _answer(self, calls: Sequence[OperationCall[Any]], handle: Callable[[int, Any], HandleRef]) -> Answer:
+    def _answer(
+        self, number: int, calls: Sequence[OperationCall[Any]], handle: Callable[[int, Any], HandleRef]
+    ) -> Reply:
         """One outcome per handle."""
-        answer = Answer()
+        response = session_pb2.SessionResponse(step_id=number)
+        answer = response.handles
         outcomes: list[ExecutorError | None] = []
         for index, call in enumerate(calls):
             try:
@@ -100,4 +103,4 @@ class SessionCache:
                 outcomes.append(None)
         self._refused(outcomes)
         fill_pressure(answer.pressure, self._books.pressure())
-        return answer
+        return response, ()

@@ -11,26 +11,26 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from ferrum_rpc.service.transaction import Transaction
 
 Reply = tuple[Any, Iterable[Any]]
 """A frame's answer, and the frames of rows that go ahead of it."""
 
-Begun = tuple[Sequence[Transaction[Any]], Callable[[], Reply]]
-"""What a frame asked for, which has begun, and what makes its answer when all of it has ended."""
-
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A frame that is being worked on. ``reply`` makes its answer, or raises what refuses it; ``waits``: how many of
-    its ``calls`` have not ended."""
+    """A frame that is being worked on. ``reply`` makes its answer
+    once its ``calls`` have ended, or raises what refuses it; ``waits``: how many of them have not. ``give_back`` gives
+    back the room of a large answer."""
 
     number: int
     calls: Sequence[Transaction[Any]] = ()
     reply: Callable[[], Reply] | None = None
     waits: int = 0
+    give_back: Callable[[], None] | None = None
 
 
 class Steps:
@@ -49,18 +49,18 @@ class Steps:
         """The steps that count as in flight: those that their client cannot know to be answered."""
         return len(self._open) - self.leaving
 
-    def begin(self, number: int, begin: Callable[[], Begun]) -> None:
-        """Begin a step; what ``begin`` raises is its answer."""
+    def begin(self, number: int, begin: Callable[[Step, Any], None], request: Any) -> None:
+        """Begin a step: ``begin(step, request)`` sets its ``calls`` and ``reply``; what it raises is its answer."""
         step = self._open[number] = Step(number)
         try:
-            step.calls, step.reply = begin()
+            begin(step, request)
         except Exception as error:
-            step.reply = _raising(error)
-        step.waits = len(step.calls)
-        if not step.calls:
-            self._ready(step)
+            step.calls, step.reply = (), partial(_raise, error)
+        step.waits = len(step.calls) or 1
         for call in step.calls:
-            call.then(lambda: self._one_ended(step))
+            call.when_ended(partial(self._one_ended, step))
+        if not step.calls:
+            self._one_ended(step)
 
     def take_back(self, number: int) -> None:
         """Have the step answered with `Cancelled`, if it has not begun."""
@@ -69,10 +69,12 @@ class Steps:
             call.take_back()
 
     def abandon(self) -> None:
-        """The session is over: take back what has not begun; what runs has nobody to hear of it."""
+        """The session is over: take back what has not begun, and let the rest run without it."""
         for step in self._open.values():
             for call in step.calls:
                 call.abandon()
+            if step.give_back is not None:
+                step.give_back()
         self._open.clear()
         self._ended.clear()
 
@@ -81,14 +83,6 @@ class Steps:
         while self._open:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
-
-    @staticmethod
-    def take_reply(step: Step) -> Reply:
-        """The step's answer, once; or raises what refuses it. The step refers to it no more: rows that are written one
-        part after the other must not stay until the last."""
-        reply, step.calls, step.reply = step.reply, (), None
-        assert reply is not None  # noqa: S101 - it has ended, and nobody took its answer
-        return reply()
 
     async def run(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""
@@ -105,22 +99,17 @@ class Steps:
     def _one_ended(self, step: Step) -> None:
         step.waits -= 1
         if not step.waits:
-            self._ready(step)
-
-    def _ready(self, step: Step) -> None:
-        self._ended.append(step)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+            self._ended.append(step)
+            if self._wake is not None and not self._wake.done():
+                self._wake.set_result(None)
 
     def _forget(self, step: Step) -> None:
-        self._open.pop(step.number, None)
         self.leaving = False
+        if self._open.pop(step.number, None) is not None and step.give_back is not None:
+            step.give_back()
         if not self._open and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
 
-def _raising(error: Exception) -> Callable[[], NoReturn]:
-    def reply() -> NoReturn:
-        raise error
-
-    return reply
+def _raise(error: Exception) -> Reply:
+    raise error

@@ -32,14 +32,12 @@ class Unread:
         self.bytes = 0
 
     def take(self, peer: str, account: Account, size: int) -> Callable[[], None]:
-        """Take room for an answer of up to ``size`` bytes to ``peer``; call what is returned once, when it has left.
-        Raises `QueueFull`, having changed nothing."""
-        if size <= UNCOUNTED_BYTES:
-            return _nothing
+        """Take room for an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
+        once, when it has left. Raises `QueueFull`, having changed nothing."""
         mine = self._of.get(peer, 0)
         if mine + size > self._most_of_one:
             raise self._full(f"{mine} bytes of answers to this connection are not read yet")
-        if not account.room(Resource.UNREAD_BYTES, size):
+        if account.held[Resource.UNREAD_BYTES] + size > account.most[Resource.UNREAD_BYTES]:
             raise self._full(f"{account.held[Resource.UNREAD_BYTES]} bytes of answers to you are not read yet")
         if self.bytes + size > self._most:
             raise self._full(f"{self.bytes} bytes of answers are not read yet")
@@ -63,7 +61,3 @@ class Unread:
             metadata={"max_unread_bytes": self._most, "unread_bytes": self.bytes},
             retry_after_s=RETRY_AFTER_S,
         )
-
-
-def _nothing() -> None:
-    """Nothing was counted."""

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import RowBlock, RowKind
+from ferrum_rpc.core import RowKind
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
-from ferrum_rpc.wire.rows import RowBlocks, fill_block, put_block
+from ferrum_rpc.wire.rows import Extent, fill_block
 from ferrum_rpc.wire.tensor import DTYPE_BY_NUMPY
 
 M = TypeVar("M")
@@ -26,10 +26,6 @@ LARGE_BYTES: Final = 1 << 16
 """Below, a message is as cheap."""
 
 _LENGTH_DELIMITED: Final = 2
-
-
-Extent = tuple[RowBlock, int, int]
-"""The rows ``low .. high`` of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +38,21 @@ class Framed:
     def to_bytes(self) -> bytes:
         """The answer, serialized."""
         pieces = [self.message.SerializeToString()]
-        for block, low, high in self.blocks:
-            pieces += _pieces(self.message, block, low, high)
+        for extent in self.blocks:
+            pieces += _pieces(self.message, extent)
         return b"".join(pieces)
 
 
-class Framing:
-    """Keeps large rows out of one answer's message."""
-
-    __slots__ = ("_blocks",)
-
-    def __init__(self) -> None:
-        self._blocks: list[Extent] = []
-
-    def put(self, row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
-        """A `ferrum_rpc.wire.rows.Put`. What comes behind a large block stays out too, for the blocks' order."""
-        large = block.kind is RowKind.LOGITS and block.bytes_of(high - low) >= LARGE_BYTES
-        if large or self._blocks:
-            self._blocks.append((block, low, high))
-        else:
-            put_block(row_blocks, block, low, high)
-
-    def framed(self, message: M) -> M:
-        """The message itself, or with the rows that it lacks: what a handler returns, and `serializing` takes, in place
-        of the message."""
-        return cast(M, Framed(message, self._blocks)) if self._blocks else message
+def framed(answer: M, extents: Sequence[Extent]) -> M:
+    """The answer with its rows; or, from the first large block of logits on, with those that its message lacks: what a
+    handler returns, and `serializing` takes, in place of the message."""
+    message: Any = answer
+    for index, extent in enumerate(extents):
+        block = extent.block
+        if block.kind is RowKind.LOGITS and block.bytes_of(extent.high - extent.low) >= LARGE_BYTES:
+            return cast(M, Framed(message, extents[index:]))
+        fill_block(message.row_blocks.add(), extent)
+    return answer
 
 
 def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
@@ -80,14 +66,15 @@ def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] 
     return serialize
 
 
-def _pieces(answer: Any, block: RowBlock, low: int, high: int) -> tuple[Any, ...]:
+def _pieces(answer: Any, extent: Extent) -> tuple[Any, ...]:
     """An element of the answer's ``row_blocks``, in pieces of bytes that follow each other."""
+    block = extent.block
     if block.kind is not RowKind.LOGITS:
         message = output_pb2.RowBlock()
-        fill_block(message, block, low, high)
+        fill_block(message, extent)
         data = message.SerializeToString()
         return _opening(answer, "row_blocks", len(data)), data
-    array: npt.NDArray[Any] = block["logits"][low:high]
+    array: npt.NDArray[Any] = block["logits"][extent.low : extent.high]
     raw = array.reshape(-1).view(np.uint8).data
     head = types_pb2.Tensor(dtype=DTYPE_BY_NUMPY[array.dtype], shape=array.shape).SerializeToString()
     head += _opening(types_pb2.Tensor, "data", len(raw))

@@ -1,97 +1,76 @@
-"""Packed rows: one raw tensor per kind for a whole answer, and a row range per item."""
+"""Packed rows: one raw tensor per kind for a whole answer, and a row range per item. Cut here, and read back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import RowBlock, RowKind, Rows
+from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.executor.v1 import output_pb2
-from ferrum_rpc.wire.tensor import fill_tensor, tensor_from_proto
+from ferrum_rpc.executor.v1 import output_pb2, session_pb2
+from ferrum_rpc.wire.tensor import describe, fill_tensor, tensor_from_proto
 
 _KINDS: Final[dict[str | None, RowKind]] = {kind.field: kind for kind in RowKind}
 
 
-class RowBlocks(Protocol):
-    """The repeated field that an answer's blocks go into."""
-
-    def add(self) -> output_pb2.RowBlock:
-        """A new block at its end."""
-
-
-Put = Callable[[RowBlocks, RowBlock, int, int], None]
-"""Adds a block of the rows ``low .. high`` to an answer: `put_block`, or what keeps large rows out of the message."""
-
-Fill = Callable[[Any, str, npt.NDArray[Any]], None]
-"""Writes an array into a field of a message of rows: `fill_tensor`, or what keeps its bytes out."""
-
-
 @dataclass(slots=True)
-class _Extent:
-    """The rows ``low .. high`` of a block are the answer's, as its block ``index``."""
+class Extent:
+    """The rows ``low .. high`` of a block are an answer's, as its block ``index``."""
 
-    index: int
     block: RowBlock
     low: int
     high: int
+    index: int
 
 
-class RowPacker:
-    """Collects the rows of one answer's items.
+def fill_block(message: output_pb2.RowBlock, extent: Extent) -> None:
+    """Write rows into their message."""
+    rows = getattr(message, extent.block.kind.field)
+    for name, column in extent.block.columns.items():
+        fill_tensor(getattr(rows, name), column[extent.low : extent.high])
 
-    Items of one step share blocks, and an answer's rows stand together in them, so that each block leaves as one slice:
-    `add` notes the range, `finish` cuts every block once.
+
+class RowParts:
+    """The large tensors of one answer of a session, in parts: a client that waits for a small answer should not wait
+    behind megabytes. What is above ``most`` bytes stays out of the answer's message, which gets its type and shape.
+
+    The parts are cut from the rows as they are sent, so that an answer that its client reads slowly takes the memory of
+    its rows and of one part, and no turn of the event loop copies all of it.
     """
 
-    __slots__ = ("_extents", "_latest", "_ranges")
+    __slots__ = ("_most", "_tensors")
 
-    def __init__(self) -> None:
-        self._extents: dict[int, _Extent] = {}
-        self._latest: _Extent | None = None
-        self._ranges: list[tuple[output_pb2.RowRange, _Extent, int, int]] = []
+    def __init__(self, row_blocks: Any, extents: Iterable[Extent], most: int) -> None:
+        self._most = most
+        self._tensors: list[tuple[int, int, npt.NDArray[Any]]] = []
+        for extent in extents:
+            block, low, high = extent.block, extent.low, extent.high
+            rows = getattr(row_blocks.add(), block.kind.field)
+            for name, column in block.columns.items():
+                array, tensor = column[low:high], getattr(rows, name)
+                if array.nbytes <= most:
+                    fill_tensor(tensor, array)
+                    continue
+                if 2 * (high - low) < len(column):  # the rows of other calls must not stay until these are read
+                    array = array.copy()
+                describe(tensor, array)
+                self._tensors.append((extent.index, rows.DESCRIPTOR.fields_by_name[name].number, array))
 
-    def add(self, rows: Rows, target: output_pb2.RowRange) -> None:
-        """Note ``rows``; ``target`` is filled by `finish`."""
-        block, first, count = rows.block, rows.first, rows.count
-        extent = self._latest
-        if extent is None or extent.block is not block:
-            extent = self._extents.get(id(block))
-            if extent is None:
-                extent = self._extents[id(block)] = _Extent(len(self._extents), block, first, first + count)
-            self._latest = extent
-        if first < extent.low:  # noqa: PLR1730 - in a third of the time of `min` and `max`
-            extent.low = first
-        if first + count > extent.high:  # noqa: PLR1730
-            extent.high = first + count
-        self._ranges.append((target, extent, first, count))
-
-    def finish(self, row_blocks: RowBlocks, put: Put) -> None:
-        """Write the ranges given to `add`, and put the answer's blocks."""
-        for target, extent, first, count in self._ranges:
-            if extent.index:  # zero is what a field is that nobody set
-                target.block = extent.index
-            if first != extent.low:
-                target.first = first - extent.low
-            target.count = count
-        for each in self._extents.values():
-            put(row_blocks, each.block, each.low, each.high)
-
-
-def put_block(row_blocks: RowBlocks, block: RowBlock, low: int, high: int) -> None:
-    """Add a block of the rows ``low .. high`` to an answer's message."""
-    fill_block(row_blocks.add(), block, low, high)
-
-
-def fill_block(message: output_pb2.RowBlock, block: RowBlock, low: int, high: int, fill: Fill = fill_tensor) -> None:
-    """Write the rows ``low .. high`` of a block into its message."""
-    rows = getattr(message, block.kind.field)
-    for name, column in block.columns.items():
-        fill(rows, name, column[low:high])
+    def frames(self, step_id: int) -> Iterator[session_pb2.SessionResponse]:
+        """The frames, once: each of ``most`` bytes of rows, or of one row."""
+        while self._tensors:
+            block, field, array = self._tensors.pop(0)
+            together = max(1, self._most // (array.nbytes // len(array)))
+            for first in range(0, len(array), together):
+                frame = session_pb2.SessionResponse(step_id=step_id)
+                rows = frame.rows
+                rows.block, rows.field, rows.first = block, field, first
+                fill_tensor(rows.rows, array[first : first + together])
+                yield frame
 
 
 def rows_from_proto(row_blocks: Iterable[output_pb2.RowBlock]) -> list[RowBlock]:

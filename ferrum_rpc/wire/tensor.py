@@ -35,15 +35,17 @@ ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
 ROW_DTYPE_FROM_PROTO: Final = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PROTO.items()}
 
 
-def fill_tensor(message: Any, field: str, array: npt.NDArray[Any]) -> None:
-    """Write a C-contiguous array into the tensor that is a field of ``message``.
-
-    Where it lies: a message that is given to another one is serialized and parsed on the way.
-    """
-    tensor: types_pb2.Tensor = getattr(message, field)
+def fill_tensor(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
+    """Write a C-contiguous array into its message."""
     tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
     tensor.shape.extend(array.shape)
     tensor.data = array.tobytes()
+
+
+def describe(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
+    """Write an array's type and shape into its message: its bytes travel elsewhere."""
+    tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
+    tensor.shape.extend(array.shape)
 
 
 def tensor_from_proto(tensor: types_pb2.Tensor) -> npt.NDArray[Any]:

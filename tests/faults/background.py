@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service import supervisor
-from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.heartbeat import HeartbeatMonitor
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
@@ -108,7 +108,7 @@ async def completion(served: Served) -> bool:
     """Of two calls one whose end fails is answered too, and its sequence goes on."""
     handles = await prefill(served, [1]), await prefill(served, [2])
     requests = [pb.DecodeRequest(item=item([5], each)) for each in handles]
-    with failing(ForwardPath, "_commit"):
+    with failing(ForwardCall, "_commit"):
         answers = await asyncio.wait_for(
             asyncio.gather(*map(served.executor.Decode, requests), return_exceptions=True), 20
         )

@@ -12,12 +12,12 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import CreateOptions, OutputSpec, Positions, WorkItem
+from ferrum_rpc.core import ANYBODY, CreateOptions, OutputSpec, Positions, WorkItem
 from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import InternalError, Reason
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.forward import Call, ForwardPath
+from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.operations import CacheOperations, OperationCall
 from ferrum_rpc.service.quotas import Quotas
@@ -263,17 +263,17 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
         await nothing_held(served)
 
 
-@pytest.mark.parametrize("kind", [Call, OperationCall])
+@pytest.mark.parametrize("kind", [ForwardCall, OperationCall])
 async def test_a_caller_that_is_cancelled_meanwhile_leaves_nothing_either(kind: type) -> None:
-    gate = Gate("forward" if kind is Call else "truncate")
+    gate = Gate("forward" if kind is ForwardCall else "truncate")
     async with serve_identity(stage=gate) as served:
         handle, books = await prefill(served, [1, 2, 3]), served.server.books
         known = handle_from_proto(handle)
         work = WorkItem(0, known, np.ones(1, np.int32), None, OutputSpec(Positions.LAST), "once", CreateOptions())
 
         async def call() -> object:
-            if kind is Call:
-                return await ForwardPath(books).forward([work])
+            if kind is ForwardCall:
+                return await ForwardCall(books, books.quotas.account(ANYBODY), [work])
             return await CacheOperations(books).truncate(known, 1, "once")
 
         with fault("the charge", handle):

@@ -270,16 +270,18 @@ def test_a_lease_of_somebody_else_reads_as_unknown() -> None:
 async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Served) -> None:
     """On the floor below the guard: what a caller's name decides."""
     from ferrum_rpc.errors import ExecutorError
-    from ferrum_rpc.service.forward import ForwardPath
+    from ferrum_rpc.service.forward import ForwardCall
     from ferrum_rpc.service.operations import CacheOperations
     from ferrum_rpc.wire.items import Shape, item_from_proto
 
     alice, bob = Caller("alice", operator=False), Caller("bob", operator=False)
     books = served.server.books
-    forward, operations = ForwardPath(books), CacheOperations(books)
+    operations = CacheOperations(books)
 
     async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
-        return (await forward.forward([item_from_proto(message, Shape.ANY)], caller=caller)).outcomes[0]
+        return (await ForwardCall(books, books.quotas.account(caller), [item_from_proto(message, Shape.ANY)])).outcomes[
+            0
+        ]
 
     first = await feed(alice, item([1, 2, 3], request_id="same"))
     second = await feed(bob, item([9, 9], request_id="same"))

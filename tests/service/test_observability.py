@@ -162,7 +162,7 @@ async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> Non
 async def test_how_a_call_ended_is_its_code() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
-        count = served.server.calls.method(f"{SERVICE}/Prefill")
+        count = served.server.calls.methods[f"{SERVICE}/Prefill"]
         running = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
         late = served.executor.Prefill(pb.PrefillRequest(item=item([2])), timeout=0.05)
         with pytest.raises(grpc.aio.AioRpcError):
@@ -186,7 +186,7 @@ async def test_an_open_stream_is_counted_and_not_waited_for(served: Served) -> N
     await asyncio.wait_for(calls.idle(), 5)
     stream.cancel()
     await until(lambda: calls.streams == 0)
-    assert sum(calls.method(f"{SERVICE}/Session").codes.values()) == 1
+    assert sum(calls.methods[f"{SERVICE}/Session"].codes.values()) == 1
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

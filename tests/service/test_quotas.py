@@ -14,7 +14,7 @@ import pytest
 from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.service.forward import ForwardPath
+from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
 from ferrum_rpc.service.records import Ending, Resource
@@ -47,7 +47,7 @@ class Side:
             "",
             CreateOptions(reserve_tokens=reserve),
         )
-        outcome = (await ForwardPath(self.books).forward([work], caller=self.caller)).outcomes[0]
+        outcome = (await ForwardCall(self.books, self.books.quotas.account(self.caller), [work])).outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
         assert isinstance(outcome, ItemAnswer)
@@ -223,6 +223,6 @@ def test_a_caller_is_alone_until_the_file_names_another_that_is_no_operator() ->
     assert shares("a one\nb two\nc three operator") == {"a": True, "b": True, "c": False}
     quotas = Quotas(LIMITS)
     account = quotas.account(Caller("a", operator=False))
-    assert account.room(Resource.LEASES, LIMITS.max_leases)
+    assert account.most[Resource.LEASES] >= LIMITS.max_leases
     assert quotas.account(Caller("a", operator=False, shares=True)) is account
-    assert not account.room(Resource.LEASES, LIMITS.max_leases), "the file was read anew"
+    assert account.most[Resource.LEASES] < LIMITS.max_leases, "the file was read anew"

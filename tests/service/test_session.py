@@ -15,7 +15,6 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.forward import ForwardPath
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
@@ -298,7 +297,7 @@ async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_g
         handle = await stream.prefill(PROMPT)
         frame = session_pb2.SessionForward(items=[item([5], handle)])
         with monkeypatch.context() as patch:
-            patch.setattr(ForwardPath, "forward", fail)
+            patch.setattr("ferrum_rpc.service.session.ForwardCall", fail)
             assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
         with monkeypatch.context() as patch:  # the step ran by then
             patch.setattr(served.server.books, "pressure", fail)

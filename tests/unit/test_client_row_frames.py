@@ -15,7 +15,7 @@ from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.row_parts import RowParts
+from ferrum_rpc.wire.rows import Extent, RowParts
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 R, K = 7, 3
@@ -43,9 +43,8 @@ BLOCKS: dict[str, RowBlock] = {
 
 def sent(blocks: list[RowBlock], most: int) -> tuple[list[output_pb2.RowBlock], list[session_pb2.SessionRows]]:
     """The row blocks of an executor's answer, and the frames that go ahead of it."""
-    parts, answer = RowParts(most), session_pb2.SessionForwardAnswer()
-    for block in blocks:
-        parts.put(answer.row_blocks, block, 0, R)
+    answer = session_pb2.SessionForwardAnswer()
+    parts = RowParts(answer.row_blocks, [Extent(block, 0, R, index) for index, block in enumerate(blocks)], most)
     return list(answer.row_blocks), [each.rows for each in parts.frames(1)]
 
 
@@ -85,8 +84,8 @@ def test_one_large_tensor_of_a_block_may_come_in_frames_alone() -> None:
 
 def test_rows_that_wait_for_their_reader_keep_no_rows_of_others() -> None:
     block = logit_rows(floats(R, 33))
-    parts, answer, others = RowParts(1), session_pb2.SessionForwardAnswer(), weakref.ref(block["logits"])
-    parts.put(answer.row_blocks, block, 2, 4)
+    answer, others = session_pb2.SessionForwardAnswer(), weakref.ref(block["logits"])
+    parts = RowParts(answer.row_blocks, [Extent(block, 2, 4, 0)], 1)
     expected = block.cut(2, 4)
     del block
     assert others() is None
@@ -95,8 +94,8 @@ def test_rows_that_wait_for_their_reader_keep_no_rows_of_others() -> None:
 
 def test_rows_are_let_go_when_the_last_frame_is_cut() -> None:
     block = logit_rows(floats(R, 33))
-    parts, rows = RowParts(1), weakref.ref(block["logits"])
-    parts.put(session_pb2.SessionForwardAnswer().row_blocks, block, 0, R)
+    rows = weakref.ref(block["logits"])
+    parts = RowParts(session_pb2.SessionForwardAnswer().row_blocks, [Extent(block, 0, R, 0)], 1)
     del block
     assert len(list(parts.frames(1))) == R
     assert rows() is None

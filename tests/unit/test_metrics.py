@@ -27,13 +27,13 @@ from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
 from ferrum_rpc.service import metrics_server, tracing
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.correlation import ids_of, parse_traceparent, request_id_of
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.metrics_server import MAX_CONNECTIONS, MetricsServer, _Quiet, _Server
 from ferrum_rpc.service.refusals import ADVICE, BURST, RefusalLog
+from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.tracing import TracingError, connect
 from ferrum_rpc.wire.status import CODE_BY_REASON
 from tests.exposition import OPENMETRICS, fetch, openmetrics_families, problems, series, value
@@ -55,8 +55,8 @@ def observed() -> tuple[Books, CallLog, StepMeter, CollectorRegistry]:
         queued_items=3,
         queued_tokens=40,
     )
-    books.attach(thread)
-    count = calls.method(METHOD)
+    books.engine = thread
+    count = calls.methods[METHOD]
     count.items, count.codes["OK"] = 2, 2
     count.seconds.observe(0.5)
     steps.observe([StepTiming(1, 2, 20, 0.001, 0.01), StepTiming(1, 2, 20, 0.002, 0.01)])

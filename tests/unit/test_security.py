@@ -24,11 +24,11 @@ from structlog.testing import capture_logs
 from ferrum_rpc.client import read_token, tls
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, Unauthenticated
-from ferrum_rpc.service.calls import CallLog
 from ferrum_rpc.service.guard import Authenticator, Guard, guard_of
-from ferrum_rpc.service.identity import caller
+from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
 from ferrum_rpc.service.registry import Registry
+from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.tls import ServerCertificates
@@ -344,21 +344,21 @@ async def test_whoever_locks_the_sockets_folder_hinders_nobody_and_a_held_place_
 
 
 async def echo(request: bytes, _: Any) -> bytes:
-    return request + caller().name.encode()
+    return request + CALLER.get().name.encode()
 
 
 async def count(request: bytes, _: Any) -> AsyncIterator[bytes]:
     for number in range(3):
-        yield request + caller().name.encode() + str(number).encode()
+        yield request + CALLER.get().name.encode() + str(number).encode()
 
 
 async def gather(requests: AsyncIterator[bytes], _: Any) -> bytes:
-    return b"".join([each async for each in requests]) + caller().name.encode()
+    return b"".join([each async for each in requests]) + CALLER.get().name.encode()
 
 
 async def mirror(requests: AsyncIterator[bytes], context: Any) -> None:
     async for each in requests:
-        await context.write(each + caller().name.encode())
+        await context.write(each + CALLER.get().name.encode())
 
 
 async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
         ):
             for _, call in all_kinds(None, *wrong):
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert caller() == ANYBODY
+    assert CALLER.get() == ANYBODY
     assert {method.errors for method in calls.methods.values()} == {6}
     await server.stop(None)
 

@@ -10,7 +10,7 @@ from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.records import Resource
-from ferrum_rpc.service.unread import UNCOUNTED_BYTES, Unread
+from ferrum_rpc.service.unread import Unread
 from tests.serving import LIMITS
 
 MIB = 1 << 20
@@ -50,6 +50,5 @@ def test_the_largest_answer_always_finds_room_where_nothing_waits() -> None:
         give = unread.take("a", Quotas(limits).account(caller), 30 * MIB)
         with pytest.raises(QueueFull):
             unread.take("b", Quotas(limits).account(caller), MIB)
-        unread.take("b", Quotas(limits).account(caller), UNCOUNTED_BYTES)()
         give()
         assert unread.bytes == 0

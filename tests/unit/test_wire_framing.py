@@ -7,9 +7,9 @@ import pytest
 
 from ferrum_rpc.core import HandleRef, ItemAnswer, RowDType, Rows
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
-from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, Framing, serializing
-from ferrum_rpc.wire.items import fill_lone, fill_results
-from ferrum_rpc.wire.rows import put_block
+from ferrum_rpc.wire.framing import LARGE_BYTES, Framed, framed, serializing
+from ferrum_rpc.wire.items import fill_outputs, fill_results
+from ferrum_rpc.wire.rows import fill_block
 from tests.rows import logit_rows, token_rows
 
 ITEMS = [forward_pb2.ForwardItem(item_id=number) for number in range(3)]
@@ -24,15 +24,15 @@ def answers(*rows):
     return [ItemAnswer(HandleRef(b"handle-%d" % number, 5, number), each) for number, each in enumerate(rows)]
 
 
-def both(fill):
-    """The message as it is filled, and what is sent where large rows stay apart."""
+def both(outcomes, fill=lambda answer, outcomes: fill_results(answer, ITEMS, outcomes)):
+    """The message as it is filled, and what is sent where large rows stay out of it."""
     whole, rest = model_executor_pb2.BatchDecodeResponse(), model_executor_pb2.BatchDecodeResponse()
-    framing = Framing()
-    fill(whole, put_block)
-    fill(rest, framing.put)
+    for extent in fill(whole, outcomes):
+        fill_block(whole.row_blocks.add(), extent)
+    rows = fill(rest, outcomes)
     for each in (whole, rest):
         each.timing.forward_micros = 7
-    return whole, framing.framed(rest)
+    return whole, framed(rest, rows)
 
 
 @pytest.mark.parametrize("dtype", list(RowDType))
@@ -40,17 +40,18 @@ def both(fill):
 def test_the_bytes_are_the_messages(dtype, width):
     block = logits(dtype, 5, width)
     outcomes = answers(Rows(block, 1, 1), Rows(block, 2, 2), None)  # a part of the block, and nothing
-    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
+    whole, sent = both(outcomes)
     assert isinstance(sent, Framed) and not sent.message.row_blocks
     received = model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes())
     assert received == whole
     assert len(sent.to_bytes()) == whole.ByteSize()
 
 
-def test_a_lone_item_is_framed_as_well():
+def test_a_single_item_is_framed_as_well():
     block = logits(RowDType.F32, 1, LARGE_BYTES)
-    outcome = answers(Rows(block, 0, 1))[0]
-    whole, sent = both(lambda answer, put: fill_lone(answer.results.add().output, answer.row_blocks, outcome, put))
+    whole, sent = both(
+        answers(Rows(block, 0, 1)), lambda answer, of: fill_outputs([(answer.results.add().output, of[0])])
+    )
     assert isinstance(sent, Framed)
     assert model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes()) == whole
 
@@ -63,7 +64,7 @@ def test_blocks_keep_their_order(large):
     blocks = [SMALL, token_rows(np.arange(3, dtype=np.uint32)), SMALL]
     blocks[large] = logits(RowDType.F32, 3, LARGE_BYTES)
     outcomes = answers(*(Rows(block, number, 1) for number, block in enumerate(blocks)))
-    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
+    whole, sent = both(outcomes)
     assert isinstance(sent, Framed)
     assert model_executor_pb2.BatchDecodeResponse.FromString(sent.to_bytes()) == whole
 
@@ -75,7 +76,7 @@ def test_blocks_keep_their_order(large):
 )
 def test_other_answers_are_messages(blocks):
     outcomes = answers(*(Rows(blocks[number % len(blocks)], number, 1) for number in range(3)))
-    whole, sent = both(lambda response, put: fill_results(response, ITEMS, outcomes, put))
+    whole, sent = both(outcomes)
     assert sent == whole
 
 

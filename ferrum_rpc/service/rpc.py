@@ -1,18 +1,17 @@
-"""What every RPC goes through: counting, in-flight tracking, and errors as statuses.
+"""An RPC as the server counts it: its code, its seconds, its refusal in the log, its span where tracing is on.
 
-``grpc.aio`` turns an exception that nobody mapped into UNKNOWN with the exception's text, and ``server.stop()`` returns
-before aborted handlers have finished. Both are handled here, once. So is whatever is told of a call: its code, its
-seconds, its refusal in the log, its span where tracing is on.
+``grpc.aio`` turns an exception that is not mapped into UNKNOWN with the exception's text, and ``server.stop()`` returns
+before aborted handlers have finished. Both are handled here, once, for the one handler of `registry`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -22,9 +21,6 @@ from ferrum_rpc.service.refusals import RefusalLog
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 Context = grpc.aio.ServicerContext[Any, Any]
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
-Self = TypeVar("Self", bound="Servicer")
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
 """When a client that retries by itself may do so; RetryInfo says the same to everybody else."""
@@ -68,67 +64,49 @@ class MethodCount:
 
 
 class CallLog:
-    """Calls per method, how many are in flight, and what was refused. ``in_flight`` counts unary calls, ``streams`` the
-    open streams: a drain waits for the former and closes the latter."""
+    """Calls by the full name of their method, how many are in flight, and what was refused. Only names of handlers are
+    counted under: a caller cannot make new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a
+    drain waits for the former and closes the latter."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
-        self.methods: dict[str, MethodCount] = {}
+        self.methods: defaultdict[str, MethodCount] = defaultdict(MethodCount)
         self.refusals = RefusalLog()
         self.tracer = tracer
         self.in_flight = 0
         self.streams = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def method(self, name: str) -> MethodCount:
-        """The count of a method. Only names of handlers come here: a caller cannot make new ones."""
-        count = self.methods.get(name)
-        if count is None:
-            count = self.methods[name] = MethodCount()
-        return count
-
-    def enter(self) -> None:
-        """A unary handler has begun."""
-        self.in_flight += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        """A unary handler has ended."""
-        self.in_flight -= 1
-        if not self.in_flight:
-            self._idle.set()
+        self.no_calls = asyncio.Event()
+        self.no_calls.set()
 
     async def idle(self) -> None:
         """Wait until no unary handler runs. Open streams are not waited for."""
-        await self._idle.wait()
+        await self.no_calls.wait()
 
     def refused_items(self, method: str, outcomes: Sequence[object], context: Context) -> None:
-        """Count and tell the refusals among the outcomes of a call of several items. ``method``: full name."""
+        """Count and log the refusals among the outcomes of a call of several items. ``method``: full name."""
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ExecutorError):
                 _let_go(outcome)
-                self.method(method).item_errors += 1
+                self.methods[method].item_errors += 1
                 self.refusals.note(method, outcome, context, item=index)
-
-    async def refuse(self, method: str, context: Context, error: ExecutorError) -> None:
-        """Refuse a call that reached no handler, counted and told as those are that did. ``method``: full name."""
-        call = Call(self, method, context)
-        call.failed(error)
-        call.end(None)
-        await refuse(context, error)
 
 
 class Call:
-    """One RPC, from its handler's first turn to its last."""
+    """One RPC, from its handler's first turn to its last. ``method``: full name."""
 
-    __slots__ = ("_began", "_code", "_context", "_count", "_log", "_message", "_method", "_span")
+    __slots__ = ("_began", "_code", "_context", "_count", "_log", "_message", "_method", "_span", "_stream")
 
-    def __init__(self, log: CallLog, method: str, context: Context) -> None:
+    def __init__(self, log: CallLog, method: str, context: Context, stream: bool) -> None:
         self._log = log
         self._method = method
         self._context = context
-        self._count = log.method(method)
+        self._stream = stream
+        self._count = log.methods[method]
         self._count.calls += 1
+        if stream:
+            log.streams += 1
+        else:
+            log.in_flight += 1
+            log.no_calls.clear()
         self._code = "OK"
         self._message = ""
         self._span = None if log.tracer is None else log.tracer.begin(method, context)
@@ -155,75 +133,20 @@ class Call:
             self._code, self._message = CODE_BY_REASON[refusal.reason].name, refusal.message
         return refusal
 
-    def end(self, response: Any, *, timed: bool = False) -> None:
+    def end(self, response: Any, timed: bool) -> None:
         """The handler has returned or raised."""
+        log, count = self._log, self._count
+        if self._stream:
+            log.streams -= 1
+        else:
+            log.in_flight -= 1
+            if not log.in_flight:
+                log.no_calls.set()
         if timed:
-            self._count.seconds.observe(time.perf_counter() - self._began)
-        codes = self._count.codes
-        codes[self._code] = codes.get(self._code, 0) + 1
+            count.seconds.observe(time.perf_counter() - self._began)
+        count.codes[self._code] = count.codes.get(self._code, 0) + 1
         if self._span is not None:
             self._span.end(self._code, self._message, response)
-
-
-class Servicer(Protocol):
-    """A class whose methods `answers` wraps."""
-
-    calls: CallLog
-    service: str
-
-
-def answers(
-    handler: Callable[[Self, RequestT, Context], Awaitable[ResponseT]],
-) -> Callable[[Self, RequestT, Context], Awaitable[ResponseT]]:
-    """Make a method an RPC handler: refusals become statuses with details, everything else INTERNAL and a log line."""
-    name = handler.__name__
-
-    @functools.wraps(handler)
-    async def answer(self: Self, request: RequestT, context: Context) -> ResponseT:
-        call = Call(self.calls, f"{self.service}/{name}", context)
-        response: ResponseT | None = None
-        self.calls.enter()
-        try:
-            response = await handler(self, request, context)
-            return response
-        except BaseException as error:
-            refusal = call.failed(error)
-            if refusal is None:
-                raise
-            await refuse(context, refusal)
-            raise AssertionError("abort raises") from None
-        finally:
-            self.calls.leave()
-            call.end(response, timed=True)
-
-    return answer
-
-
-def answers_stream(
-    handler: Callable[[Self, Any, Context], Awaitable[None]],
-) -> Callable[[Self, Any, Context], Any]:
-    """`answers` for a stream whose handler is a coroutine that uses ``context.read()`` and ``context.write()``.
-
-    The stubs know only handlers that are generators, hence the Any.
-    """
-    name = handler.__name__
-
-    @functools.wraps(handler)
-    async def answer(self: Self, requests: Any, context: Context) -> None:
-        call = Call(self.calls, f"{self.service}/{name}", context)
-        self.calls.streams += 1
-        try:
-            await handler(self, requests, context)
-        except BaseException as error:
-            refusal = call.failed(error)
-            if refusal is None:
-                raise
-            await refuse(context, refusal)
-        finally:
-            self.calls.streams -= 1
-            call.end(None)
-
-    return answer
 
 
 async def refuse(context: Context, error: ExecutorError) -> None:
