@@ -25,10 +25,9 @@ from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
 from ferrum_rpc.polling import polled
-from ferrum_rpc.service.control import WARMUP_BATCH, WARMUP_PREFILL
+from ferrum_rpc.service import control
 from ferrum_rpc.service.listen import PortInUse
 from ferrum_rpc.service.observation import Observation
-from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.server import ExecutorServer, Keepalive
 from ferrum_rpc.service.tracing import TracingError
@@ -106,7 +105,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
 async def warm_up(server: ExecutorServer) -> None:
     """Run typical shapes. A server that refuses them serves all the same; its first calls are slower."""
     try:
-        await CacheOperations(server.books).warm_up(WARMUP_BATCH, WARMUP_PREFILL)
+        await control.warm_up(server.books)
     except ExecutorError as error:
         action = "nothing, if the executor is told to stop; else look at what refuses: the first calls are slower"
         log.warning("warm_up_refused", error=str(error), action=action)

@@ -54,9 +54,9 @@ class Served:
 
     async def between_steps(self, run: Any) -> None:
         """Call ``run(runner)`` in the model thread."""
-        from ferrum_rpc.service.operations import CacheOperations
+        from ferrum_rpc.service.control import between_steps
 
-        await CacheOperations(self.server.books)._between_steps(run)
+        await between_steps(self.server.books.engine, run)
 
     async def check(self) -> None:
         """The cache's books agree, and both floors know the same sequences at the same lengths."""

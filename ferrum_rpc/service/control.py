@@ -6,15 +6,19 @@ guard in front of the handlers.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+import numpy as np
+
+from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
+from ferrum_rpc.engine.work import Command, Engine, Operation, Submission
+from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.books import Books, Lifecycle
-from ferrum_rpc.service.operations import CacheOperations
-from ferrum_rpc.service.records import Record
+from ferrum_rpc.service.records import Ending, Record
 from ferrum_rpc.service.rpc import Context
 from ferrum_rpc.wire.facts import seconds, set_seconds
 from ferrum_rpc.wire.items import pressure_to_proto
@@ -28,6 +32,46 @@ STATE_TO_PROTO: Final = {
 
 WARMUP_BATCH: Final = 8
 WARMUP_PREFILL: Final = 128
+
+
+async def warm_up(books: Books, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
+    """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
+    returns how many steps ran. They are the engine's alone, so they count against no limit and no quota."""
+    # A task of its own, so that a cancelled caller leaves no sequences behind.
+    return await asyncio.shield(asyncio.create_task(_warm_up(books, batch_size, prefill_tokens)))
+
+
+async def _warm_up(books: Books, batch_size: int, prefill_tokens: int) -> int:
+    model, limits = books.model, books.limits
+    batch_size = min(batch_size, limits.max_batch_items)
+    prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
+    numbers = [books.handles.mint().sequence for _ in range(batch_size)]
+    one = np.zeros(1, dtype=np.int32)
+    prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
+    spec = OutputSpec(Positions.LAST)
+    spans = [Span(number, tokens, 0, spec, create=True) for number, tokens in zip(numbers, prompts, strict=True)]
+    outcomes = await _step(books.engine, spans)
+    made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
+    if not made:
+        return 0
+    await _step(books.engine, [Span(span.sequence, one, span.end, spec) for span in made])
+    await between_steps(books.engine, Command("release", ([span.sequence for span in made],)))
+    return 2
+
+
+async def _step(engine: Engine, spans: Sequence[Span]) -> tuple[SpanOutcome, ...]:
+    done: asyncio.Future[tuple[SpanOutcome, ...]] = asyncio.get_running_loop().create_future()
+    engine.submit(Submission(tuple(spans), lambda outcomes, _: None if done.done() else done.set_result(outcomes)))
+    return await done
+
+
+async def between_steps(engine: Engine, run: Callable[[Any], object]) -> None:
+    """Run it in the engine, and wait. Raises what it refuses."""
+    done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    engine.operate(Operation(run, lambda result: None if done.done() else done.set_result(result)))
+    result = await done
+    if isinstance(result, ExecutorError):
+        raise result
 
 
 def not_offered(name: str, capability: str) -> Any:
@@ -62,7 +106,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     def __init__(self, books: Books, drain: Callable[[float | None], None]) -> None:
         self._books = books
-        self._operations = CacheOperations(books)
         self._drain = drain
 
     async def Warmup(  # noqa: N802
@@ -73,9 +116,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         if request.prefill_tokens > most:
             raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
         began = time.monotonic()
-        steps = await self._operations.warm_up(
-            request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL
-        )
+        steps = await warm_up(self._books, request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL)
         response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._books.pressure()))
         response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
         return response
@@ -83,8 +124,12 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def Reset(  # noqa: N802
         self, request: executor_control_pb2.ResetRequest, context: Context
     ) -> executor_control_pb2.ResetResponse:
-        """Release everything."""
-        released = await self._operations.reset(request.instance_id)
+        """Release every sequence, those with a call in flight when it ends; answers when their blocks are free."""
+        books = self._books
+        _ = books.model
+        if request.instance_id and request.instance_id != books.handles.instance_id:
+            raise InstanceMismatch("another process lifetime was meant; nothing was released")
+        released = await books.ended(books.handles.records(), Ending.RESET)
         return executor_control_pb2.ResetResponse(
             released_sequences=released, pressure=pressure_to_proto(self._books.pressure())
         )

@@ -9,12 +9,12 @@ from typing import Any, Final
 from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
+from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.identity import CALLER
-from ferrum_rpc.service.operations import CacheOperations
 from ferrum_rpc.service.records import Account, Ending
 from ferrum_rpc.service.rpc import CallLog, Context, deadline_of
 from ferrum_rpc.service.session import Session, Sessions
@@ -100,7 +100,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     def __init__(self, books: Books, calls: CallLog, sessions: Sessions) -> None:
         self.calls = calls
         self.books = books
-        self._operations = CacheOperations(books)
         self._sessions = sessions
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -124,7 +123,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.TruncateKvRequest, context: Context
     ) -> model_executor_pb2.TruncateKvResponse:
         """Roll back."""
-        handle, replayed = await self._operations.truncate(
+        (handle,), replayed = await kv_ops.truncate(
+            self.books,
             handle_from_proto(request.handle),
             request.length,
             request_id_from_proto(request.request_id),
@@ -138,7 +138,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.ForkKvRequest, context: Context
     ) -> model_executor_pb2.ForkKvResponse:
         """Share until they diverge."""
-        handles, replayed = await self._operations.fork(
+        handles, replayed = await kv_ops.fork(
+            self.books,
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
@@ -154,7 +155,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.ReleaseRequest, context: Context
     ) -> model_executor_pb2.ReleaseResponse:
         """Free."""
-        replayed = await self._operations.release(
+        _, replayed = await kv_ops.release(
+            self.books,
             handle_from_proto(request.handle),
             any_version=request.any_version,
             request_id=request_id_from_proto(request.request_id),
@@ -166,10 +168,12 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.ReserveKvRequest, context: Context
     ) -> model_executor_pb2.ReserveKvResponse:
         """Hold blocks."""
-        handle = await self._operations.reserve(handle_from_proto(request.handle), request.tokens, caller=CALLER.get())
+        (handle,), _ = await kv_ops.reserve(
+            self.books, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
+        )
         return model_executor_pb2.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
 
-    # --- leases and the hot path ------------------------------------------------------------------------------------
+    # --- leases and sessions ------------------------------------------------------------------------------------------
 
     async def AcquireLease(  # noqa: N802
         self, request: model_executor_pb2.AcquireLeaseRequest, context: Context

@@ -14,7 +14,7 @@ from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.operations import CacheOperations, Handles, OperationCall
+from ferrum_rpc.service.kv_ops import OperationCall, fork, release, truncate
 from ferrum_rpc.service.session_steps import Reply, Step
 from ferrum_rpc.wire.items import (
     fill_pressure,
@@ -24,8 +24,6 @@ from ferrum_rpc.wire.items import (
 )
 from ferrum_rpc.wire.status import status_from_error
 
-Answer = session_pb2.SessionHandlesAnswer
-
 
 class SessionCache:
     """The cache as one session sees it: each method begins a `Step`. ``refused(outcomes)`` counts and logs the refusals
@@ -34,7 +32,6 @@ class SessionCache:
 
     def __init__(self, books: Books, caller: Caller, origin: object, refused: Callable[[list[Any]], object]) -> None:
         self._books = books
-        self._operations = CacheOperations(books)
         self._caller = caller
         self._origin = origin
         self._refused = refused
@@ -46,23 +43,24 @@ class SessionCache:
         self._check_count(len(request.handles))
         request_id = request_id_from_proto(request.request_id)
         calls = [
-            self._operations.truncate(handle_from_proto(handle), length, request_id, caller=self._caller)
+            truncate(self._books, handle_from_proto(handle), length, request_id, caller=self._caller)
             for handle, length in zip(request.handles, request.lengths, strict=True)
         ]
-        step.calls, step.reply = calls, partial(self._answer, step.number, calls, lambda _, result: result[0])
+        step.calls, step.reply = calls, partial(self._answer, step.number, calls)
 
     def release(self, step: Step, request: session_pb2.SessionRelease) -> None:
         """Free."""
         self._check_count(len(request.handles))
         handles = [handle_from_proto(handle) for handle in request.handles]
         calls = [
-            self._operations.release(handle, any_version=request.any_version, caller=self._caller) for handle in handles
+            release(self._books, handle, any_version=request.any_version, caller=self._caller) for handle in handles
         ]
-        step.calls, step.reply = calls, partial(self._answer, step.number, calls, lambda index, _: handles[index])
+        step.calls, step.reply = calls, partial(self._answer, step.number, calls, handles)
 
     def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
         """Share until they diverge."""
-        call = self._operations.fork(
+        call = fork(
+            self._books,
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
@@ -72,7 +70,7 @@ class SessionCache:
         )
         step.calls, step.reply = [call], partial(self._forked, step.number, call)
 
-    def _forked(self, number: int, call: OperationCall[tuple[Handles, bool]]) -> Reply:
+    def _forked(self, number: int, call: OperationCall) -> Reply:
         children, _ = call.answer()
         response = session_pb2.SessionResponse(step_id=number)
         for child in children:
@@ -85,21 +83,19 @@ class SessionCache:
         if count > most:
             raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
 
-    def _answer(
-        self, number: int, calls: Sequence[OperationCall[Any]], handle: Callable[[int, Any], HandleRef]
-    ) -> Reply:
-        """One outcome per handle."""
+    def _answer(self, number: int, calls: Sequence[OperationCall], released: Sequence[HandleRef] = ()) -> Reply:
+        """One outcome per handle: what is left of it, or the one that is released."""
         response = session_pb2.SessionResponse(step_id=number)
         answer = response.handles
         outcomes: list[ExecutorError | None] = []
         for index, call in enumerate(calls):
             try:
-                outcome = call.answer()
+                handles, _ = call.answer()
             except ExecutorError as error:
                 outcomes.append(error)
                 answer.results.add(error=status_from_error(error))
             else:
-                answer.results.add(handle=handle_to_proto(handle(index, outcome)))
+                answer.results.add(handle=handle_to_proto(handles[0] if handles else released[index]))
                 outcomes.append(None)
         self._refused(outcomes)
         fill_pressure(answer.pressure, self._books.pressure())

@@ -19,7 +19,7 @@ from ferrum_rpc.executor.v1 import session_pb2, types_pb2
 from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
-from ferrum_rpc.service.operations import CacheOperations, OperationCall
+from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.replay import ReplayLog
 from ferrum_rpc.service.supervisor import Background
@@ -192,10 +192,10 @@ async def test_a_refused_item_whose_end_fails_is_refused_all_the_same() -> None:
 
 
 OPERATIONS = {
-    "truncate": lambda operations, handle: operations.truncate(handle, 1, "once"),
-    "fork": lambda operations, handle: operations.fork(handle, 3, request_id="once"),
-    "release": lambda operations, handle: operations.release(handle, request_id="once"),
-    "reserve": lambda operations, handle: operations.reserve(handle, 4),
+    "truncate": lambda books, handle: truncate(books, handle, 1, "once"),
+    "fork": lambda books, handle: fork(books, handle, 3, request_id="once"),
+    "release": lambda books, handle: release(books, handle, request_id="once"),
+    "reserve": lambda books, handle: reserve(books, handle, 4),
 }
 
 
@@ -215,15 +215,14 @@ OPERATIONS = {
 async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicates(
     served: Served, operation: str, owner: type, method: str, late: bool
 ) -> None:
-    operations = CacheOperations(served.server.books)
+    books = served.server.books
     handle = handle_from_proto(await prefill(served, [1, 2, 3]))
     begin = OPERATIONS[operation]
     with failing(owner, method, late=late):
-        calls = [begin(operations, handle)] if operation == "reserve" else [begin(operations, handle) for _ in range(3)]
+        calls = [begin(books, handle)] if operation == "reserve" else [begin(books, handle) for _ in range(3)]
         for call in calls:
             with pytest.raises(InternalError):
                 await asyncio.wait_for(call, 10)
-    books = served.server.books
     await until(lambda: books.engine.cache.sequences == len(books.handles))
     assert len(books.handles) == (0 if operation == "release" else 1)
     await nothing_held(served)
@@ -274,7 +273,7 @@ async def test_a_caller_that_is_cancelled_meanwhile_leaves_nothing_either(kind: 
         async def call() -> object:
             if kind is ForwardCall:
                 return await ForwardCall(books, books.quotas.account(ANYBODY), [work])
-            return await CacheOperations(books).truncate(known, 1, "once")
+            return await truncate(books, known, 1, "once")
 
         with fault("the charge", handle):
             task = await gate.hold(call())

@@ -271,12 +271,11 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
     """On the floor below the guard: what a caller's name decides."""
     from ferrum_rpc.errors import ExecutorError
     from ferrum_rpc.service.forward import ForwardCall
-    from ferrum_rpc.service.operations import CacheOperations
+    from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
     from ferrum_rpc.wire.items import Shape, item_from_proto
 
     alice, bob = Caller("alice", operator=False), Caller("bob", operator=False)
     books = served.server.books
-    operations = CacheOperations(books)
 
     async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
         return (await ForwardCall(books, books.quotas.account(caller), [item_from_proto(message, Shape.ANY)])).outcomes[
@@ -296,16 +295,16 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
         assert isinstance(refusal, ExecutorError)
         assert (refusal.reason, refusal.message) == (Reason.HANDLE_UNKNOWN, "no such sequence")
     for call in (
-        operations.truncate(first.handle, 1, caller=bob),
-        operations.fork(first.handle, caller=bob),
-        operations.release(first.handle, caller=bob, any_version=True),
-        operations.reserve(first.handle, 4, caller=bob),
+        truncate(books, first.handle, 1, caller=bob),
+        fork(books, first.handle, caller=bob),
+        release(books, first.handle, caller=bob, any_version=True),
+        reserve(books, first.handle, 4, caller=bob),
     ):
         with pytest.raises(ExecutorError, match="no such sequence"):
             await call
-    await operations.release(grown.handle, caller=alice)
+    await release(books, grown.handle, caller=alice)
     with pytest.raises(ExecutorError, match="no such sequence"):
-        await operations.release(grown.handle, caller=bob)
+        await release(books, grown.handle, caller=bob)
     with pytest.raises(ExecutorError, match="was released"):
-        await operations.release(grown.handle, caller=alice)
+        await release(books, grown.handle, caller=alice)
     await served.check()

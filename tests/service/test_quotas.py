@@ -15,7 +15,7 @@ from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswe
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
 from ferrum_rpc.service.records import Ending, Resource
 from ferrum_rpc.service.security import Security
@@ -33,7 +33,6 @@ class Side:
     def __init__(self, served: Served, caller: Caller) -> None:
         self.caller = caller
         self.books = served.server.books
-        self.operations = CacheOperations(self.books)
 
     async def feed(
         self, tokens: int, handle: HandleRef | None = None, *, truncate_to: int | None = None, reserve: int = 0
@@ -68,9 +67,9 @@ async def test_a_caller_at_its_quota_of_sequences_is_refused_and_others_are_not(
             await alice.feed(3)
         assert refusal.value.number("max_sequences_per_caller") == 2
         with pytest.raises(QuotaExceeded):
-            await alice.operations.fork(first, caller=ALICE)
+            await fork(alice.books, first, caller=ALICE)
         await bob.feed(3)
-        await alice.operations.release(first, caller=ALICE)
+        await release(alice.books, first, caller=ALICE)
         await alice.feed(3)
         assert (alice.held[0], bob.held[0]) == (2, 1)
         await served.check()
@@ -88,19 +87,19 @@ async def test_blocks_are_charged_by_length_and_given_back(served: Served) -> No
         with pytest.raises(QuotaExceeded):
             await alice.feed(1)
         assert alice.held == (1, 6)
-        handle, _ = await alice.operations.truncate(handle, 5, caller=ALICE)
+        [handle], _ = await truncate(alice.books, handle, 5, caller=ALICE)
         assert alice.held == (1, 2)
-        [child], _ = await alice.operations.fork(handle, caller=ALICE)
+        [child], _ = await fork(alice.books, handle, caller=ALICE)
         assert alice.held == (2, 4)
         with pytest.raises(QuotaExceeded):
-            await alice.operations.reserve(child, 12, caller=ALICE)
-        child = await alice.operations.reserve(child, 11, caller=ALICE)
+            await reserve(alice.books, child, 12, caller=ALICE)
+        [child], _ = await reserve(alice.books, child, 11, caller=ALICE)
         assert alice.held == (2, 6)
         handle = await alice.feed(2, handle, truncate_to=0)
         assert alice.held == (2, 5)
         await bob.feed(24)
         for each in (handle, child):
-            await alice.operations.release(each, caller=ALICE)
+            await release(alice.books, each, caller=ALICE)
         assert alice.held == (0, 0)
         await limited.check()
 

@@ -6,7 +6,7 @@ import pytest
 
 from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.serve import warm_up
-from ferrum_rpc.service.operations import CacheOperations
+from ferrum_rpc.service import control
 from tests.serving import serve_identity
 from tests.wiring import prefill
 
@@ -17,9 +17,8 @@ from tests.wiring import prefill
 )
 async def test_it_counts_against_no_limit_and_no_quota(limits: dict[str, int]) -> None:
     async with serve_identity(**limits) as served:
-        operations = CacheOperations(served.server.books)
         await prefill(served, [1, 2, 3])
-        assert await operations.warm_up(8, 16) == 2
+        assert await control.warm_up(served.server.books, 8, 16) == 2
         assert served.server.books.pressure().sequences == 1
         await served.check()
 
@@ -28,7 +27,7 @@ async def test_a_start_goes_on_where_it_is_refused(monkeypatch: pytest.MonkeyPat
     async def refuse(*_: object) -> int:
         raise QueueFull("no room")
 
-    monkeypatch.setattr(CacheOperations, "warm_up", refuse)
+    monkeypatch.setattr(control, "warm_up", refuse)
     async with serve_identity() as served:
         await warm_up(served.server)
         await prefill(served, [1])
