@@ -31,13 +31,38 @@ fp32: 2 to 5 times as fast as gathering at one token, 1.5 at 8, even at 64."""
 DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
+class _Spans:
+    """The ``chosen`` spans of a step, or all, at an ``address`` for the kernels; what that points into is held."""
+
+    __slots__ = ("_held", "address")
+
+    def __init__(self, geometry: BatchGeometry, chosen: npt.NDArray[np.intp] | None = None) -> None:
+        by_span = geometry.by_span
+        if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
+            by_span = np.ascontiguousarray(by_span[:, chosen])
+        arrays = torch.from_numpy(by_span), torch.from_numpy(geometry.blocks)  # numpy is slow to tell an address
+        first, row = arrays[0].data_ptr(), by_span.strides[0]
+        step = library.Step(
+            geometry.spans if chosen is None else len(chosen),
+            geometry.block_size,
+            torch.get_num_threads(),
+            first,
+            first + row,
+            first + 2 * row,
+            first + 3 * row,
+            arrays[1].data_ptr(),
+        )
+        self.address = ctypes.addressof(step)
+        self._held = step, arrays
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NativePlan:
     """``step`` points into ``held``; ``rest`` is torch's work, of long spans that no kernel takes."""
 
     step: library.AttentionStep
     rest: TorchPlan | None
-    held: list[Any]
+    held: tuple[Tensor, _Spans | None, _Spans | None]
 
 
 class NativePagedAttention:
@@ -57,7 +82,6 @@ class NativePagedAttention:
                 raise OSError(obstacle)
         self._library = library.load()
         self._keys = keys
-        self._block_size = keys[0].shape[1]
         self._torch = TorchPagedAttention(specs, keys, values)
         self._kernels: dict[int, int] = {}
         name = None if isa is None else isa.encode()
@@ -104,42 +128,22 @@ class NativePagedAttention:
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
         """See `AttentionBackend`. Nothing in it grows with the spans but copies of a few integers."""
-        held: list[Any] = [geometry]
-        if geometry.tokens <= SHORT:  # then so is every span
-            return self._plan(geometry, self._spans(geometry, None, held), None, None, held)
-        long = geometry.lengths - geometry.starts > SHORT
-        if not long.any():
-            return self._plan(geometry, self._spans(geometry, None, held), None, None, held)
-        chosen = np.flatnonzero(~long)
-        short = self._spans(geometry, chosen, held) if len(chosen) else None
-        longer = np.flatnonzero(long)
-        if self._flash is None:
-            return self._plan(geometry, short, None, self._torch.plan(geometry, longer.tolist()), held)
-        return self._plan(geometry, short, self._spans(geometry, longer, held), None, held)
-
-    def _plan(
-        self,
-        geometry: BatchGeometry,
-        short: int | None,
-        long: int | None,
-        rest: TorchPlan | None,
-        held: list[Any],
-    ) -> NativePlan:
-        step = library.AttentionStep(short, long, self._addresses[0], geometry.slots.ctypes.data)
-        return NativePlan(step, rest, held)
-
-    def _spans(self, geometry: BatchGeometry, chosen: npt.NDArray[np.intp] | None, held: list[Any]) -> int:
-        """Where the kernel finds the ``chosen`` spans, or all; what that points into is put into ``held``."""
-        addresses: Sequence[int] = geometry.addresses if chosen is None else ()
-        if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
-            arrays = (geometry.query_start, geometry.starts, geometry.lengths, geometry.table_start)
-            picked = [np.ascontiguousarray(each[chosen]) for each in arrays]
-            addresses = [each.ctypes.data for each in (*picked, geometry.entries)]
-            held += picked
-        count = geometry.spans if chosen is None else len(chosen)
-        step = library.Step(count, self._block_size, torch.get_num_threads(), *addresses)
-        held.append(step)
-        return ctypes.addressof(step)
+        long = None if geometry.tokens <= SHORT else geometry.lengths - geometry.starts > SHORT
+        short_spans = long_spans = rest = None
+        if long is None or not long.any():
+            short_spans = _Spans(geometry)
+        else:
+            chosen = np.flatnonzero(long)
+            if len(chosen) < geometry.spans:
+                short_spans = _Spans(geometry, np.flatnonzero(~long))
+            if self._flash is None:
+                rest = self._torch.plan(geometry, chosen.tolist())
+            else:
+                long_spans = _Spans(geometry, chosen)
+        slots = torch.from_numpy(geometry.slots)
+        addresses = (None if each is None else each.address for each in (short_spans, long_spans))
+        step = library.AttentionStep(*addresses, self._addresses[0], slots.data_ptr())
+        return NativePlan(step, rest, (slots, short_spans, long_spans))
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """See `AttentionBackend`."""

@@ -87,7 +87,7 @@ class Planner:
         """Groups, tiles and block ids of the spans with these indices."""
         size, window, work = self._block_size, pattern.window, Work()
         by_blocks: dict[int, list[int]] = {}
-        starts, lengths = geometry.starts.tolist(), geometry.lengths.tolist()
+        rows, starts, lengths, tables = geometry.by_span.tolist()
         for span in spans:
             start, length = starts[span], lengths[span]
             lowest = 0 if window is None else max(0, start - window + 1)
@@ -95,8 +95,8 @@ class Planner:
             if length - start == 1:
                 by_blocks.setdefault(end - first, []).append(span)
                 continue
-            row = int(geometry.query_start[span])
-            blocks = self._to_device(geometry.tables[span][first:end])
+            row, table = rows[span], tables[span]
+            blocks = self._to_device(geometry.blocks[table + first : table + end])
             whole = pattern.square and start == 0 and (window is None or length <= window)
             tiles = (Tile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
             work.runs.append(Run(row, row + length - start, blocks, tiles))
@@ -118,10 +118,11 @@ class Planner:
             unseen = (ends - count)[:, None] * size + np.arange(size) < (lengths - window)[:, None]
             mask[:, 0].masked_fill_(torch.from_numpy(unseen).to(self._device), -math.inf)
         row, offset = np.nonzero(unwritten)
-        blocks = [geometry.tables[span][end - count : end] for span, end in zip(spans, ends.tolist(), strict=True)]
+        last = geometry.table_start[spans] + ends
+        blocks = geometry.blocks[last[:, None] + np.arange(-count, 0)]
         return DecodeGroup(
             rows=self._to_device(geometry.query_start[spans]),
-            blocks=self._to_device(np.concatenate(blocks)),
+            blocks=self._to_device(blocks.ravel()),
             mask=mask.view(len(spans), 1, 1, count * size),
             tail=self._to_device((row * count + count - 1) * size + offset),
         )

@@ -31,7 +31,6 @@ from ferrum_rpc.attention.triton_plan import (
     Sight,
     Tile,
     cut,
-    flat_tables,
     padded_dim,
     sections_of,
     tile_shapes,
@@ -120,8 +119,8 @@ class TritonPagedAttention:
             sight: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
             for sight, launches in found.items()
         }
-        tables = flat_tables(geometry)
-        return Room(room, len(tables)), sections_of([each for some in found.values() for _, each in some], tables)
+        sections = sections_of([each for some in found.values() for _, each in some], geometry.blocks)
+        return Room(room, geometry.blocks.size), sections
 
     def reserve(self, spans: int, tokens: int, blocks: int) -> Room:
         """Room for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths need ``blocks``
@@ -137,12 +136,11 @@ class TritonPagedAttention:
 
     def fill(self, room: Room, geometry: BatchGeometry) -> list[Int32s]:
         """What is in the sections of a reserved plan for this step. Raises ValueError where the step has no room."""
-        everything = np.arange(geometry.spans)
         launches = [
-            cut(geometry, everything, sight, tile, self._limits[self._tiles.index(tile)])
+            cut(geometry, range(geometry.spans), sight, tile, self._limits[self._tiles.index(tile)])
             for sight, [(tile, *_)] in room.launches.items()
         ]
-        sections = sections_of(launches, flat_tables(geometry))
+        sections = sections_of(launches, geometry.blocks)
         for section, size in zip(sections, room.sizes, strict=True):
             if section.size > size:
                 raise ValueError(f"the step needs {section.size} integers where its plan has {size} reserved")
@@ -172,13 +170,13 @@ class TritonPagedAttention:
 
     def _launches(self, geometry: BatchGeometry, sight: Sight) -> list[tuple[Tile, Launch]]:
         """Spans whose rows fit one small tile, then the others."""
-        small = np.diff(geometry.query_start) * sight.group <= self._tiles[0].rows
-        kinds = zip((small, ~small), self._tiles, self._limits, strict=True)
-        return [
-            (tile, cut(geometry, np.flatnonzero(spans), sight, tile, limits))
-            for spans, tile, limits in kinds
-            if spans.any()
-        ]
+        small: list[int] = []
+        large: list[int] = []
+        for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
+            fits = (length - start) * sight.group <= self._tiles[0].rows
+            (small if fits else large).append(span)
+        kinds = zip((small, large), self._tiles, self._limits, strict=True)
+        return [(tile, cut(geometry, spans, sight, tile, limits)) for spans, tile, limits in kinds if spans]
 
     # --- the layers -------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.attention import triton_plan
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.triton_plan import Launch, Limits, Sight, Tile, cut, flat_tables, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_plan import Launch, Limits, Sight, Tile, cut, padded_dim, tile_shapes
 
 BLOCK = 4
 TILE = Tile(rows=16, keys=16, warps=4, stages=3, part=16)
@@ -42,7 +41,7 @@ def pairs(launch: Launch, sight: Sight, tokens: int) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 def test_every_row_meets_every_key_that_it_sees_once(spans, group, window, wanted):
     geometry, sight, limits = geometry_of(spans), Sight(group, window), Limits(wanted)
-    launch = cut(geometry, np.arange(len(spans)), sight, TILE, limits)
+    launch = cut(geometry, range(len(spans)), sight, TILE, limits)
     seen = geometry.positions + 1 if window is None else np.minimum(geometry.positions + 1, window)
     assert (pairs(launch, sight, geometry.tokens) == seen[:, None]).all()
 
@@ -58,44 +57,33 @@ def test_every_row_meets_every_key_that_it_sees_once(spans, group, window, wante
         assert (mine[1:, 4] == mine[:-1, 5]).all(), "in the keys' order, without a gap"
 
 
-@given(spans_strategy, st.integers(1, 9), st.sampled_from([None, 1, 7, 64]), st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
-def test_few_spans_are_cut_as_many_are(spans, group, window, wanted):
-    geometry, sight, limits = geometry_of(spans), Sight(group, window), Limits(wanted)
-    chosen = np.arange(len(spans))[::2]
-    few = triton_plan._cut_few(geometry, chosen.tolist(), sight, TILE, limits)
-    many = triton_plan._cut_many(geometry, chosen, sight, TILE, limits)
-    for one, other in ((few.items, many.items), (few.merges, many.merges)):
-        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
-
-
 @given(spans_strategy, st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
-def test_tables_are_packed_without_what_is_reserved_for_later(spans, spare):
+def test_items_find_their_spans_blocks_without_what_is_reserved_for_later(spans, spare):
     geometry = geometry_of(spans, spare)
-    packed = flat_tables(geometry)
-    launch = cut(geometry, np.arange(len(spans)), Sight(2, None), TILE, Limits(4))
+    launch = cut(geometry, range(len(spans)), Sight(2, None), TILE, Limits(4))
+    first = np.cumsum([0, *(-(-(start + count) // BLOCK) + spare for start, count in spans)])
     for token, _, _, _, low, high, table, _ in launch.items.tolist():
         span = int(np.searchsorted(geometry.query_start, token, side="right")) - 1
-        used = slice(low // BLOCK, -(-high // BLOCK))
-        assert (packed[table:][used] == geometry.tables[span][used]).all()
-    assert len(packed) == sum(-(-length // BLOCK) for length in geometry.lengths.tolist())
+        used = np.arange(low // BLOCK, -(-high // BLOCK))
+        assert (geometry.blocks[table + used] == 1 + first[span] + used).all()
+    assert len(geometry.blocks) == sum(-(-length // BLOCK) for length in geometry.lengths.tolist())
 
 
 def test_one_long_sequence_fills_the_device_and_many_are_left_whole():
     limits = Limits(wanted=32)
     tile = Tile(rows=16, keys=64, warps=4, stages=3, part=128)
-    one = cut(geometry_of([(32767, 1)]), np.arange(1), Sight(4, None), tile, limits)
+    one = cut(geometry_of([(32767, 1)]), range(1), Sight(4, None), tile, limits)
     assert len(one.items) == 32 and len(one.merges) == 1
-    many = cut(geometry_of([(4095, 1)] * 64), np.arange(64), Sight(4, None), tile, limits)
+    many = cut(geometry_of([(4095, 1)] * 64), range(64), Sight(4, None), tile, limits)
     assert len(many.items) == 64 and len(many.merges) == 0
-    short = cut(geometry_of([(99, 1)]), np.arange(1), Sight(4, None), tile, limits)
+    short = cut(geometry_of([(99, 1)]), range(1), Sight(4, None), tile, limits)
     assert len(short.items) == 1, "no part is shorter than what is worth a program"
 
 
 def test_the_longest_of_unequal_sequences_is_split_and_starts_first():
     spans = [(50, 1)] * 20 + [(9999, 1)]
-    launch = cut(geometry_of(spans), np.arange(21), Sight(4, None), TILE, Limits(wanted=16))
+    launch = cut(geometry_of(spans), range(21), Sight(4, None), TILE, Limits(wanted=16))
     assert set(launch.merges[:, 0].tolist()) == {20}
     assert launch.items[0, 0] == 20 and launch.items[-1, 0] != 20
 

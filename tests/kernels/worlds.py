@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
-from ferrum_rpc.attention.triton_plan import flat_tables
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.staged_compute import StagedCompute
@@ -39,7 +38,7 @@ class PlannedTorch(TorchPagedAttention):
     name = "planned torch"
 
     def draft(self, geometry: BatchGeometry) -> tuple[Reserved, list[Any]]:
-        room = self.reserve(0, 0, len(flat_tables(geometry)))
+        room = self.reserve(0, 0, geometry.blocks.size)
         return room, self.fill(room, geometry)
 
     def reserve(self, spans: int, tokens: int, blocks: int) -> Reserved:
@@ -47,11 +46,10 @@ class PlannedTorch(TorchPagedAttention):
         return Reserved(blocks)
 
     def fill(self, room: Reserved, geometry: BatchGeometry) -> list[Any]:
-        tables = flat_tables(geometry)
-        if len(tables) > room.sizes[0]:
+        if geometry.blocks.size > room.sizes[0]:
             raise ValueError("no room")
         room.rows, room.plan = geometry.tokens, super().plan(geometry)
-        return [tables]
+        return [geometry.blocks]
 
     def bind(self, room: Reserved, sections: Sequence[Tensor]) -> Reserved:
         assert [len(each) for each in sections] == room.sizes
