@@ -127,17 +127,17 @@ def watch_floors() -> None:
     from ferrum_rpc.engine import build
     from ferrum_rpc.engine.runner import TorchRunner
     from ferrum_rpc.engine.thread import ModelThread
-    from ferrum_rpc.service import servicers
+    from ferrum_rpc.service import executor
     from ferrum_rpc.service.forward import ForwardCall
 
-    around_async(servicers, "ForwardCall", "server: admit", "server: results to protobuf")
+    around_async(executor, "ForwardCall", "server: admit", "server: results to protobuf")
     around(ModelThread, "submit", "server: submit", "hand-over: loop to model thread")
     around(ModelThread, "_begin", "model thread: gather the step", None)
     around(TorchRunner, "finish", None, "model thread: account for the step")
     begin_step(TorchRunner, "begin")
     around(ModelThread, "_deliver", "hand-over: model thread to loop", None)
     around(ForwardCall, "_commit", "server: commit handles, replay log", "server: wake the handler")
-    around(servicers, "fill_results", None, "server: pressure, timing, answer message")
+    around(executor, "fill_results", None, "server: pressure, timing, answer message")
     plain = build.build_runner
 
     def marked(config: Any, progress: Any, _: Any) -> TorchRunner:

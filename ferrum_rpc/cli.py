@@ -84,7 +84,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         "--wait", type=float, metavar="SECONDS", help="until it has ended; exit status 1 where it has not by then"
     )
     named["reset"].add_argument(
-        "--instance-id", default="", help="only that life of the server (`info` tells it), not its successor"
+        "--instance-id", default="", help="only that life of the server (`info` shows it), not its successor"
     )
     named["warmup"].add_argument("--batch-size", type=int, default=0, help="sequences decoded together (default: 8)")
     named["warmup"].add_argument("--prefill-tokens", type=int, default=0, help="tokens of the prompt (default: 128)")
@@ -143,7 +143,7 @@ def _command(arguments: list[str]) -> NoReturn:
     except ConfigError as error:
         command.error(str(error))
     except BrokenPipeError:
-        # Whoever read the output has what it wanted. Python would complain once more when it flushes at exit.
+        # The reader of the output has what it wanted. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_FAILED
     except KeyboardInterrupt:
@@ -164,7 +164,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
 
-    parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to everybody
+    parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
     command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
     try:
         status: int = asyncio.run(command(parsed))

@@ -70,7 +70,7 @@ GROUPS: Final = {
 
 
 class ServeSettings(BaseSettings):
-    """Everything that `ferrum-rpc serve` can be told."""
+    """Every setting of `ferrum-rpc serve`."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
@@ -176,7 +176,7 @@ class ServeSettings(BaseSettings):
         return (init_settings,)
 
     def limits(self) -> Limits:
-        """The part that the service floor enforces and GetInfo tells."""
+        """The part that the service floor enforces and GetInfo names."""
         return Limits(
             **{
                 field.name: getattr(self, field.name)

@@ -1,4 +1,4 @@
-"""`ferrum-rpc serve`: load, serve, and stop when told. Joins the settings, the engine and the server."""
+"""`ferrum-rpc serve`: load, serve, and stop on a signal. Joins the settings, the engine and the server."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
 from ferrum_rpc.polling import polled
 from ferrum_rpc.service import control
-from ferrum_rpc.service.listen import PortInUse
-from ferrum_rpc.service.observation import Observation
-from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.auth import Security, SecurityError
+from ferrum_rpc.service.bind import PortInUse
 from ferrum_rpc.service.server import ExecutorServer, Keepalive
-from ferrum_rpc.service.tracing import TracingError
+from ferrum_rpc.service.telemetry import Observation, TracingError
 from ferrum_rpc.usage import TOKEN_VARIABLE
 
 log = structlog.get_logger("ferrum_rpc.serve")
@@ -105,7 +104,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
 async def warm_up(server: ExecutorServer) -> None:
     """Run typical shapes. A server that refuses them serves all the same; its first calls are slower."""
     try:
-        await control.warm_up(server.books)
+        await control.warm_up(server.state)
     except ExecutorError as error:
         action = "nothing, if the executor is told to stop; else look at what refuses: the first calls are slower"
         log.warning("warm_up_refused", error=str(error), action=action)
@@ -139,13 +138,13 @@ def _drain_on_signals(server: ExecutorServer) -> None:
     """The first SIGTERM or SIGINT drains, the second ends the process at once."""
 
     def on_signal(number: int) -> None:
-        if told:
+        if signals:
             drain(SECOND_SIGNAL_S)
             os._exit(128 + number)
-        told.append(number)
+        signals.append(number)
         server.drain()
 
-    told: list[int] = []
+    signals: list[int] = []
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)

@@ -20,7 +20,7 @@ from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.models.identity import IdentityConfig
-from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
 
 LIMITS = Limits(
@@ -56,11 +56,11 @@ class Served:
         """Call ``run(runner)`` in the model thread."""
         from ferrum_rpc.service.control import between_steps
 
-        await between_steps(self.server.books.engine, run)
+        await between_steps(self.server.state.engine, run)
 
     async def check(self) -> None:
         """The cache's books agree, and both floors know the same sequences at the same lengths."""
-        records = {record.sequence: record.length for record in self.server.books.handles.records()}
+        records = {record.sequence: record.length for record in self.server.state.handles.records()}
 
         def compare(runner: TorchRunner) -> None:
             runner.kv.check()

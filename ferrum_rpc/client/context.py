@@ -19,7 +19,7 @@ from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import InstanceMismatch, NotSupported
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc, types_pb2
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 
 
 class Context:

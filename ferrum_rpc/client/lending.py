@@ -15,7 +15,7 @@ from ferrum_rpc.client.policy import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.facts import set_seconds
+from ferrum_rpc.wire.info import set_seconds
 
 LEASE_FIELD: Final = "create.lease_id"
 """What a refusal of a whole batch names where one item's lease was the reason."""

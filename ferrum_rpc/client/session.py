@@ -28,8 +28,8 @@ from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, UnaryTransport
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.items import handle_from_proto
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
 
 STEPS_IN_FLIGHT: Final = 8

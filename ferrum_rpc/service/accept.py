@@ -1,7 +1,7 @@
 """Accepts calls: as many at a time as come, where grpc.aio takes them one by one.
 
 grpc.aio has one call accepted at a time, which takes about five turns of the event loop: with 4 ms of other work a
-turn, 64 callers together get 49 calls a second, and whoever comes waits behind all of them, unseen. gRPC's core takes
+turn, 64 callers together get 49 calls a second, and a new one waits behind all of them, unseen. gRPC's core takes
 any number of pending accepts. So each method has some of its own here, beside grpc.aio's, by the functions that
 grpc.aio's own loop is made of. They are private to grpcio: where they are missing or others, the server goes on with
 grpc.aio's loop alone and says so.
@@ -19,7 +19,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined] # the stubs leave it out
 
-from ferrum_rpc.service.identity import ARRIVED
+from ferrum_rpc.service.auth import ARRIVED
 
 log = structlog.get_logger("ferrum_rpc.server")
 

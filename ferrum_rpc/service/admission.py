@@ -29,9 +29,9 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
-from ferrum_rpc.service.books import RETRY_AFTER_S, Books
-from ferrum_rpc.service.records import Account, Record, Resource
+from ferrum_rpc.service.records import Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
+from ferrum_rpc.service.state import RETRY_AFTER_S, ServerState
 
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
@@ -46,7 +46,7 @@ class Admitted(NamedTuple):
     request id."""
 
     place: int
-    record: Record
+    record: SequenceRecord
     span: Span
     entry: Entry | None
 
@@ -54,28 +54,28 @@ class Admitted(NamedTuple):
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def check_room(books: Books, account: Account, items: Sequence[forward_pb2.ForwardItem]) -> None:
+def check_room(state: ServerState, account: Account, items: Sequence[forward_pb2.ForwardItem]) -> None:
     """Refuse a call of too many items, or that the queue has no room for, before its items are looked at: under
     overload a refusal must cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered,
     or that are too large for an empty queue, are let through to be refused so."""
-    limits, knows, owner = books.limits, books.replay.knows, account.caller.name
+    limits, knows, owner = state.limits, state.replay.knows, account.caller.name
     if len(items) > limits.max_batch_items:
         raise too_many_items(len(items), limits)
     # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
-    if has_room(books, account, len(items), limits.max_batch_tokens):
+    if has_room(state, account, len(items), limits.max_batch_tokens):
         return
     tokens = sum(len(item.token_ids) for item in items)
-    if tokens > limits.max_batch_tokens or has_room(books, account, len(items), tokens):
+    if tokens > limits.max_batch_tokens or has_room(state, account, len(items), tokens):
         return
     if not any(
         each.request_id and knows(scope_of(owner, each.handle.id, each.request_id), each.request_id) for each in items
     ):
-        raise queue_full(books, account)
+        raise queue_full(state, account)
 
 
-def has_room(books: Books, account: Account, items: int, tokens: int) -> bool:
+def has_room(state: ServerState, account: Account, items: int, tokens: int) -> bool:
     """Whether so many items with so many tokens may wait, of all callers and of this one."""
-    engine, limits, held, most = books.engine, books.limits, account.held, account.most
+    engine, limits, held, most = state.engine, state.limits, account.held, account.most
     return (
         engine.queued_items + items <= limits.max_queued_items
         and engine.queued_tokens + tokens <= limits.max_queued_tokens
@@ -84,14 +84,14 @@ def has_room(books: Books, account: Account, items: int, tokens: int) -> bool:
     )
 
 
-def queue_full(books: Books, account: Account) -> QueueFull:
+def queue_full(state: ServerState, account: Account) -> QueueFull:
     """The refusal of a call that `has_room` denies; it is counted."""
-    limits = books.limits
-    books.counters.queue_full += 1
+    limits = state.limits
+    state.counters.queue_full += 1
     most_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
     most_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
     return QueueFull(
-        f"{books.engine.queued_items} items with {books.engine.queued_tokens} tokens wait, "
+        f"{state.engine.queued_items} items with {state.engine.queued_tokens} tokens wait, "
         f"{account.held[Resource.QUEUED_ITEMS]} with {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
         "nothing was started",
         metadata={"max_queued_items": most_items, "max_queued_tokens": most_tokens},
@@ -187,11 +187,17 @@ def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Lim
 
 
 def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down one by one
-    books: Books, account: Account, index: int, item: WorkItem, model: ModelInfo, origin: object | None, now: float
+    state: ServerState,
+    account: Account,
+    index: int,
+    item: WorkItem,
+    model: ModelInfo,
+    origin: object | None,
+    now: float,
 ) -> Admitted | Entry:
     """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
     having changed nothing. ``now``: on `time.monotonic`."""
-    replay, owner = books.replay, account.caller.name
+    replay, owner = state.replay, account.caller.name
     _, handle, tokens, truncate_to, output, request_id, create = item
     if request_id:
         scope = replay.scope(scope_of(owner, b"" if handle is None else handle.id, request_id))
@@ -199,12 +205,12 @@ def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down o
         if (known := scope.get(request_id)) is not None:
             return known.repeated(fingerprint)
     if handle is None:
-        record, start = _create(books, account, item, model, origin), 0
+        record, start = _create(state, account, item, model, origin), 0
     else:
-        record = books.handles.claim(handle, owner, now=now)
+        record = state.handles.claim(handle, owner, now=now)
         try:
             start = check_length(record.length, truncate_to, len(tokens), model)
-            books.quotas.charge(record, start + len(tokens))
+            state.quotas.charge(record, start + len(tokens))
         except ExecutorError:
             record.busy = False
             raise
@@ -213,20 +219,22 @@ def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down o
     return named(Admitted, (index, record, span, entry))
 
 
-def _create(books: Books, account: Account, item: WorkItem, model: ModelInfo, origin: object | None) -> Record:
+def _create(
+    state: ServerState, account: Account, item: WorkItem, model: ModelInfo, origin: object | None
+) -> SequenceRecord:
     """The record of a sequence that the item creates."""
     create = item.create
     room = len(item.tokens) + create.reserve_tokens
     check_length(0, None, room, model)
-    leases, owner = books.leases, account.caller.name
+    leases, owner = state.leases, account.caller.name
     lease = leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
-    record = books.mint(1, account, lease)[0]
+    record = state.mint(1, account, lease)[0]
     record.origin = origin
     record.held_to = room if create.reserve_tokens else 0
     try:
-        books.quotas.charge(record, room)
+        state.quotas.charge(record, room)
     except ExecutorError:
-        books.stillborn(record)
+        state.discard(record)
         raise
     return record
 

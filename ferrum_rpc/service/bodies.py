@@ -1,6 +1,6 @@
 """Requests under way: how many bodies may be coming in at once, of one connection and in all.
 
-gRPC takes a request's body into memory while it comes, up to the message limit, as soon as somebody reads. Until then
+gRPC takes a request's body into memory while it comes, up to the message limit, as soon as it is read. Until then
 it takes what its window allows, 16 KiB a call. So a body is read when its call has a slot, and a call waits for one in
 turn. An honest body comes with its headers and leaves its slot at once; one that dribbles is refused when others wait.
 """
@@ -19,7 +19,7 @@ from ferrum_rpc.service.rpc import Context
 PATIENCE_S: Final = 0.5
 TURNS: Final = 4
 """How long a body may take while others wait for its slot: so many seconds, and turns of the event loop after them. A
-body that has come is noticed within three turns, however long those are."""
+body that has come is seen within three turns, however long those are."""
 
 RETRY_AFTER_S: Final = 0.05
 
@@ -105,7 +105,7 @@ class Bodies:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._refuse_late)
 
     def _refuse_late(self) -> None:
-        """Somebody waits: refuse the bodies that have had their time."""
+        """Others wait: refuse the bodies that have had their time."""
         self._timer = None
         since = asyncio.get_running_loop().time() - PATIENCE_S
         late = [task for task, began in self._reading.items() if began <= since] if self._waiting else []

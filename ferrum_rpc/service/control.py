@@ -1,6 +1,6 @@
 """The operator's side of the contract, and the services of which this version has none.
 
-What an operator does is for everybody: a reset releases every caller's sequences. Who is an operator is decided by the
+What an operator does is for every caller: a reset releases all sequences. Who is an operator is decided by the
 guard in front of the handlers.
 """
 
@@ -17,10 +17,10 @@ from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.work import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
-from ferrum_rpc.service.books import Books, Lifecycle
-from ferrum_rpc.service.records import Ending, Record
+from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.rpc import Context
-from ferrum_rpc.wire.facts import seconds, set_seconds
+from ferrum_rpc.service.state import Lifecycle, ServerState
+from ferrum_rpc.wire.info import seconds, set_seconds
 from ferrum_rpc.wire.items import pressure_to_proto
 
 STATE_TO_PROTO: Final = {
@@ -34,28 +34,28 @@ WARMUP_BATCH: Final = 8
 WARMUP_PREFILL: Final = 128
 
 
-async def warm_up(books: Books, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
+async def warm_up(state: ServerState, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
     """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
     returns how many steps ran. They are the engine's alone, so they count against no limit and no quota."""
     # A task of its own, so that a cancelled caller leaves no sequences behind.
-    return await asyncio.shield(asyncio.create_task(_warm_up(books, batch_size, prefill_tokens)))
+    return await asyncio.shield(asyncio.create_task(_warm_up(state, batch_size, prefill_tokens)))
 
 
-async def _warm_up(books: Books, batch_size: int, prefill_tokens: int) -> int:
-    model, limits = books.model, books.limits
+async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> int:
+    model, limits = state.model, state.limits
     batch_size = min(batch_size, limits.max_batch_items)
     prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
-    numbers = [books.handles.mint().sequence for _ in range(batch_size)]
+    numbers = [state.handles.mint().sequence for _ in range(batch_size)]
     one = np.zeros(1, dtype=np.int32)
     prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
     spec = OutputSpec(Positions.LAST)
     spans = [Span(number, tokens, 0, spec, create=True) for number, tokens in zip(numbers, prompts, strict=True)]
-    outcomes = await _step(books.engine, spans)
+    outcomes = await _step(state.engine, spans)
     made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
     if not made:
         return 0
-    await _step(books.engine, [Span(span.sequence, one, span.end, spec) for span in made])
-    await between_steps(books.engine, Command("release", ([span.sequence for span in made],)))
+    await _step(state.engine, [Span(span.sequence, one, span.end, spec) for span in made])
+    await between_steps(state.engine, Command("release", ([span.sequence for span in made],)))
     return 2
 
 
@@ -104,20 +104,20 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     service = "ferrum_rpc.executor.v1.ExecutorControl"
 
-    def __init__(self, books: Books, drain: Callable[[float | None], None]) -> None:
-        self._books = books
+    def __init__(self, state: ServerState, drain: Callable[[float | None], None]) -> None:
+        self._state = state
         self._drain = drain
 
     async def Warmup(  # noqa: N802
         self, request: executor_control_pb2.WarmupRequest, context: Context
     ) -> executor_control_pb2.WarmupResponse:
         """Run typical shapes."""
-        most = self._books.limits.max_batch_tokens
+        most = self._state.limits.max_batch_tokens
         if request.prefill_tokens > most:
             raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
         began = time.monotonic()
-        steps = await warm_up(self._books, request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL)
-        response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._books.pressure()))
+        steps = await warm_up(self._state, request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL)
+        response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._state.pressure()))
         response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
         return response
 
@@ -125,13 +125,13 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         self, request: executor_control_pb2.ResetRequest, context: Context
     ) -> executor_control_pb2.ResetResponse:
         """Release every sequence, those with a call in flight when it ends; answers when their blocks are free."""
-        books = self._books
-        _ = books.model
-        if request.instance_id and request.instance_id != books.handles.instance_id:
+        state = self._state
+        _ = state.model
+        if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
-        released = await books.ended(books.handles.records(), Ending.RESET)
+        released = await state.ended(state.handles.records(), Ending.RESET)
         return executor_control_pb2.ResetResponse(
-            released_sequences=released, pressure=pressure_to_proto(self._books.pressure())
+            released_sequences=released, pressure=pressure_to_proto(self._state.pressure())
         )
 
     async def Drain(  # noqa: N802
@@ -143,7 +143,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             raise InvalidRequest("a grace is not negative", field="grace")
         self._drain(grace)
         return executor_control_pb2.DrainResponse(
-            state=STATE_TO_PROTO[self._books.state], sequences=len(self._books.handles)
+            state=STATE_TO_PROTO[self._state.lifecycle], sequences=len(self._state.handles)
         )
 
     async def ListSequences(  # noqa: N802
@@ -154,7 +154,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             raise InvalidRequest("this is not a page token of an earlier answer", field="page_token")
         after = int(request.page_token or 0)
         most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
-        records = [record for record in self._books.handles.records() if record.sequence > after]
+        records = [record for record in self._state.handles.records() if record.sequence > after]
         records.sort(key=lambda record: record.sequence)
         response = executor_control_pb2.ListSequencesResponse()
         for record in records[:most]:
@@ -163,8 +163,8 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             response.next_page_token = str(records[most - 1].sequence)
         return response
 
-    def _describe(self, record: Record, info: executor_control_pb2.SequenceInfo) -> None:
-        block_size = self._books.engine.cache.block_size
+    def _describe(self, record: SequenceRecord, info: executor_control_pb2.SequenceInfo) -> None:
+        block_size = self._state.engine.cache.block_size
         info.label = f"sequence-{record.sequence}"
         info.seq_len = record.length
         info.blocks = -(-max(record.length, record.held_to) // block_size)

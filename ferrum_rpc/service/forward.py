@@ -24,10 +24,10 @@ from ferrum_rpc.core import ItemAnswer, ItemOutcome, Span, SpanOutcome, StepTimi
 from ferrum_rpc.engine.work import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
 from ferrum_rpc.service.admission import Admitted, Sound, admit, has_room, queue_full, sound_items, too_large
-from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.identity import ARRIVED
+from ferrum_rpc.service.auth import ARRIVED
 from ferrum_rpc.service.records import Account, Ending, Resource
 from ferrum_rpc.service.replay import Recorded, Ticket
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED, Transaction
 from ferrum_rpc.service.unread import UNCOUNTED_BYTES
@@ -54,7 +54,7 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def __init__(
         self,
-        books: Books,
+        state: ServerState,
         account: Account,
         items: Sequence[WorkItem | ExecutorError],
         *,
@@ -64,7 +64,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         origin: object | None = None,
         hold: Callable[[Account, int], object] | None = None,
     ) -> None:
-        self._books = books
+        self._state = state
         self._account = account
         self._all_or_nothing = all_or_nothing
         self._deadline = deadline
@@ -74,14 +74,14 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
-            self._begin(items, max_bytes or books.limits.max_response_bytes, origin, hold)
+            self._begin(items, max_bytes or state.limits.max_response_bytes, origin, hold)
         except Exception as error:
             self._refuse(error)
 
     def answer(self) -> ForwardCall:
         """Itself. Raises what refused the call as a whole."""
         if self._submitted and not isinstance(self.refusal, Cancelled):
-            self._books.failpoints.reach("before_reply")
+            self._state.failpoints.reach("before_reply")
         if self.refusal is not None:
             raise self.refusal
         return self
@@ -96,8 +96,8 @@ class ForwardCall(Transaction["ForwardCall"]):
         hold: Callable[[Account, int], object] | None,
     ) -> None:
         """Admit the items, join what they repeat, submit. Raises what refuses the call."""
-        books, account, outcomes, admitted = self._books, self._account, self.outcomes, self._admitted
-        model, limits, replay = books.model, books.limits, books.replay
+        state, account, outcomes, admitted = self._state, self._account, self.outcomes, self._admitted
+        model, limits, replay = state.model, state.limits, state.replay
         sound = sound_items(items, model, limits, max_bytes, outcomes)
         if len(sound) > 1:
             self._check_twins(sound)
@@ -105,7 +105,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         tokens = size = 0
         for index, item, most in sound:
             try:
-                found = admit(books, account, index, item, model, origin, now)
+                found = admit(state, account, index, item, model, origin, now)
             except ExecutorError as error:
                 outcomes[index] = error
                 continue
@@ -126,7 +126,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             try:
                 hold(account, size)
             except QueueFull:
-                books.counters.queue_full += 1
+                state.counters.queue_full += 1
                 raise
         for index, ticket in self._joined.items():
             if ticket.pending is None:
@@ -141,7 +141,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         ids = [item.handle.id for _, item, _ in sound if item.handle is not None]
         if len(set(ids)) == len(ids):
             return
-        has, owner = self._books.handles.has, self._account.caller.name
+        has, owner = self._state.handles.has, self._account.caller.name
         if any(count > 1 and has(each, owner) for each, count in Counter(ids).items()):
             raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
 
@@ -153,7 +153,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             if not self._waits:
                 self._finish()
         elif not (self._all_or_nothing and self._waits):
-            books, account = self._books, self._account
+            state, account = self._state, self._account
             submission = Submission(
                 tuple(self._spans),
                 self._on_step_done,
@@ -162,13 +162,13 @@ class ForwardCall(Transaction["ForwardCall"]):
                 account.number,
                 ARRIVED.get(),
             )
-            if not has_room(books, account, len(self._spans), submission.tokens):
-                self._refuse(queue_full(books, account))
+            if not has_room(state, account, len(self._spans), submission.tokens):
+                self._refuse(queue_full(state, account))
                 return
             account.held[Resource.QUEUED_ITEMS] += len(self._spans)
             account.held[Resource.QUEUED_TOKENS] += submission.tokens
             self._submission = submission
-            books.engine.submit(submission)
+            state.engine.submit(submission)
             self._submitted = True
             self._waits += 1
 
@@ -176,7 +176,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         """A call that an item repeats has ended."""
         if self.ended:
             return
-        self.outcomes[index] = outcome = _item_outcome(self._books.replay.read(ticket))
+        self.outcomes[index] = outcome = _item_outcome(self._state.replay.read(ticket))
         self._waits -= 1
         if not self._submitted and self._all_or_nothing and isinstance(outcome, ExecutorError):
             self._refuse(_first_refusal([outcome], index))
@@ -198,24 +198,24 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _commit(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """Make it so, whether or not the caller is still there."""
-        books, answers, present, now = self._books, self.outcomes, not self._abandoned, time.monotonic()
+        state, answers, present, now = self._state, self.outcomes, not self._abandoned, time.monotonic()
         for each, outcome in zip(self._admitted, outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
-                books.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
+                state.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
                 if outcome.position is not None and len(outcomes) > outcome.position:
                     self._culprit = self._admitted[outcome.position].place
-                answers[each.place] = settle(books, each, outcome, now, present=present)
+                answers[each.place] = settle(state, each, outcome, now, present=present)
                 continue
             (place, record, span, entry), (length, rows) = each, outcome
             if record.length != span.start:
-                books.counters.tokens_truncated += record.length - span.start
+                state.counters.tokens_truncated += record.length - span.start
             record.length = length
             record.version += 1
             if span.create and self._abandoned and entry is None:
                 # Cancelled, and no request id to ask again with: its handle will never be known.
-                record.doom = record.doom or Ending.ABANDONED
+                record.pending_end = record.pending_end or Ending.ABANDONED
             answer = named(ItemAnswer, (record.handle, rows, False, 0))
-            answers[place] = settle(books, each, answer, now, present=present)
+            answers[place] = settle(state, each, answer, now, present=present)
         self.timing = timing
         self._waits -= 1
         if not self._waits:
@@ -236,14 +236,14 @@ class ForwardCall(Transaction["ForwardCall"]):
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
         for each in self._admitted:
-            settle(self._books, each, outcome, now, present=present)
+            settle(self._state, each, outcome, now, present=present)
         self._leave_repeated()
         self.end(error)
 
     def _leave_repeated(self) -> None:
         """It waits no longer for what it repeats."""
         for ticket in self._joined.values():
-            self._books.replay.leave(ticket)
+            self._state.replay.leave(ticket)
         self._joined.clear()
 
     # --- its caller is gone, or something failed --------------------------------------------------------------------
@@ -252,7 +252,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         """See `Transaction`. A call that only repeats others has nothing to take back."""
         if self.ended or not self._admitted or any(each.entry and each.entry.waiters for each in self._admitted):
             return False
-        if self._submitted and (self._submission is None or not self._books.engine.cancel(self._submission)):
+        if self._submitted and (self._submission is None or not self._state.engine.cancel(self._submission)):
             return False
         self._refuse(Cancelled("the call was cancelled before its step; nothing happened"))
         return True
@@ -265,7 +265,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         if self._submission is None:
             for each in self._admitted:
                 if self.outcomes[each.place] is None:
-                    self.outcomes[each.place] = lose(self._books, each)
+                    self.outcomes[each.place] = lose(self._state, each)
         self._leave_repeated()
         self.end(error)
 
@@ -280,7 +280,7 @@ class ForwardCall(Transaction["ForwardCall"]):
 # --- the end of an item -----------------------------------------------------------------------------------------------
 
 
-def settle(books: Books, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:
+def settle(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:
     """The item is over: its sequence is free again, and its duplicates are answered. ``present``: the caller is still
     there, which is a sign of life, ``now`` on `time.monotonic`. Returns what the item is answered with; never raises.
     """
@@ -289,40 +289,40 @@ def settle(books: Books, each: Admitted, outcome: ItemOutcome, now: float, *, pr
     try:
         record.busy = False
         if span.create and refused:
-            books.stillborn(record)
+            state.discard(record)
         else:
             if span.create:
-                books.born(record)
-            books.quotas.settle(record)
+                state.publish(record)
+            state.quotas.settle(record)
             if present:
                 record.touch(now)
-            if record.doom is not None:
-                books.release([record], record.doom)
+            if record.pending_end is not None:
+                state.release([record], record.pending_end)
         if entry is not None:
-            books.replay.finish(entry, outcome)
+            state.replay.finish(entry, outcome)
     except Exception as error:
-        books.supervisor.note(Background.CALLBACK, error)
-        return lose(books, each, refused=refused)
+        state.supervisor.note(Background.CALLBACK, error)
+        return lose(state, each, refused=refused)
     return outcome
 
 
-def lose(books: Books, each: Admitted, *, refused: bool = False) -> InternalError:
+def lose(state: ServerState, each: Admitted, *, refused: bool = False) -> InternalError:
     """What ended the item was begun and not done, or not even begun: free its sequence, and answer the duplicates. One
     that the call was to create is released, unless the engine ``refused`` it. Returns what the item is answered with.
     """
-    (_, record, span, entry), attempt = each, books.supervisor.attempt
+    (_, record, span, entry), attempt = each, state.supervisor.attempt
     outcome = InternalError(FAILED)
     record.busy = False
     if not span.create:
-        attempt(books.quotas.settle, record)
-        if record.doom is not None:
-            attempt(books.release, [record], record.doom)
+        attempt(state.quotas.settle, record)
+        if record.pending_end is not None:
+            attempt(state.release, [record], record.pending_end)
     elif refused:
-        attempt(books.stillborn, record)
+        attempt(state.discard, record)
     else:
-        attempt(books.give_up, [record])
+        attempt(state.give_up, [record])
     if entry is not None:
-        attempt(books.replay.finish, entry, outcome)
+        attempt(state.replay.finish, entry, outcome)
     return outcome
 
 

@@ -24,7 +24,7 @@ from ferrum_rpc.errors import (
     SequenceBusy,
     SequenceVersionMismatch,
 )
-from ferrum_rpc.service.records import Ending, Record
+from ferrum_rpc.service.records import Ending, SequenceRecord
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
@@ -47,7 +47,7 @@ class HandleTable:
 
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
-        self.live: dict[bytes, Record] = {}
+        self.live: dict[bytes, SequenceRecord] = {}
         self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
         self._tombstones = tombstones
         self._next_sequence = 1
@@ -60,17 +60,17 @@ class HandleTable:
         """Names this process lifetime."""
         return self.instance.hex()
 
-    def mint(self, owner: str = "") -> Record:
+    def mint(self, owner: str = "") -> SequenceRecord:
         """A new record; it is not live before `insert`."""
-        record = Record(self._next_sequence, self.instance + secrets.token_bytes(SECRET_BYTES), owner)
+        record = SequenceRecord(self._next_sequence, self.instance + secrets.token_bytes(SECRET_BYTES), owner)
         self._next_sequence += 1
         return record
 
-    def insert(self, record: Record) -> None:
+    def insert(self, record: SequenceRecord) -> None:
         """The sequence exists from now on."""
         self.live[record.id] = record
 
-    def remove(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
+    def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
         """The sequence is gone; its handle says so as long as it is remembered. False: it was not live."""
         if self.live.pop(record.id, None) is None:
             return False
@@ -79,7 +79,7 @@ class HandleTable:
             self._gone.popitem(last=False)
         return True
 
-    def lives(self, record: Record) -> bool:
+    def lives(self, record: SequenceRecord) -> bool:
         """Whether the sequence is in the table."""
         return record.id in self.live
 
@@ -88,11 +88,11 @@ class HandleTable:
         record = self.live.get(handle_id)
         return record is not None and record.owner == owner
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SequenceRecord]:
         """All live sequences, oldest first."""
         return list(self.live.values())
 
-    def find(self, handle: HandleRef, owner: str = "") -> Record:
+    def find(self, handle: HandleRef, owner: str = "") -> SequenceRecord:
         """The owner's live sequence of a handle, whatever its version. Raises one of the four answers."""
         record = self.live.get(handle.id)
         if record is not None and record.owner == owner:
@@ -111,9 +111,9 @@ class HandleTable:
 
     def claim(
         self, handle: HandleRef, owner: str = "", *, any_version: bool = False, now: float | None = None
-    ) -> Record:
+    ) -> SequenceRecord:
         """`find`, and the handle must be current and no call in flight. The record is busy until the caller says
-        otherwise. Whatever else comes of it, the sequence was used (``now``: see `Record.touch`)."""
+        otherwise. Whatever else comes of it, the sequence was used (``now``: see `SequenceRecord.touch`)."""
         handle_id, length, version = handle
         record = self.live.get(handle_id)
         if record is None or record.owner != owner:

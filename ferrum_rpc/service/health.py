@@ -1,11 +1,11 @@
 """The standard health service, and the one place that decides what it says.
 
-Serving means: the life-cycle serves, and the model thread lives. Whoever changes one of the two calls `update`; nobody
-else names a health status.
+Serving means: the life-cycle serves, and the model thread lives. What changes one of the two calls `update`; no other
+place names a health status.
 
 The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
-takes the condition along on which the others wait, so they never hear of a change again, and one that does not read
-holds the lock that a change needs. Here every watcher waits on its own, and a change waits for nobody.
+takes the condition along on which the others wait, so they never get a change again, and one that does not read
+holds the lock that a change needs. Here every watcher waits on its own, and a change waits for none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
 
     @property
     def serving(self) -> bool:
-        """What a check is told now."""
+        """What a check is answered now."""
         return self._serving
 
     @property
@@ -46,11 +46,11 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
         return self._trouble
 
     def update(self) -> None:
-        """Look again; tell the watchers if it changed."""
+        """Look again; wake the watchers if it changed."""
         serving = self._life_cycle() and self._trouble is None and not self._closed
         if serving != self._serving:
             self._serving = serving
-            self._tell()
+            self._wake()
 
     def report(self, trouble: str | None) -> None:
         """What the heartbeat says of the model thread: why it does not live, or None."""
@@ -58,10 +58,10 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
         self.update()
 
     def close(self) -> None:
-        """Not serving, for good. Watchers are told and their streams end: no watch holds up the end of the server."""
+        """Not serving, for good. Watchers get it and their streams end: no watch holds up the end of the server."""
         self._closed = True
         self.update()
-        self._tell()
+        self._wake()
 
     async def Check(  # noqa: N802 - the name in the standard proto
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -76,13 +76,13 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
     ) -> None:
         """The status of a service now and at every change. What comes and goes while a watcher does not read is left
         out."""
-        told: int | None = None
+        sent: int | None = None
         while True:
             changed = self._changed
             status = self._status(request.service)
-            if status != told:
+            if status != sent:
                 await context.write(Status(status=status))
-                told = status
+                sent = status
             elif self._closed:
                 return
             else:
@@ -93,6 +93,6 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
             return int(Status.SERVICE_UNKNOWN)
         return int(Status.SERVING if self._serving else Status.NOT_SERVING)
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

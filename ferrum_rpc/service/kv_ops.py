@@ -15,9 +15,9 @@ from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer
 from ferrum_rpc.engine.work import Command, Operation
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
-from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.records import Ending, Record
+from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import FAILED, Transaction
 
 Handles = tuple[HandleRef, ...]
@@ -44,7 +44,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     _handles: Handles = ()
     _done = _replayed = False
-    _record: Record
+    _record: SequenceRecord
     _plan: Plan | None = None
     _operation: Operation | None = None
     _entry: Entry | None = None
@@ -52,19 +52,19 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     def __init__(
         self,
-        books: Books,
+        state: ServerState,
         handle: HandleRef,
         caller: Caller,
-        plan: Callable[[Record], Plan],
+        plan: Callable[[SequenceRecord], Plan],
         *,
-        claim: Callable[[], Record] | None = None,
+        claim: Callable[[], SequenceRecord] | None = None,
         request_id: str = "",
         fingerprint: Hashable = None,
     ) -> None:
-        self._books = books
+        self._state = state
         try:
             if not self._repeats(scope_of(caller.name, handle.id, request_id), request_id, fingerprint):
-                self._record = books.handles.claim(handle, caller.name) if claim is None else claim()
+                self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
                 self._submit(plan, scope_of(caller.name, handle.id, request_id), request_id, fingerprint)
         except Exception as error:
             if self._plan is not None:  # what it has claimed is free again
@@ -73,8 +73,8 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     def _repeats(self, key: Key, request_id: str, fingerprint: Hashable) -> bool:
         """Join the call that this one repeats. False: there is none. Raises its refusal."""
-        _ = self._books.model
-        replay = self._books.replay
+        _ = self._state.model
+        replay = self._state.replay
         if not request_id or (known := replay.scope(key).get(request_id)) is None:
             return False
         self._ticket = ticket = replay.join(known.repeated(fingerprint))
@@ -84,34 +84,34 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             ticket.pending.add_done_callback(partial(self.settle, self._on_repeated))
         return True
 
-    def _submit(self, plan: Callable[[Record], Plan], key: Key, request_id: str, fingerprint: Hashable) -> None:
+    def _submit(self, plan: Callable[[SequenceRecord], Plan], key: Key, request_id: str, fingerprint: Hashable) -> None:
         """Check the request against the claimed sequence, and queue it. A refusal leaves no entry."""
-        books, record = self._books, self._record
+        state, record = self._state, self._record
         try:
             self._plan = plan(record)
         except Exception:
             record.busy = False
             raise
         if request_id:
-            self._entry = books.replay.begin(books.replay.scope(key), request_id, fingerprint)
+            self._entry = state.replay.begin(state.replay.scope(key), request_id, fingerprint)
         if self._plan.command is None:
-            record.mourners.append(partial(self.settle, self._finish, None))
+            record.on_freed.append(partial(self.settle, self._finish, None))
         else:
             self._operation = Operation(self._plan.command, partial(self.settle, self._finish))
-            books.engine.operate(self._operation)
+            state.engine.operate(self._operation)
 
     def answer(self) -> tuple[Handles, bool]:
         """What it left. Raises what refused it."""
         if self.refusal is not None:
             raise self.refusal
         if not self._replayed:
-            self._books.failpoints.reach("before_reply")
+            self._state.failpoints.reach("before_reply")
         return self._handles, self._replayed
 
     def take_back(self) -> bool:
         """See `Transaction`."""
         awaited = self._entry is not None and self._entry.waiters
-        if self._operation is None or awaited or not self._books.engine.cancel(self._operation):
+        if self._operation is None or awaited or not self._state.engine.cancel(self._operation):
             return False
         self.settle(self._finish, Cancelled("the call was cancelled before it was dispatched; nothing happened"))
         return True
@@ -121,15 +121,15 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         self._leave_repeated()
         if self._plan is None:
             return
-        books, attempt, record = self._books, self._books.supervisor.attempt, self._record
+        state, attempt, record = self._state, self._state.supervisor.attempt, self._record
         if self._done:
             attempt(self._plan.lose)
-        if books.handles.lives(record):
-            attempt(books.quotas.settle, record)
-        if record.doom is not None and not record.busy:
-            attempt(books.release, [record], record.doom)
+        if state.handles.lives(record):
+            attempt(state.quotas.settle, record)
+        if record.pending_end is not None and not record.busy:
+            attempt(state.release, [record], record.pending_end)
         if self._entry is not None:
-            attempt(books.replay.finish, self._entry, error)
+            attempt(state.replay.finish, self._entry, error)
 
     def abandon(self) -> None:
         """See `Transaction`."""
@@ -138,7 +138,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     def _finish(self, result: object) -> None:
         """It was done, or refused."""
-        books, plan, record = self._books, self._plan, self._record
+        state, plan, record = self._state, self._plan, self._record
         assert plan is not None  # noqa: S101 - it was begun
         if plan.command is not None:
             record.busy = False
@@ -148,20 +148,20 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             self._handles = plan.commit()
         else:
             plan.refuse()
-        if plan.command is not None and books.handles.lives(record):
-            books.quotas.settle(record)
+        if plan.command is not None and state.handles.lives(record):
+            state.quotas.settle(record)
             record.touch()
-        if record.doom is not None and not record.busy:
-            books.release([record], record.doom)
+        if record.pending_end is not None and not record.busy:
+            state.release([record], record.pending_end)
         if self._entry is not None:
-            books.replay.finish(self._entry, refusal or self._handles)
+            state.replay.finish(self._entry, refusal or self._handles)
         self.end(refusal)
 
     def _on_repeated(self, _: object = None) -> None:
         """The call that this one repeats has ended."""
         if self._ticket is None:
             return
-        outcome = self._books.replay.read(self._ticket)
+        outcome = self._state.replay.read(self._ticket)
         self._leave_repeated()
         if isinstance(outcome, ExecutorError):
             self.end(outcome)
@@ -172,31 +172,31 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     def _leave_repeated(self) -> None:
         if self._ticket is not None:
-            self._books.replay.leave(self._ticket)
+            self._state.replay.leave(self._ticket)
             self._ticket = None
 
 
 def truncate(
-    books: Books, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
+    state: ServerState, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
 ) -> OperationCall:
     """Roll back to ``length``: one handle is left."""
 
-    def plan(record: Record) -> Plan:
+    def plan(record: SequenceRecord) -> Plan:
         check_length(record.length, length, 0, None)
 
         def commit() -> Handles:
-            books.counters.tokens_truncated += record.length - length
+            state.counters.tokens_truncated += record.length - length
             record.length = length
             record.version += 1
             return (record.handle,)
 
         return Plan(Command("truncate", (record.sequence, length)), commit)
 
-    return OperationCall(books, handle, caller, plan, request_id=request_id, fingerprint=("truncate", handle, length))
+    return OperationCall(state, handle, caller, plan, request_id=request_id, fingerprint=("truncate", handle, length))
 
 
 def fork(
-    books: Books,
+    state: ServerState,
     handle: HandleRef,
     count: int = 1,
     at: int | None = None,
@@ -209,25 +209,25 @@ def fork(
     """``count`` children of the first ``at`` tokens, under the lease that is named or the parent's: their handles are
     left. The parent does not change."""
 
-    def claim() -> Record:
-        if not 1 <= count <= books.limits.max_batch_items:
-            raise InvalidRequest(f"count must be 1 to {books.limits.max_batch_items}", field="count")
-        return books.handles.claim(handle, caller.name)
+    def claim() -> SequenceRecord:
+        if not 1 <= count <= state.limits.max_batch_items:
+            raise InvalidRequest(f"count must be 1 to {state.limits.max_batch_items}", field="count")
+        return state.handles.claim(handle, caller.name)
 
-    def plan(record: Record) -> Plan:
+    def plan(record: SequenceRecord) -> Plan:
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
-        lease = books.leases.find(lease_id, caller.name) if lease_id else record.lease
-        children = books.mint(count, books.quotas.account(caller), lease)
+        lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
+        children = state.mint(count, state.quotas.account(caller), lease)
 
         def refuse() -> None:
             for child in children:
-                books.stillborn(child)
+                state.discard(child)
 
         try:
             for child in children:
                 child.origin = origin
-                books.quotas.charge(child, length)
+                state.quotas.charge(child, length)
         except Exception:
             refuse()
             raise
@@ -235,43 +235,43 @@ def fork(
         def commit() -> Handles:
             for child in children:
                 child.length, child.version = length, 1
-                books.born(child)
-                books.quotas.settle(child)
-            books.release([child for child in children if child.doom is not None], Ending.REVOKED)
+                state.publish(child)
+                state.quotas.settle(child)
+            state.release([child for child in children if child.pending_end is not None], Ending.REVOKED)
             return tuple(child.handle for child in children)
 
         command = Command("fork", (record.sequence, [child.sequence for child in children], length))
-        return Plan(command, commit, refuse, partial(books.give_up, children))
+        return Plan(command, commit, refuse, partial(state.give_up, children))
 
     fingerprint = ("fork", handle, count, at, lease_id)
-    return OperationCall(books, handle, caller, plan, claim=claim, request_id=request_id, fingerprint=fingerprint)
+    return OperationCall(state, handle, caller, plan, claim=claim, request_id=request_id, fingerprint=fingerprint)
 
 
 def release(
-    books: Books, handle: HandleRef, *, any_version: bool = False, request_id: str = "", caller: Caller = ANYBODY
+    state: ServerState, handle: HandleRef, *, any_version: bool = False, request_id: str = "", caller: Caller = ANYBODY
 ) -> OperationCall:
     """Free the sequence: no handle is left. With ``any_version`` a sequence whose call is still in flight is released
     when that call ends."""
 
-    def claim() -> Record:
-        record = books.handles.find(handle, caller.name)
+    def claim() -> SequenceRecord:
+        record = state.handles.find(handle, caller.name)
         if record.busy:
-            record.doom = record.doom or Ending.RELEASED
+            record.pending_end = record.pending_end or Ending.RELEASED
             return record
-        return books.handles.claim(handle, caller.name, any_version=True)
+        return state.handles.claim(handle, caller.name, any_version=True)
 
-    def plan(record: Record) -> Plan:
-        if record.doom is not None:
+    def plan(record: SequenceRecord) -> Plan:
+        if record.pending_end is not None:
             return Plan(None, tuple)
 
         def commit() -> Handles:
-            books.bury(record)
+            state.remove(record)
             return ()
 
-        return Plan(Command("release", ([record.sequence],)), commit, lose=partial(books.bury, record))
+        return Plan(Command("release", ([record.sequence],)), commit, lose=partial(state.remove, record))
 
     return OperationCall(
-        books,
+        state,
         handle,
         caller,
         plan,
@@ -281,12 +281,12 @@ def release(
     )
 
 
-def reserve(books: Books, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall:
+def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall:
     """Hold blocks for ``tokens`` tokens beyond the present length: the handle is left as it is."""
 
-    def plan(record: Record) -> Plan:
-        check_length(record.length, None, tokens, books.model)
-        books.quotas.charge(record, record.length + tokens)
+    def plan(record: SequenceRecord) -> Plan:
+        check_length(record.length, None, tokens, state.model)
+        state.quotas.charge(record, record.length + tokens)
 
         def commit() -> Handles:
             record.held_to = record.length + tokens if tokens else 0
@@ -294,4 +294,4 @@ def reserve(books: Books, handle: HandleRef, tokens: int, *, caller: Caller = AN
 
         return Plan(Command("reserve", (record.sequence, tokens)), commit)
 
-    return OperationCall(books, handle, caller, plan)
+    return OperationCall(state, handle, caller, plan)

@@ -2,7 +2,7 @@
 
 One lease per scheduler. Any call on one of its sequences renews it; a scheduler that has nothing to say sends a
 keep-alive every sixth of its time (etcd renews every third; a sixth survives lost ones and a client whose loop stalls).
-Time is the monotonic clock's. Like a handle, a lease is its caller's, and one of an earlier process is told apart.
+Time is the monotonic clock's. Like a handle, a lease is its caller's, and one of an earlier process is refused as such.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECRET_BYTES: Final = 16
 MAX_CLIENT_NAME: Final = 128
 
 
-class LeaseBook:
+class LeaseTable:
     """The leases that live, and which of the others expired."""
 
     def __init__(self, limits: Limits, quotas: Quotas, instance_id: str) -> None:
@@ -101,6 +101,6 @@ class LeaseBook:
         return True
 
     def extend(self, seconds: float) -> None:
-        """This process heard nobody for so long: nobody's silence counts."""
+        """This process received nothing for so long: silence in that time does not count."""
         for lease in self._live.values():
             lease.expires += seconds

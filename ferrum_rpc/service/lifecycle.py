@@ -1,8 +1,7 @@
 """The clock of the service floor: what expires, and how a server goes.
 
-The sweep frees the sequences of leases that nobody renewed and those without a lease that nobody used. It forgives its
-own deafness: a process that was stopped or starved heard no keep-alive, so the time it missed is given back to
-everybody before anybody is judged.
+The sweep frees the sequences of leases that were not renewed, and unused ones without a lease. A process that was
+stopped or starved received no keep-alive: the time that it missed is added to every lease before any of them ends.
 
 A drain takes no new sequences, serves the owned ones until they are released or the lame-duck time is over, then
 refuses everything that is new. What is in flight always finishes.
@@ -17,10 +16,10 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.errors import Draining
-from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
 from ferrum_rpc.service.health import HealthBoard
-from ferrum_rpc.service.records import Ending, Record
+from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
 
 log = structlog.get_logger("ferrum_rpc.lifecycle")
@@ -33,8 +32,8 @@ FORGIVEN_FROM_S: Final = 0.25
 class Sweeper:
     """Ends what expired, every `SWEEP_EVERY_S` seconds."""
 
-    def __init__(self, books: Books, every_s: float = SWEEP_EVERY_S) -> None:
-        self._books = books
+    def __init__(self, state: ServerState, every_s: float = SWEEP_EVERY_S) -> None:
+        self._state = state
         self._every_s = every_s
         self._due = time.monotonic() + every_s
         self._task: asyncio.Task[None] | None = None
@@ -42,7 +41,7 @@ class Sweeper:
     def start(self) -> None:
         """Begin to sweep."""
         self._due = time.monotonic() + self._every_s
-        self._task = self._books.supervisor.every(Background.SWEEP, self._every_s, self._turn)
+        self._task = self._state.supervisor.every(Background.SWEEP, self._every_s, self._turn)
 
     def stop(self) -> None:
         """Sweep no more."""
@@ -54,27 +53,27 @@ class Sweeper:
         late = now - self._due
         self._due = now + self._every_s
         if late > FORGIVEN_FROM_S:
-            self.forgive(late)  # what arrived meanwhile stands in the sockets: hear it first
+            self.forgive(late)  # what arrived meanwhile is still in the sockets
         else:
             self.sweep(now)
 
     def forgive(self, seconds: float) -> None:
-        """This process heard nobody for so long."""
+        """This process received nothing for so long."""
         log.warning(
             "sweep_late",
             seconds=round(seconds, 2),
             action="leases were prolonged by it; if this repeats, the machine is overloaded or the process was stopped",
         )
-        self._books.leases.extend(seconds)
-        for record in self._books.handles.records():
+        self._state.leases.extend(seconds)
+        for record in self._state.handles.records():
             record.used += seconds
 
     def sweep(self, now: float) -> None:
         """End the leases and the idle sequences whose time is over at ``now`` (monotonic seconds)."""
-        books = self._books
-        for lease in books.leases.due(now):
-            members = books.end_lease(lease, expired=True)
-            books.end(members, Ending.EXPIRED)
+        state = self._state
+        for lease in state.leases.due(now):
+            members = state.end_lease(lease, expired=True)
+            state.end(members, Ending.EXPIRED)
             log.info(
                 "lease_expired",
                 client=lease.client_name,
@@ -83,20 +82,20 @@ class Sweeper:
                 sequences=len(members),
                 action="nothing, if the scheduler ended; else see why it could not renew: network, or its loop stalls",
             )
-        idle = self._idle(now - books.limits.idle_ttl_s)
+        idle = self._idle(now - state.limits.idle_ttl_s)
         if idle:
-            books.end(idle, Ending.IDLE)
+            state.end(idle, Ending.IDLE)
             log.info(
                 "idle_sequences_expired",
                 sequences=len(idle),
-                idle_ttl_s=books.limits.idle_ttl_s,
+                idle_ttl_s=state.limits.idle_ttl_s,
                 action="a scheduler forgot them: let it release what it no longer needs, or use a lease",
             )
 
-    def _idle(self, before: float) -> list[Record]:
+    def _idle(self, before: float) -> list[SequenceRecord]:
         return [
             record
-            for record in self._books.handles.records()
+            for record in self._state.handles.records()
             if record.lease is None and not record.busy and record.used <= before
         ]
 
@@ -104,8 +103,8 @@ class Sweeper:
 class Drain:
     """The end of a server. `begin` may come from a signal and from an operator; the earlier end wins."""
 
-    def __init__(self, books: Books, health: HealthBoard, sessions: Sessions) -> None:
-        self._books = books
+    def __init__(self, state: ServerState, health: HealthBoard, sessions: Sessions) -> None:
+        self._state = state
         self._health = health
         self._sessions = sessions
         self._until = float("inf")
@@ -123,23 +122,23 @@ class Drain:
         if self.begun.is_set():
             return
         self.begun.set()
-        self._books.drain()
+        self._state.drain()
         self._health.update()
         log.info(
             "draining",
             grace_s=grace_s,
-            sequences=len(self._books.handles),
+            sequences=len(self._state.handles),
             sessions=len(self._sessions),
             action="let schedulers move on: new sequences are refused, owned ones are served until the grace is over",
         )
-        self._task = self._books.supervisor.start(Background.DRAIN, self._run)
+        self._task = self._state.supervisor.start(Background.DRAIN, self._run)
 
     async def _run(self) -> None:
-        books = self._books
-        if books.state is not Lifecycle.FAILED:
+        state = self._state
+        if state.lifecycle is not Lifecycle.FAILED:
             await self._lame_duck()
-        books.close()
-        left = len(books.handles)
+        state.close()
+        left = len(state.handles)
         log.info(
             "drained",
             sequences_left=left,
@@ -152,7 +151,7 @@ class Drain:
 
     async def _lame_duck(self) -> None:
         """Until nothing is owned any more, or the time is over."""
-        empty = asyncio.create_task(self._books.empty.wait())
+        empty = asyncio.create_task(self._state.empty.wait())
         try:
             while not empty.done() and (left := self._until - time.monotonic()) > 0:
                 self._sooner.clear()

@@ -1,44 +1,57 @@
-"""The executor's numbers under their Prometheus names, read from the books when somebody scrapes.
+"""The executor's numbers under their Prometheus names, and ``/metrics`` on a port of its own: to scrape is not to call.
 
 Nothing is kept here. `Metrics.collect` runs in the metrics server's thread while the event loop goes on: it reads
 integers and takes copies of dicts, each in one step of the interpreter, and never waits for the loop. So a scrape
-answers while the loop is busy, and the numbers of one scrape may be a call apart.
+answers while the loop or the model is stuck, when the numbers are wanted most, and the numbers of one scrape may be a
+call apart.
 
 Labels come from fixed sets (method, code, reason, cause, state, failpoint): nothing that a caller sends becomes one.
+
+Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS` are
+open, the oldest is closed, so that connections held open hold up no other. The server that prometheus_client starts has
+none of these bounds, and a backlog of 5; from the library come the numbers and their format.
 """
 
 from __future__ import annotations
 
+import io
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.service.books import Books, Lifecycle
+from ferrum_rpc.service.bind import PortInUse
 from ferrum_rpc.service.meters import Histogram, StepMeter
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.service.state import Lifecycle, ServerState
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 
 PREFIX: Final = "ferrum_"
 
 
 class Metrics(Collector):
     """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired.
-    ``lines_dropped()``: log lines that nobody read."""
+    ``lines_dropped()``: log lines that were not read."""
 
     def __init__(
         self,
-        books: Books,
+        state: ServerState,
         calls: CallLog,
         steps: StepMeter,
         failpoints: Mapping[str, int] | None = None,
         lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._books = books
+        self._state = state
         self._calls = calls
         self._steps = steps
         self._failpoints = failpoints or {}
@@ -53,35 +66,35 @@ class Metrics(Collector):
         yield from self._rpcs()
 
     def _process(self) -> Iterator[Metric]:
-        books = self._books
+        state = self._state
         build = {"version": __version__, "schema_revision": str(SCHEMA_REVISION)}
         yield _info("build_info", "Version of the executor and of its contract.", build)
         try:
-            model, device = books.model, books.device
+            model, device = state.model, state.device
         except ExecutorError:  # loading, or gone
             pass
         else:
             what = {"model": model.name, "architecture": model.architecture, "device": device.name}
             yield _info("model_info", "What is served, and where it runs.", what)
-        states = {state.value: float(state is books.state) for state in Lifecycle}
+        states = {each.value: float(each is state.lifecycle) for each in Lifecycle}
         yield _gauges("executor_state", "1 for the state that the executor is in.", "state", states)
         yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self._lines_dropped())
-        failures = books.supervisor.failures
+        failures = state.supervisor.failures
         yield _counters("background_failures", "Failures of background tasks, which go on.", "task", failures)
         if self._failpoints:
             yield _counters("failpoints_fired", "Failures that were asked for.", "name", self._failpoints)
 
     def _sequences(self) -> Iterator[Metric]:
-        books, counters = self._books, self._books.counters
-        yield _gauge("sequences", "Live sequences.", len(books.handles))
+        state, counters = self._state, self._state.counters
+        yield _gauge("sequences", "Live sequences.", len(state.handles))
         yield _counter("sequences_created", "Sequences that came to be.", counters.created)
         yield _counters("sequences_ended", "Sequences that ended, by cause.", "cause", counters.ended)
-        yield _gauge("leases", "Live leases.", len(books.leases))
+        yield _gauge("leases", "Live leases.", len(state.leases))
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
-        yield _gauge("sessions", "Open sessions.", books.sessions)
+        yield _gauge("sessions", "Open sessions.", state.sessions)
 
     def _cache(self) -> Iterator[Metric]:
-        pressure, counters, replay = self._books.pressure(), self._books.counters, self._books.replay
+        pressure, counters, replay = self._state.pressure(), self._state.counters, self._state.replay
         blocks = {"free": pressure.free_blocks, "used": pressure.total_blocks - pressure.free_blocks}
         yield _gauges("kv_blocks", "Blocks of the KV cache, by state.", "state", blocks)
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
@@ -90,7 +103,7 @@ class Metrics(Collector):
         yield _gauge("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes)
 
     def _work(self) -> Iterator[Metric]:
-        pressure, engine, steps = self._books.pressure(), self._books.engine.counters, self._steps
+        pressure, engine, steps = self._state.pressure(), self._state.engine.counters, self._steps
         yield _gauge("queue_items", "Items that wait for a step.", pressure.queued_items)
         yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
@@ -163,3 +176,101 @@ def _info(name: str, text: str, labels: Mapping[str, str]) -> Metric:
 def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
     buckets, total = histogram.snapshot()
     return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=total)
+
+
+REQUEST_TIMEOUT_S: Final = 10.0
+"""A connection whose request is not asked and answered by then is closed, however busily it sends."""
+
+MAX_CONNECTIONS: Final = 64
+BACKLOG: Final = 128
+"""Connections that the system keeps until they are taken."""
+
+STOP_POLL_S: Final = 0.1
+"""How often the thread asks whether it should end."""
+
+
+class MetricsServer:
+    """Serves a registry on ``host:port`` (0 picks a free one) until `stop`. Raises `PortInUse`."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        server_class = _ServerV6 if ":" in host else _Server
+        try:
+            self._server = make_server(host, port, make_wsgi_app(registry), server_class, _Quiet)
+        except OSError as error:
+            raise PortInUse(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(STOP_POLL_S,), name="ferrum-metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """What Prometheus is told to scrape."""
+        host, port = self._server.server_address[:2]
+        host = str(host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+
+    def stop(self) -> None:
+        """Close the port. Waits up to `STOP_POLL_S` for the thread to notice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = BACKLOG
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a new connection its thread, and an old one's up where there are too many."""
+        self._open[request] = time.monotonic()
+        self._close_oldest(MAX_CONNECTIONS, 0.0)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Between two looks at the port: close what takes too long."""
+        self._close_oldest(0, REQUEST_TIMEOUT_S)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The connection's own thread has done with it."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is slow or gone is no event of the executor's."""
+
+    def _close_oldest(self, most: int, age_s: float) -> None:
+        """Wake the threads of what is above ``most`` and older than ``age_s``: their connection is at its end."""
+        for request, since in list(self._open.items())[: max(0, len(self._open) - most)]:
+            if time.monotonic() - since < age_s:
+                return
+            self._open.pop(request, None)
+            with suppress(OSError):  # it has ended by itself
+                request.shutdown(socket.SHUT_RDWR)
+
+    def server_bind(self) -> None:
+        """Without the base class's look-up of the own host name, which takes seconds where no name server answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Quiet(WSGIRequestHandler):
+    """One line a scrape is nothing that an operator wants to read."""
+
+    timeout = REQUEST_TIMEOUT_S
+
+    def get_stderr(self) -> Any:
+        """Where the answer to a client that is gone would be complained about."""
+        return io.StringIO()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
+        """Say nothing."""

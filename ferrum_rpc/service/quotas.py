@@ -1,11 +1,11 @@
 """What each caller holds, and how much it may: a share of everything that callers could take from each other.
 
 A caller whose credentials say that there are others has `Limits.caller_share` of every table. One that is alone, or an
-operator, has all of it: nobody else is there to be hurt, and an operator could reset the executor anyway. Exact numbers
-of sequences and blocks, where they are set, hold for everybody in place of the share.
+operator, has all of it: there is no other to be hurt, and an operator could reset the executor anyway. Exact numbers
+of sequences and blocks, where they are set, hold for every caller in place of the share.
 
-An `Account` counts by `Resource`: whoever hands something out takes it from the caller's account first, and gives it
-back when it is free again. It counts always, for 3 µs a call, so what is taken and what is given agree.
+An `Account` counts by `Resource`: what is handed out is taken from the caller's account first, and given back when it
+is free again. It counts always, for 3 µs a call, so what is taken and what is given agree.
 
 For blocks a caller pays for what its sequences refer to, up to their length or what was reserved for them, and in full
 for those that sequences share: what it would hold if they diverged. They are counted where they are bounded.
@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
-from ferrum_rpc.service.records import Account, Record, Resource
+from ferrum_rpc.service.records import Account, Resource, SequenceRecord
 
 UNBOUNDED: Final = sys.maxsize
 EMPTY_ACCOUNTS: Final = 1024
@@ -83,7 +83,7 @@ class Quotas:
         for account in self._accounts.values():
             account.most = self._most[account.caller.shares]
 
-    def charge(self, record: Record, length: int) -> None:
+    def charge(self, record: SequenceRecord, length: int) -> None:
         """The sequence is to grow to ``length`` tokens. Raises `QuotaExceeded`; `settle` must follow otherwise."""
         account = record.account
         if account.most[Resource.BLOCKS] == UNBOUNDED:
@@ -92,14 +92,14 @@ class Quotas:
         account.take(Resource.BLOCKS, more)
         record.charged += more
 
-    def settle(self, record: Record) -> None:
+    def settle(self, record: SequenceRecord) -> None:
         """The call is over: the sequence is charged for what it has."""
         if record.charged:
             due = self._blocks(max(record.length, record.held_to))
             record.account.give(Resource.BLOCKS, record.charged - due)
             record.charged = due
 
-    def close(self, record: Record) -> None:
+    def close(self, record: SequenceRecord) -> None:
         """The sequence is gone, or never was."""
         record.account.give(Resource.SEQUENCES)
         record.account.give(Resource.BLOCKS, record.charged)

@@ -67,7 +67,7 @@ class Lease:
     client_name: str
     ttl_s: float
     expires: float
-    members: dict[Record, None] = field(default_factory=dict)
+    members: dict[SequenceRecord, None] = field(default_factory=dict)
 
     @property
     def renew_every_s(self) -> float:
@@ -101,13 +101,13 @@ class Ending(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class SequenceRecord:
     """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
 
     ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
-    ``doom`` says that it ends when that call is over; ``mourners`` are called when its blocks are free. ``used`` is
-    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays
-    for, and ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
+    ``pending_end``: why it ends when that call is over; ``on_freed`` are called when its blocks are free. ``used`` is
+    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays for, and
+    ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
     """
 
     sequence: int
@@ -116,14 +116,14 @@ class Record:
     length: int = 0
     version: int = 0
     busy: bool = False
-    doom: Ending | None = None
+    pending_end: Ending | None = None
     lease: Lease | None = None
     used: float = 0.0
     account: Account = field(init=False, repr=False)
     charged: int = 0
     held_to: int = 0
     origin: object | None = None
-    mourners: list[Callable[[], None]] = field(default_factory=list)
+    on_freed: list[Callable[[], None]] = field(default_factory=list)
 
     def touch(self, now: float | None = None) -> None:
         """It was used: its lease is renewed, or its idle time begins anew. ``now``: on `time.monotonic`, for a caller

@@ -1,8 +1,8 @@
 """The table of every method, and the way of a request to its handler: who calls, then the body, then the message.
 
-Every handler comes through here, so that a method that somebody adds later is guarded, bounded and parsed without
+Every handler comes through here, so that a method that is added later is guarded, bounded and parsed without
 knowing it. A method of one request is registered as one of a stream: gRPC would otherwise take the body into memory
-before anybody has looked at the headers, and parse it before the handler runs, answering UNKNOWN where that fails.
+before the headers are looked at, and parse it before the handler runs, answering UNKNOWN where that fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from google.protobuf.message import DecodeError
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.service.auth import ARRIVED, OPEN_SERVICES, Guard
 from ferrum_rpc.service.bodies import Bodies
-from ferrum_rpc.service.guard import OPEN_SERVICES, Guard
-from ferrum_rpc.service.identity import ARRIVED
 from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, Context, refuse
 from ferrum_rpc.wire.framing import serializing
 from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
@@ -41,7 +40,7 @@ BODY_SHARE: Final = 4
 
 OPEN_BODY_BYTES: Final = 64 << 20
 OPEN_SHARE: Final = 32
-"""The same where no credentials are asked for. A prober needs one; 31 others that dribble are in nobody's way."""
+"""The same where no credentials are asked for. A prober needs one; 31 others that dribble do not delay it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Reception:
 
 class Registry(grpc.GenericRpcHandler):
     """A grpc server as far as registering is concerned, and the generic handler that a real one asks. Without a
-    ``guard`` anybody may call; a method that nobody registered is refused like any other call."""
+    ``guard`` every caller is admitted; a method that is not registered is refused like any other call."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
         async def unknown(_: Any, context: Context) -> None:

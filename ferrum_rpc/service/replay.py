@@ -9,7 +9,7 @@ least recently gives its oldest; and answers of one sequence. What is too much o
 has most, so one that has less than its equal part loses nothing to another. The third is small: calls on a sequence
 come one at a time, so a retry is of the latest answer, and a duplicate that turns up later still carries an old version
 and is refused. It is not 1, because a fork changes no version and a scheduler may make several before it finds that one
-was lost, and because the network may keep a duplicate for some steps: it then hears its answer, and not that it is
+was lost, and because the network may keep a duplicate for some steps: it then gets its answer, and not that it is
 stale. What it bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many,
 and answers of 65,536 answers ago are 1 kB of scattered memory each.
 """
@@ -177,7 +177,7 @@ class ReplayLog:
 
     def join(self, entry: Entry) -> Ticket:
         """Ask for an entry's answer. From now until `leave` the first call is waited for, and not taken back when its
-        own caller is cancelled; so whoever asks must join before anything else can run."""
+        own caller is cancelled; so join before anything else can run."""
         if entry.answer is not None:
             return Ticket(entry, None)
         if entry.pending is None:

@@ -16,14 +16,14 @@ from typing import Any, Final, Protocol
 import grpc
 
 from ferrum_rpc.errors import ExecutorError, InternalError, Reason
+from ferrum_rpc.service.error_log import ErrorLog
 from ferrum_rpc.service.meters import SECONDS, Histogram
-from ferrum_rpc.service.refusals import RefusalLog
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
-"""When a client that retries by itself may do so; RetryInfo says the same to everybody else."""
+"""When a client that retries by itself may do so; RetryInfo says the same to every other one."""
 
 UNKNOWN_METHOD: Final = "unknown"
 """The one name under which calls of methods that do not exist are counted: a caller's word becomes no label."""
@@ -70,7 +70,7 @@ class CallLog:
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self.methods: defaultdict[str, MethodCount] = defaultdict(MethodCount)
-        self.refusals = RefusalLog()
+        self.refusals = ErrorLog()
         self.tracer = tracer
         self.in_flight = 0
         self.streams = 0

@@ -31,20 +31,19 @@ from ferrum_rpc.executor.v1 import (
 )
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.accept import Acceptors
-from ferrum_rpc.service.books import RETRY_ELSEWHERE_S, Books, Lifecycle
+from ferrum_rpc.service.auth import Security, guard_of
+from ferrum_rpc.service.bind import address, open_port
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
-from ferrum_rpc.service.guard import guard_of
+from ferrum_rpc.service.executor import ModelExecutorServicer
 from ferrum_rpc.service.health import HealthBoard
-from ferrum_rpc.service.heartbeat import HeartbeatMonitor
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
-from ferrum_rpc.service.listen import address, open_port
 from ferrum_rpc.service.meters import StepMeter
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.security import Security
-from ferrum_rpc.service.servicers import ModelExecutorServicer
 from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.watchdog import Watchdog
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -55,7 +54,7 @@ FRAME_OVERHEAD: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """How a silent client is noticed: pinged after ``time_s`` seconds without a byte from it, given up when the ping is
+    """How a silent client is found: pinged after ``time_s`` seconds without a byte from it, given up when the ping is
     not answered within ``timeout_s``."""
 
     time_s: float = 30.0
@@ -64,8 +63,8 @@ class Keepalive:
 
 PENDING_CALLS: Final = 2560
 UNREAD_BYTES: Final = 16 << 10
-"""Calls that may wait to be accepted, of all connections, and what each may have sent by then; nobody has asked yet who
-it is. 2,560 of them with their bytes took 54 MiB. A message that is longer takes one more round trip, so a step of 150
+"""Calls that may wait to be accepted, of all connections, and what each may have sent by then; who it is has not been
+asked yet. 2,560 of them with their bytes took 54 MiB. A longer message takes one more round trip, so a step of 150
 sequences should not be."""
 
 
@@ -95,7 +94,7 @@ class ExecutorServer:
         heartbeat: Heartbeat | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
-        self.books = Books(limits, failpoints)
+        self.state = ServerState(limits, failpoints)
         self.calls = CallLog()
         self.steps = StepMeter()
         self.port = port
@@ -106,11 +105,11 @@ class ExecutorServer:
         self._max_streams = max_streams
         self._security = security
         self._heartbeat = heartbeat
-        self._monitor: HeartbeatMonitor | None = None
+        self._monitor: Watchdog | None = None
         self.health = HealthBoard(self._serves, SERVICES)
         self.sessions = Sessions()
-        self.draining = Drain(self.books, self.health, self.sessions)
-        self._sweeper = Sweeper(self.books)
+        self.draining = Drain(self.state, self.health, self.sessions)
+        self._sweeper = Sweeper(self.state)
         self._grace_s = grace_s
         self._ready: asyncio.Future[Described] = asyncio.get_running_loop().create_future()
         self._failed = asyncio.Event()
@@ -145,8 +144,8 @@ class ExecutorServer:
                 # 2,000 sessions are no attack.
                 ("grpc.server.max_pending_requests", PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
-                # What nobody reads; gRPC takes 64 KiB by itself, and megabytes on a fast connection. A longer message
-                # costs a round trip, for gRPC asks for the rest when somebody reads it.
+                # What is not read; gRPC takes 64 KiB by itself, and megabytes on a fast connection. A longer message
+                # costs a round trip, for gRPC asks for the rest when it is read.
                 ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),
             )
@@ -154,23 +153,23 @@ class ExecutorServer:
         registry = self.methods()
         server.add_generic_rpc_handlers((registry,))
         acceptors = Acceptors(server, registry.handlers)
-        supervisor = self.books.supervisor
+        supervisor = self.state.supervisor
         rejected = partial(supervisor.count, Background.CERTIFICATES)
         self.port = open_port(server, self._host, self.port, self._security, rejected)
         self._server = server
         supervisor.on_change = self.health.update
         supervisor.watch(asyncio.get_running_loop())
-        engine = self.books.engine = self._engine()
+        engine = self.state.engine = self._engine()
         await server.start()
         acceptors.start()
         engine.start()
-        self._monitor = HeartbeatMonitor(engine, self.health, supervisor)
+        self._monitor = Watchdog(engine, self.health, supervisor)
         self._monitor.start()
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
     def _serves(self) -> bool:
-        return self.books.state is Lifecycle.SERVING and not self.books.supervisor.stuck
+        return self.state.lifecycle is Lifecycle.SERVING and not self.state.supervisor.stuck
 
     def _engine(self) -> Engine:
         about: Any = {
@@ -191,13 +190,13 @@ class ExecutorServer:
 
     def methods(self) -> Registry:
         """The handlers of every service."""
-        table: Any = Registry(self.calls, guard_of(self._security, self.books.supervisor), self._limits)
+        table: Any = Registry(self.calls, guard_of(self._security, self.state.supervisor), self._limits)
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
-            ModelExecutorServicer(self.books, self.calls, self.sessions), table
+            ModelExecutorServicer(self.state, self.calls, self.sessions), table
         )
         kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
-            ExecutorControlServicer(self.books, self.drain), table
+            ExecutorControlServicer(self.state, self.drain), table
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, table)
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
@@ -219,7 +218,7 @@ class ExecutorServer:
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Say NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
-        self.books.drain()
+        self.state.drain()
         if self._server is None:
             return
         self._sweeper.stop()
@@ -229,19 +228,19 @@ class ExecutorServer:
         await self.calls.idle()
         if self._monitor is not None:
             await self._monitor.stop()
-        if not await self.books.engine.stop():
+        if not await self.state.engine.stop():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
-        log.info("stopped", target=self.target, sequences=len(self.books.handles))
+        log.info("stopped", target=self.target, sequences=len(self.state.handles))
 
     def _on_ready(self, runner: Described) -> None:
-        self.books.serve(runner.info, runner.device)
+        self.state.serve(runner.info, runner.device)
         self._sweeper.start()  # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)
 
     def _on_failed(self, error: BaseException) -> None:
-        self.books.fail()
+        self.state.fail()
         self.health.update()
         self._failed.set()
         if not self._ready.done():

@@ -3,7 +3,7 @@
 A frame is begun where it is read, by the same paths as the unary calls, so that frames claim their sequences in the
 order in which they arrive; one task writes the answers of those that have ended. What the stream adds: a lease that
 every frame renews, a bound on the steps in flight (a step counts until its answer is written, so a client that does not
-read holds its own answers and nobody else's), and large answers in parts.
+read holds its own answers alone), and large answers in parts.
 
 The end of the stream is not the client's word: killed, cut off and half-closed look the same. Steps that have not begun
 are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
@@ -23,16 +23,16 @@ import structlog
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
-from ferrum_rpc.service.books import RETRY_AFTER_S, Books
+from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.identity import ARRIVED, CALLER
 from ferrum_rpc.service.records import Account, Ending, Lease, Resource
 from ferrum_rpc.service.rpc import CallLog, Context
-from ferrum_rpc.service.session_cache import SessionCache
+from ferrum_rpc.service.session_kv import SessionKv
 from ferrum_rpc.service.session_steps import Reply, Step, Steps
+from ferrum_rpc.service.state import RETRY_AFTER_S, ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.facts import seconds, set_seconds
+from ferrum_rpc.wire.info import SCHEMA_REVISION, seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
     fill_results,
@@ -40,7 +40,6 @@ from ferrum_rpc.wire.items import (
     items_from_proto,
     pressure_to_proto,
 )
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
 from ferrum_rpc.wire.rows import RowParts
 from ferrum_rpc.wire.status import status_from_error
 
@@ -79,21 +78,21 @@ class Sessions:
 class Session:
     """One stream. ``run`` serves it to its end."""
 
-    def __init__(self, books: Books, calls: CallLog, sessions: Sessions, context: Context) -> None:
-        self._books = books
+    def __init__(self, state: ServerState, calls: CallLog, sessions: Sessions, context: Context) -> None:
+        self._state = state
         self._calls = calls
         self._sessions = sessions
         self._context = context
-        self._account = books.quotas.account(CALLER.get())
+        self._account = state.quotas.account(CALLER.get())
         self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
-        self._cache = SessionCache(
-            books, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
+        self._cache = SessionKv(
+            state, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._steps = Steps(self._answer)
         self._last = 0
         self._most = self._inline = 0
-        self._max_bytes = books.limits.max_session_response_bytes
+        self._max_bytes = state.limits.max_session_response_bytes
         self._lease: Lease
         self._own_lease = False
         self._task: asyncio.Task[Any] | None = None
@@ -105,7 +104,7 @@ class Session:
     async def run(self) -> None:
         """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
         self._task = asyncio.current_task()
-        most = self._books.limits.max_sessions
+        most = self._state.limits.max_sessions
         if len(self._sessions) >= most:
             raise SequencesExhausted(
                 f"{len(self._sessions)} sessions are open and {most} may; end some",
@@ -124,21 +123,21 @@ class Session:
             self._account.give(Resource.SESSIONS)
 
     async def _serve(self, welcome: Answer) -> None:
-        self._books.sessions += 1
-        writer = self._books.supervisor.start(Background.SESSION, self._steps.run, self._writer_failed)
+        self._state.sessions += 1
+        writer = self._state.supervisor.start(Background.SESSION, self._steps.run, self._writer_failed)
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
                 if not await self._take(frame):
                     self._ending = None  # it closed by itself
                     return
-            # Not told to close. A client that only half-closed, or that the server leaves, still reads.
+            # No `close`: a client that only half-closed, or that the server leaves, still reads.
             await self._steps.idle()
         finally:
             self._steps.abandon()
             writer.cancel()
-            del self._steps  # it refers to this session: answers that nobody read would live until the collector runs
-            self._books.sessions -= 1
+            del self._steps  # it refers to this session: unread answers would live until the collector runs
+            self._state.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
         """The next frame; None at the end of the stream, whichever side ends it."""
@@ -165,10 +164,10 @@ class Session:
 
     def _hello(self, frame: session_pb2.SessionRequest) -> Answer:
         """Open the session, or raise why not."""
-        _ = self._books.model
+        _ = self._state.model
         if frame.WhichOneof("frame") != "hello":
             raise InvalidRequest("the first frame of a session is `hello`", field="frame")
-        hello, limits, leases = frame.hello, self._books.limits, self._books.leases
+        hello, limits, leases = frame.hello, self._state.limits, self._state.leases
         self._last = frame.step_id
         self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
@@ -181,7 +180,7 @@ class Session:
             self._own_lease = True
         welcome = session_pb2.SessionWelcome(
             schema_revision=SCHEMA_REVISION,
-            instance_id=self._books.handles.instance_id,
+            instance_id=self._state.handles.instance_id,
             lease_id=self._lease.id,
             steps_in_flight=self._most,
             inline_bytes=self._inline,
@@ -192,7 +191,7 @@ class Session:
 
     async def _take(self, frame: session_pb2.SessionRequest) -> bool:
         """Begin what a frame asks for. False: it was the last. Raises what ends the stream: a client that breaks the
-        frame order cannot be told which of its steps an answer is for."""
+        frame order does not know which of its steps an answer is for."""
         kind = frame.WhichOneof("frame")
         if frame.step_id <= self._last:
             raise InvalidRequest(f"step_id must grow: {frame.step_id} after {self._last}", field="step_id")
@@ -233,9 +232,9 @@ class Session:
     def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
-        check_room(self._books, self._account, messages)
+        check_room(self._state, self._account, messages)
         call = ForwardCall(
-            self._books,
+            self._state,
             self._account,
             items_from_proto(messages, Shape.ANY, self._lease.id),
             all_or_nothing=request.all_or_nothing,
@@ -248,7 +247,7 @@ class Session:
 
     def _hold(self, step: Step, account: Account, size: int) -> None:
         """Take room for a step's answer until it is written."""
-        step.give_back = self._books.unread.take(self._context.peer(), account, size)
+        step.give_back = self._state.unread.take(self._context.peer(), account, size)
 
     def _on_forward(self, step: int, request: session_pb2.SessionForward, call: ForwardCall) -> Reply:
         outcomes = call.answer().outcomes
@@ -256,22 +255,22 @@ class Session:
         response = Answer(step_id=step)
         forward = response.forward
         rows = RowParts(forward.row_blocks, fill_results(forward, request.items, outcomes), self._inline)
-        fill_step(forward, self._books.pressure(), call.timing)
+        fill_step(forward, self._state.pressure(), call.timing)
         return response, rows.frames(step)
 
     def _on_keep_alive(self, step: int) -> Reply:
-        lease = self._books.leases.renew(self._lease.id, self._account.caller.name)
-        answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._books.pressure()))
+        lease = self._state.leases.renew(self._lease.id, self._account.caller.name)
+        answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._state.pressure()))
         set_seconds(answer.ttl, lease.ttl_s)
         return Answer(step_id=step, keep_alive=answer), ()
 
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
-        books, released = self._books, 0
+        state, released = self._state, 0
         if request.release_sequences:
-            mine = [record for record in books.handles.records() if record.origin is self._origin]
-            released = await books.ended(mine, Ending.RELEASED)
+            mine = [record for record in state.handles.records() if record.origin is self._origin]
+            released = await state.ended(mine, Ending.RELEASED)
         if self._own_lease and not self._lease.members:
-            books.leases.remove(self._lease, expired=False)
+            state.leases.remove(self._lease, expired=False)
         return Answer(step_id=step, goodbye=session_pb2.SessionGoodbye(released_sequences=released))
 
     # --- writing ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The background tasks of a server: none of them ends in silence.
+"""The background tasks of a server: none of them ends without a trace.
 
 Whatever such a task raises is logged and counted, and the task goes on. One that fails `STUCK_AFTER` times in a row and
 that the server cannot do without makes the health service say NOT_SERVING, until it has gone well once.
@@ -27,7 +27,7 @@ class Background(enum.StrEnum):
     DRAIN = "drain"
     SESSION = "session"
     CALLBACK = "callback"
-    """A callback of the event loop, or a task that nobody awaits: an engine's answer that could not be taken is one."""
+    """A callback of the event loop, or a task that is not awaited: the answer of an engine, for one."""
     TOKENS = "tokens"
     CERTIFICATES = "certificates"
     """Files that were written anew and cannot be used."""
@@ -71,7 +71,7 @@ class Supervisor:
         run: Callable[[], Awaitable[None]],
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> asyncio.Task[None]:
-        """Run it until it returns or is cancelled. When it raises, ``failed`` hears of it, and it is run again."""
+        """Run it until it returns or is cancelled. When it raises, ``failed`` is called, and it is run again."""
 
         async def again_and_again() -> None:
             while True:
@@ -87,8 +87,8 @@ class Supervisor:
         return asyncio.create_task(again_and_again(), name=f"ferrum-{task.value}")
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hear of what callbacks and tasks of the loop raise that nobody else does."""
-        loop.set_exception_handler(self._unheard)
+        """Note what callbacks and tasks of the loop raise that is not handled elsewhere."""
+        loop.set_exception_handler(self._unhandled)
 
     def attempt(self, run: Callable[..., object], *arguments: object) -> bool:
         """Call it. False: it raised, which is noted as a callback's failure."""
@@ -113,7 +113,7 @@ class Supervisor:
         """It failed, and the log says of what. Called by any thread, of one task by one at a time."""
         self.failures[task.value] += 1
 
-    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if error is None:
             loop.default_exception_handler(context)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import structlog
 
-from ferrum_rpc.service.security import Security, SecurityError, warn_if_open
+from ferrum_rpc.service.auth import Security, SecurityError, warn_if_open
 
 Stamps = tuple[tuple[int, int, int], ...]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Final, Generic, TypeVar
 
 from ferrum_rpc.errors import InternalError
-from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 
 FAILED: Final = "the executor failed internally; its log says more"
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Transaction(ABC, Generic[T]):
     """One call. Awaiting it gives its `answer`; a caller that is cancelled meanwhile abandons it."""
 
-    _books: Books
+    _state: ServerState
     _on_end: Callable[[], object] | None = None
     ended = False
     refusal: Exception | None = None
@@ -54,7 +54,7 @@ class Transaction(ABC, Generic[T]):
         try:
             take(*result)
         except Exception as error:
-            supervisor, failure = self._books.supervisor, InternalError(FAILED)
+            supervisor, failure = self._state.supervisor, InternalError(FAILED)
             supervisor.note(Background.CALLBACK, error)
             supervisor.attempt(self.fail, failure)
             if not self.ended:

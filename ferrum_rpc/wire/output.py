@@ -22,7 +22,7 @@ _GREEDY_AT: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY
 
 _USUAL: Final = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_LAST, greedy=output_pb2.GreedyOutput())
 _USUAL_SPEC: Final = _GREEDY_AT[Positions.LAST]
-"""What nearly every decode asks for: one comparison tells, in a quarter of the time of reading field by field."""
+"""What nearly every decode asks for: one comparison decides, in a quarter of the time of reading field by field."""
 
 
 def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
@@ -61,7 +61,7 @@ def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> Output
 
 @lru_cache(maxsize=256)
 def _top_tokens(positions: Positions, k: int) -> OutputSpec:
-    """One object for all items that want the same: it is made once, and whoever compares them is done at once."""
+    """One object for all items that want the same: it is made once, and compared by identity."""
     return OutputSpec(positions, TopTokens(k))
 
 

@@ -129,14 +129,14 @@ def error_from_status(status: status_pb2.Status) -> ExecutorError:
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> ExecutorError:
     """The typed error behind a failed call. Without the executor's own details it is what gRPC itself says: the
-    deadline passed, or the connection failed (`TransportError`: nobody knows what happened)."""
+    deadline passed, or the connection failed (`TransportError`: what happened is unknown)."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_METADATA_KEY:
             status = status_pb2.Status()
             status.ParseFromString(value if isinstance(value, bytes) else value.encode())
             return error_from_status(status)
     if error.code() is grpc.StatusCode.CANCELLED:
-        # grpc.aio tells a caller of its own cancellation otherwise: this one is the peer's, which reset the stream.
+        # grpc.aio raises a caller's own cancellation otherwise: this one is the peer's, which reset the stream.
         return TransportError("the peer reset the call", metadata={"grpc_code": grpc.StatusCode.UNAVAILABLE.name})
     message = error.details() or error.code().name
     metadata = {"grpc_code": error.code().name}

@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.service import servicers
-from ferrum_rpc.service.security import Security
+from ferrum_rpc.service import executor
+from ferrum_rpc.service.auth import Security
 from tests.serving import serve_identity
 from tests.wiring import item, pb
 
 
-def raise_with(books: Any, account: Any, items: Any, **_: object) -> None:
+def raise_with(state: Any, account: Any, items: Any, **_: object) -> None:
     prompt = [int(token) for token in items[0].tokens]
     raise RuntimeError(f"a bug, {len(prompt)} tokens on")
 
@@ -27,7 +27,7 @@ def raise_with(books: Any, account: Any, items: Any, **_: object) -> None:
 async def main(log_format: str, tokens: str, token: str, *prompt: str) -> None:
     """The call must be answered with INTERNAL."""
     configure_logging(log_format)
-    servicers.ForwardCall = raise_with  # type: ignore[assignment, misc]
+    executor.ForwardCall = raise_with  # type: ignore[assignment, misc]
     async with serve_identity(vocab_size=100_000, security=Security(tokens=Path(tokens))) as served:
         request = pb.PrefillRequest(item=item([int(each) for each in prompt]))
         try:

@@ -148,7 +148,7 @@ async def test_overload_is_raised_at_once_and_the_same_items_can_wait_for_room()
             await sequence.prefill([1])
         running = await gate.hold(sequences[0].decode(2))
         queued = asyncio.ensure_future(client.forward([sequences[1].item([2]), sequences[2].item([2])]))
-        await until(lambda: served.server.books.engine.queued_items == 2)
+        await until(lambda: served.server.state.engine.queued_items == 2)
         items = [sequences[3].item([2]), sequences[4].item([2])]
         with pytest.raises(QueueFull) as refused:
             await client.forward(items)

@@ -30,7 +30,7 @@ async def test_an_example_runs_as_it_stands(example: str) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout
         assert "Traceback" not in done.stderr
-        assert len(served.server.books.handles) == 0, "what an example made is released"
+        assert len(served.server.state.handles) == 0, "what an example made is released"
 
 
 def test_there_is_an_example_of_each_way_to_use_it() -> None:

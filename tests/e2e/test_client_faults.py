@@ -126,7 +126,7 @@ async def world(
 
 async def counters(served: Served) -> tuple[int, int]:
     """Sequences that live, and tokens that were fed since the start."""
-    return len(served.server.books.handles), served.server.books.engine.counters.tokens
+    return len(served.server.state.handles), served.server.state.engine.counters.tokens
 
 
 # --- exactly once ---------------------------------------------------------------------------------------------------
@@ -215,14 +215,14 @@ async def play(client: ExecutorClient, seed: int) -> list[Any]:
 async def test_a_life_under_loss_is_the_life_without(seed: int) -> None:
     async with world(resend=PATIENT) as (served, proxy, client):
         quiet = await play(client, seed)
-        fed = served.server.books.engine.counters.tokens
+        fed = served.server.state.engine.counters.tokens
         dice = random.Random(seed)
         proxy.faults.extend(dice.choices(("", "lose", "refuse"), (4, 3, 3), k=10_000))
         noisy = await play(client, seed)
         proxy.faults.clear()
         assert proxy.lost > 20
         assert noisy == quiet
-        assert served.server.books.engine.counters.tokens == 2 * fed, "every token was fed exactly once"
+        assert served.server.state.engine.counters.tokens == 2 * fed, "every token was fed exactly once"
         assert (await counters(served))[0] == 0
         await served.check()
 
@@ -284,7 +284,7 @@ async def test_leaving_a_doubtful_creation_leaves_nothing_behind(batch: bool) ->
                 proxy.faults.append("lose")
                 await (client.forward([sequence.item(PROMPT)]) if batch else sequence.prefill(PROMPT))
         assert (await counters(served))[0] == 0
-        assert served.server.books.counters.created == 1
+        assert served.server.state.counters.created == 1
 
 
 async def test_leaving_a_doubtful_fork_leaves_no_children_behind() -> None:
@@ -396,7 +396,7 @@ async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_sam
         gate.open()
         answer = await sequence.decode(7)
         assert (answer.length, sequence.length) == (len(PROMPT) + 1, len(PROMPT) + 1)
-        assert served.server.books.engine.counters.tokens == len(PROMPT) + 1
+        assert served.server.state.engine.counters.tokens == len(PROMPT) + 1
 
 
 async def hold_and_cancel(gate: Gate, call: Any) -> None:
@@ -422,7 +422,7 @@ async def test_a_creation_cancelled_during_its_step_leaves_nothing_behind(batch:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await client.status()).pressure.sequences == 0
-        assert served.server.books.counters.created == 1
+        assert served.server.state.counters.created == 1
         await served.check()
 
 
@@ -439,7 +439,7 @@ async def test_a_sequence_goes_on_after_a_cancelled_call() -> None:
         await asyncio.sleep(0)
         gate.open()
         assert (await again).length == len(PROMPT) + 1
-        assert served.server.books.engine.counters.tokens == len(PROMPT) + 1
+        assert served.server.state.engine.counters.tokens == len(PROMPT) + 1
 
 
 async def test_a_sequence_is_released_while_the_executor_is_still_at_its_cancelled_call() -> None:
@@ -532,7 +532,7 @@ async def test_after_a_restart_old_handles_say_so_and_the_rebuilt_sequence_goes_
         assert await generate(carefree, expected[4], 5) == expected[5:]
         assert (await client.info()).instance_id != instance, "the old facts were forgotten"
         await whole.release()
-        assert len(second.server.books.handles) == 2
+        assert len(second.server.state.handles) == 2
 
 
 async def test_leaving_a_sequence_of_a_dead_executor_does_not_hide_the_bodys_own_error() -> None:

@@ -47,7 +47,7 @@ async def world(
 
 def leases(served: Served) -> list[str]:
     """The lease of each live sequence; empty for none."""
-    return ["" if each.lease is None else each.lease.id for each in served.server.books.handles.records()]
+    return ["" if each.lease is None else each.lease.id for each in served.server.state.handles.records()]
 
 
 def calls(served: Served, method: str) -> int:
@@ -69,9 +69,9 @@ async def in_time(predicate: Callable[[], bool]) -> None:
 async def lose_lease(served: Served, client: ExecutorClient) -> str:
     """The executor forgets the client's lease, as if it had heard nothing for too long."""
     assert client.lease is not None
-    lease = served.server.books.leases._live[client.lease.lease_id]
+    lease = served.server.state.leases._live[client.lease.lease_id]
     lease.expires = 0.0
-    await in_time(lambda: lease.id not in served.server.books.leases._live)
+    await in_time(lambda: lease.id not in served.server.state.leases._live)
     return lease.id
 
 
@@ -85,7 +85,7 @@ async def test_all_sequences_of_a_client_share_one_lease_with_its_name(session: 
         await sequences[0].fork(2)
         assert client.lease is not None
         assert leases(served) == [client.lease.lease_id] * 10
-        assert served.server.books.leases._live[client.lease.lease_id].client_name == "somebody"
+        assert served.server.state.leases._live[client.lease.lease_id].client_name == "somebody"
         assert calls(served, "AcquireLease") == 1
 
 
@@ -139,7 +139,7 @@ async def test_leaving_the_client_frees_its_sequences_in_one_call() -> None:
             await released.prefill(PROMPT)
             await released.release()
         assert leases(served) == []
-        assert len(served.server.books.leases) == 0
+        assert len(served.server.state.leases) == 0
         assert (calls(served, "RevokeLease"), calls(served, "Release")) == (1, 1)
         await served.check()
 
@@ -155,7 +155,7 @@ async def test_a_client_that_says_nothing_keeps_its_sequences_and_one_that_is_go
         for each in (kept, lost):
             await each.prefill(PROMPT)
         gone._connection.lending.keeper.stop()  # as if its process were
-        await in_time(lambda: len(served.server.books.handles) == 1)
+        await in_time(lambda: len(served.server.state.handles) == 1)
         assert (await kept.decode(1)).length == len(PROMPT) + 1
         with pytest.raises(LeaseExpired):
             await lost.decode(1)
@@ -183,7 +183,7 @@ async def test_renewals_that_fail_are_told_and_so_is_the_loss_and_a_rebuilt_sequ
         proxy.faults.extend(["refuse"] * 1000)
         await in_time(lambda: len(told) == 1)
         assert isinstance(told[0].error, TransportError)
-        await in_time(lambda: len(served.server.books.leases) == 0)
+        await in_time(lambda: len(served.server.state.leases) == 0)
         proxy.faults.clear()
         await in_time(lambda: len(told) == 2)
         assert [(each.lease_id, each.lost) for each in told] == [(lease_id, False), (lease_id, True)]
@@ -220,7 +220,7 @@ async def test_a_sequence_begun_after_the_lease_was_lost_gets_a_new_one_and_neve
         assert client.lease is not None
         assert client.lease.lease_id != lost
         assert leases(served) == [client.lease.lease_id] * len(answers)
-        assert len(served.server.books.leases) == 1
+        assert len(served.server.state.leases) == 1
 
 
 @BOTH_WAYS

@@ -17,7 +17,7 @@ from ferrum_rpc.client.session import OPENINGS
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError
 from ferrum_rpc.models.identity import IdentityConfig
-from ferrum_rpc.service import books
+from ferrum_rpc.service import state
 from ferrum_rpc.service.server import ExecutorServer
 from tests.serving import LIMITS, Served, serve_identity
 
@@ -50,7 +50,7 @@ class Loading:
 
 @pytest_asyncio.fixture
 async def loading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
-    monkeypatch.setattr(books, "RETRY_ELSEWHERE_S", 0.001)  # what gRPC's own retries wait
+    monkeypatch.setattr(state, "RETRY_ELSEWHERE_S", 0.001)  # what gRPC's own retries wait
     loading = Loading()
     await loading.server.start()
     try:
@@ -104,7 +104,7 @@ async def test_who_gives_up_while_the_model_loads_gives_up_for_itself_alone(load
 
 
 async def test_a_session_waits_while_the_successor_of_its_executor_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "RETRY_ELSEWHERE_S", 0.001)
+    monkeypatch.setattr(state, "RETRY_ELSEWHERE_S", 0.001)
     async with serve_identity() as first, ExecutorClient(first.target, session=True) as client:
         sequence = client.sequence(rebuild=True)
         await sequence.prefill([1, 2])

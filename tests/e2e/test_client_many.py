@@ -92,7 +92,7 @@ async def test_what_was_cancelled_is_settled_by_the_same_call() -> None:
             step = await gate.hold(other.decode(1))
             call = asyncio.ensure_future(client.truncate([(first, 2), (second, 3)]))
             async with asyncio.timeout(10):
-                while len([each for each in served.server.books.handles.records() if each.busy]) < 3:
+                while len([each for each in served.server.state.handles.records() if each.busy]) < 3:
                     await client.status()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -527,7 +527,7 @@ async def test_info_tells_what_the_executor_is_and_is_asked_once(served: Served,
     assert info is await client.info()
     assert (info.model.name, info.model.vocab_size, info.model.max_context) == ("identity", 256, 256)
     assert (info.block_size, info.total_blocks, info.limits.max_batch_tokens) == (4, 64, 16)
-    assert info.instance_id == served.server.books.handles.instance_id
+    assert info.instance_id == served.server.state.handles.instance_id
     assert {Capability.OUTPUT_GREEDY, Capability.REPLAY, Capability.FORK} <= info.capabilities
     assert info.device.kind == "cpu"
     assert all(choice and reason for choice, reason in info.device.choices)

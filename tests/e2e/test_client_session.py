@@ -263,12 +263,12 @@ async def test_coroutines_that_decode_at_the_same_time_share_steps_and_no_neighb
             sequences = [client.sequence() for _ in range(12)]
             for number, each in enumerate(sequences):
                 await each.prefill([*PROMPT, number])
-            before = served.server.books.engine.counters.steps
+            before = served.server.state.engine.counters.steps
             tokens = [999 if number == 5 else number for number in range(12)]
             calls = [each.decode(token) for each, token in zip(sequences, tokens, strict=True)]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             answers.append([raw(each) if isinstance(each, Answer) else type(each) for each in outcomes])
-        assert served.server.books.engine.counters.steps == before + 1
+        assert served.server.state.engine.counters.steps == before + 1
         assert answers[1] == answers[0]
         assert answers[1][5] is InvalidRequest
 
@@ -334,13 +334,13 @@ async def test_a_connection_lost_between_steps_costs_nobody_anything() -> None:
 async def test_a_life_of_lost_connections_is_the_life_without(seed: int) -> None:
     async with world(resend=PATIENT) as (served, proxy, client):
         quiet = await play(client, seed)
-        fed = served.server.books.engine.counters.tokens
+        fed = served.server.state.engine.counters.tokens
         proxy.weather.resets = 0.08
         noisy = await play(client, seed)
         proxy.weather.resets = 0
         assert proxy.lost_connections > 0
         assert noisy == quiet
-        assert served.server.books.engine.counters.tokens == 2 * fed, "every token was fed exactly once"
+        assert served.server.state.engine.counters.tokens == 2 * fed, "every token was fed exactly once"
         assert (await counters(served))[0] == 0
         await served.check()
 
@@ -380,7 +380,7 @@ async def test_after_a_restart_old_handles_say_so_and_a_rebuilt_sequence_goes_on
         assert client.lease is not None
         fresh = client.sequence()
         await fresh.prefill(PROMPT)
-        assert len(second.server.books.handles) == 2
+        assert len(second.server.state.handles) == 2
 
 
 # --- giving up ------------------------------------------------------------------------------------------------------
@@ -395,11 +395,11 @@ async def test_a_step_that_is_cancelled_before_it_began_never_does(monkeypatch: 
             await sequence.prefill(PROMPT)
         running = await gate.hold(first.decode(1))
         queued = asyncio.ensure_future(second.decode(2))
-        await until(lambda: served.server.books.engine.queued_items > 0)
+        await until(lambda: served.server.state.engine.queued_items > 0)
         queued.cancel()
         with pytest.raises(asyncio.CancelledError):
             await queued
-        await until(lambda: served.server.books.engine.queued_items == 0)
+        await until(lambda: served.server.state.engine.queued_items == 0)
         gate.open()
         await running
         assert (await second.decode(3)).length == len(PROMPT) + 1, "its sequence is as it was"
@@ -439,10 +439,10 @@ async def test_a_step_that_has_not_begun_by_its_deadline_never_does(monkeypatch:
             await sequence.prefill(PROMPT)
         running = await gate.hold(first.decode(1))
         late = asyncio.ensure_future(second.decode(2, timeout_s=0.5))
-        await until(lambda: served.server.books.engine.queued_items > 0)
+        await until(lambda: served.server.state.engine.queued_items > 0)
         with pytest.raises(DeadlineExceeded):
             await late
-        await until(lambda: served.server.books.engine.queued_items == 0)
+        await until(lambda: served.server.state.engine.queued_items == 0)
         gate.open()
         await running
         await second.decode(3)
@@ -469,9 +469,9 @@ async def test_leaving_the_client_ends_its_session_its_lease_and_its_sequences()
             for _ in range(3):
                 await client.sequence().prefill(PROMPT)
             assert (await observer.status()).pressure.sequences == 3
-        await until(lambda: len(served.server.books.leases) == 0)
+        await until(lambda: len(served.server.state.leases) == 0)
         assert (await observer.status()).pressure.sequences == 0
-        await until(lambda: served.server.books.sessions == 0)
+        await until(lambda: served.server.state.sessions == 0)
         assert "Release" not in await calls_of(served), "one word frees them all"
         await served.check()
 
@@ -497,7 +497,7 @@ async def test_without_a_lease_of_its_own_the_session_has_one_and_keeps_it() -> 
         sequence = client.sequence()
         await sequence.prefill(PROMPT)
         assert client.lease is not None
-        lease = next(iter(served.server.books.leases._live.values()))
+        lease = next(iter(served.server.state.leases._live.values()))
         first = lease.expires
         await until(lambda: lease.expires > first)
         assert await calls_of(served) == {"GetInfo", "Session"}, "renewed by frames"
@@ -516,7 +516,7 @@ async def test_a_lost_lease_opens_another_session_with_another_lease() -> None:
         assert client.lease.lease_id != lost
         await old.decode(1)
         [branch] = await fresh.fork()
-        leases = {record.lease.id for record in served.server.books.handles.records() if record.lease is not None}
+        leases = {record.lease.id for record in served.server.state.handles.records() if record.lease is not None}
         assert leases == {client.lease.lease_id}
         assert (branch.length, old.length) == (len(PROMPT), len(PROMPT) + 1)
 

@@ -99,9 +99,9 @@ async def one_at_a_time(target: str, texts: Sequence[Sequence[int]], new_tokens:
 
 
 async def assert_nothing_is_left(served: Served) -> None:
-    assert len(served.server.books.handles) == 0
+    assert len(served.server.state.handles) == 0
     await served.check()
-    state = served.server.books.engine.cache
+    state = served.server.state.engine.cache
     assert state.free_blocks == state.total_blocks
 
 
@@ -250,7 +250,7 @@ async def test_a_restart_in_the_middle_changes_no_token(expected: list[list[int]
         await asyncio.gather(*switched)
         assert run.rebuilds > 0
         assert [each.generated for each in work] == expected
-        assert len(second.server.books.handles) == 0
+        assert len(second.server.state.handles) == 0
 
 
 @BOTH_WAYS
@@ -282,7 +282,7 @@ async def test_a_restart_in_the_middle_of_a_session_changes_no_token(expected: l
         run = await schedule(proxy.target, work, watcher=watcher, session=True)
         assert run.rebuilds > 0
         assert [each.generated for each in work] == expected
-        assert len(second.server.books.handles) == 0
+        assert len(second.server.state.handles) == 0
 
 
 @BOTH_WAYS
@@ -311,7 +311,7 @@ async def test_a_full_queue_is_waited_for(expected: list[list[int]], session: bo
             )
         )
         assert all([each.generated for each in work] == expected for work in both)
-        assert sum(run.waits for run in runs) == served.server.books.counters.queue_full
+        assert sum(run.waits for run in runs) == served.server.state.counters.queue_full
 
 
 @BOTH_WAYS
@@ -331,7 +331,7 @@ async def test_a_dead_executor_ends_the_run_and_says_so(session: bool) -> None:
 async def test_a_draining_executor_finishes_what_runs_and_the_rest_is_given_up(session: bool) -> None:
     async with identity() as served:
         watcher, work = Watcher(), requests(prompts(12))
-        watcher.on_token = lambda: served.server.books.drain() if len(watcher.tokens) == 20 else None
+        watcher.on_token = lambda: served.server.state.drain() if len(watcher.tokens) == 20 else None
         budget = Budget(tokens=64, items=32, running=4)
         with pytest.raises(ExecutorGone, match="no new sequences"):
             await schedule(served.target, work, budget=budget, watcher=watcher, patience_s=0.1, session=session)
@@ -347,7 +347,7 @@ async def test_a_failed_step_is_tried_again_and_not_for_ever(
     left = [failures]
 
     def stage(name: str) -> None:
-        if name == "forward" and served.server.books.engine.counters.steps == 5 and left[0]:
+        if name == "forward" and served.server.state.engine.counters.steps == 5 and left[0]:
             left[0] -= 1
             raise RuntimeError("a device that hiccups")
 
@@ -368,7 +368,7 @@ async def test_a_lost_device_ends_the_run_and_says_so(session: bool) -> None:
         pass
 
     def stage(name: str) -> None:
-        if name == "forward" and served.server.books.engine.counters.steps == 5:
+        if name == "forward" and served.server.state.engine.counters.steps == 5:
             raise Unplugged
 
     async with identity(stage=stage) as served:

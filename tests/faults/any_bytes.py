@@ -138,7 +138,7 @@ async def r14_any_bytes_get_a_canonical_answer(size: Size, seed: int = 14) -> Fi
 
 async def _some_sequences(served: Served, fuzzer: Fuzzer) -> None:
     """Handles that are good at least for one call."""
-    if served.server.books.state.value != "serving":
+    if served.server.state.lifecycle.value != "serving":
         return
     await served.control.Reset(executor_control_pb2.ResetRequest())
     fuzzer.handles[:] = [await prefill(served, [1, 2, 3], request_id="") for _ in range(8)]

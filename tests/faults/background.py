@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service import supervisor
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.heartbeat import HeartbeatMonitor
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.session_steps import Steps
 from ferrum_rpc.service.supervisor import STUCK_AFTER, Background
+from ferrum_rpc.service.watchdog import Watchdog
 from tests.failing import Injected, failing
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.raw_session import raw_session
@@ -38,15 +38,15 @@ async def _serving(served: Served) -> bool:
 
 async def sweep(served: Served) -> bool:
     """A lease that runs out after the sweep has failed still ends."""
-    books = served.server.books
+    state = served.server.state
     lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
-    sweeper = Sweeper(books, EVERY_S)
-    with failing(books.leases, "due"):
+    sweeper = Sweeper(state, EVERY_S)
+    with failing(state.leases, "due"):
         sweeper.start()
         try:
-            await until(lambda: books.supervisor.failures[Background.SWEEP] > 0)
-            next(each for each in books.leases.due(float("inf")) if each.id == lease).expires = 0.0
-            await until(lambda: not len(books.leases))
+            await until(lambda: state.supervisor.failures[Background.SWEEP] > 0)
+            next(each for each in state.leases.due(float("inf")) if each.id == lease).expires = 0.0
+            await until(lambda: not len(state.leases))
         finally:
             sweeper.stop()
     return True
@@ -55,14 +55,14 @@ async def sweep(served: Served) -> bool:
 async def heartbeat(served: Served) -> bool:
     """While the engine cannot be asked, health does not say SERVING; afterwards it does again."""
     server = served.server
-    with mock.patch("ferrum_rpc.service.heartbeat.PERIOD_S", EVERY_S):
-        monitor = HeartbeatMonitor(server.books.engine, server.health, server.books.supervisor)
+    with mock.patch("ferrum_rpc.service.watchdog.PERIOD_S", EVERY_S):
+        monitor = Watchdog(server.state.engine, server.health, server.state.supervisor)
         monitor.start()
     try:
-        with failing(server.books.engine, "trouble", math.inf):
-            await until(lambda: server.books.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
+        with failing(server.state.engine, "trouble", math.inf):
+            await until(lambda: server.state.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
             told = await _serving(served)
-        await until(lambda: not server.books.supervisor.stuck)
+        await until(lambda: not server.state.supervisor.stuck)
         return not told and await _serving(served)
     finally:
         await monitor.stop()
@@ -70,10 +70,10 @@ async def heartbeat(served: Served) -> bool:
 
 async def drain(served: Served) -> bool:
     """A drain that failed comes to its end."""
-    draining = Drain(served.server.books, served.server.health, served.server.sessions)
+    draining = Drain(served.server.state, served.server.health, served.server.sessions)
     with (
         mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S),
-        mock.patch.multiple(served.server.books, close=mock.DEFAULT, drain=mock.DEFAULT) as patched,
+        mock.patch.multiple(served.server.state, close=mock.DEFAULT, drain=mock.DEFAULT) as patched,
     ):
         patched["close"].side_effect = [Injected("close"), None]
         draining.begin(0.0)
@@ -92,7 +92,7 @@ async def writer(served: Served) -> bool:
     async with raw_session(served.executor, lease_id=lease) as again:
         [result] = (await again.ask(forward=frame)).forward.results
         await again.ask(close=session_pb2.SessionClose(release_sequences=True))
-    served.server.books.leases.remove(served.server.books.leases.find(lease, ""), expired=False)
+    served.server.state.leases.remove(served.server.state.leases.find(lease, ""), expired=False)
     await served.executor.Release(pb.ReleaseRequest(handle=result.output.handle, any_version=True))
     return code is grpc.StatusCode.INTERNAL and result.output.replayed
 
@@ -132,7 +132,7 @@ async def survives(name: str) -> tuple[bool, bool]:
     task, inject = LOOPS[name]
     async with serve_identity() as served:
         survived = await inject(served)
-        counted = served.server.books.supervisor.failures[task] > 0
+        counted = served.server.state.supervisor.failures[task] > 0
     return survived, counted
 
 

@@ -61,7 +61,7 @@ class World:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """While a call on the live sequence is in flight."""
-        record = self.served.server.books.handles.find(HandleRef(self.live.id, 0, 0))
+        record = self.served.server.state.handles.find(HandleRef(self.live.id, 0, 0))
         record.busy = True
         try:
             yield

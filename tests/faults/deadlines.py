@@ -49,7 +49,7 @@ class Watch:
 @asynccontextmanager
 async def _watched(served: Served) -> AsyncIterator[Watch]:
     watch = Watch()
-    thread, runner = served.server.books.engine, served.runner
+    thread, runner = served.server.state.engine, served.runner
     submit, begin = thread.submit, runner.begin
 
     def submitted(submission: Any) -> None:
@@ -123,7 +123,7 @@ async def _late_calls(served: Served, count: int, seed: int) -> Counter[str]:
 
 async def _where(served: Served, handle: Any) -> Any:
     """The current handle of a sequence whose call was given up: the server says where it stands."""
-    [record] = [each for each in served.server.books.handles.records() if each.id == handle.id]
+    [record] = [each for each in served.server.state.handles.records() if each.id == handle.id]
     await until(lambda: not record.busy)
     return types_pb2.KvHandle(id=handle.id, seq_len=record.length, version=record.version)
 
@@ -135,7 +135,7 @@ async def _release(served: Served, handle: Any) -> None:
 async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
     """Cancel calls that wait behind a step, and that step's own creation. Items that were still queued when the callers
     knew, before the step ended; and seconds from the step's end until every block was free."""
-    books = served.server.books
+    state = served.server.state
     calls = [
         lambda: served.executor.Prefill(pb.PrefillRequest(item=item([1] * 8))),
         lambda: served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[item([1] * 8), item([2] * 8)])),
@@ -144,17 +144,17 @@ async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
         running = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([3] * 8))))
         await gate.reached()
         tasks = [asyncio.ensure_future(calls[number % 2]()) for number in range(QUEUED)]
-        await until(lambda: books.engine.queued_items >= QUEUED * 3 // 2)
+        await until(lambda: state.engine.queued_items >= QUEUED * 3 // 2)
         for task in (running, *tasks):
             task.cancel()
         await asyncio.gather(running, *tasks, return_exceptions=True)
         await until(lambda: served.server.calls.in_flight == 0)
-        queued = books.engine.queued_items
-    return queued, await until(lambda: not books._creating and _free(books))
+        queued = state.engine.queued_items
+    return queued, await until(lambda: not state._creating and _free(state))
 
 
-def _free(books: Any) -> bool:
-    pressure = books.pressure()
+def _free(state: Any) -> bool:
+    pressure = state.pressure()
     return bool(pressure.sequences == 0 and pressure.free_blocks == pressure.total_blocks)
 
 
@@ -168,10 +168,10 @@ async def r6_deadlines_and_cancels_are_honoured(size: Size) -> Figures:
             ends = await _late_calls(served, size.deadlines, seed=6)
         await served.check()
         lateness, never = watch.lateness(), watch.never_begun()
-        books = served.server.books
+        state = served.server.state
         # A creation whose answer was on its way when its caller gave up waits for its idle time-out.
         await served.control.Reset(executor_control_pb2.ResetRequest())
-        left = books.pressure().total_blocks - books.pressure().free_blocks
+        left = state.pressure().total_blocks - state.pressure().free_blocks
         for _ in range(max(3, size.deadlines // 100)):
             items, seconds = await _cancelled_queue(served, gate)
             queued.append(items)

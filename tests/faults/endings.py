@@ -39,7 +39,7 @@ class World:
             held = asyncio.ensure_future(self.executor.Decode(pb.DecodeRequest(item=item([1], holder))))
             await self.gate.reached()
             tasks = [asyncio.ensure_future(call()) for call in calls]
-            queue = self.served.server.books.engine
+            queue = self.served.server.state.engine
             await until(lambda: queue.queued_items > 0)
             for task in tasks:
                 end(task)
@@ -239,8 +239,8 @@ async def released_while_busy(world: World) -> None:
         decode = asyncio.ensure_future(world.executor.Decode(pb.DecodeRequest(item=item([4], handle))))
         await world.gate.reached()
         release = asyncio.ensure_future(world.release(handle))
-        records = world.served.server.books.handles.records
-        await until(lambda: any(record.doom is not None for record in records()))
+        records = world.served.server.state.handles.records
+        await until(lambda: any(record.pending_end is not None for record in records()))
     await asyncio.gather(decode, release)
 
 

@@ -120,7 +120,7 @@ async def _leases(world: Provoked) -> None:
     await world.refused(ask.AcquireLease(pb.AcquireLeaseRequest()))
     await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id="no such")))
     leased = await prefill(world.served, [1], create=forward_pb2.CreateOptions(lease_id=lease))
-    await until(lambda: not len(world.served.server.books.leases))
+    await until(lambda: not len(world.served.server.state.leases))
     await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id=lease)))
     await world.refused(ask.Decode(pb.DecodeRequest(item=item([1], leased))))
 
@@ -135,7 +135,7 @@ async def _room(world: Provoked) -> None:
         await world.release(handle)
     async with world.busy():
         waiting = [asyncio.ensure_future(ask.Prefill(_prefill())) for _ in range(2)]
-        await until(lambda: world.served.server.books.engine.queued_items == 2)
+        await until(lambda: world.served.server.state.engine.queued_items == 2)
         await world.refused(ask.Prefill(_prefill()))
     for each in await asyncio.gather(*waiting):
         await world.release(each.output.handle)

@@ -126,7 +126,7 @@ async def r21_frames_keep_their_order(size: Size, seed: int = 21) -> Figures:
     total = len(pairs)
     async with serve_identity(layers=1, heads=1, kv_heads=1) as served:
         await asyncio.gather(*[work(served.executor) for _ in range(WORKERS)])
-        left = len(served.server.books.handles)
+        left = len(served.server.state.handles)
         await served.check()
     strange = sum(count for why, count in second.items() if why not in {"done", *(each.value for each in LATER)})
     return Figures(

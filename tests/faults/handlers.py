@@ -102,5 +102,5 @@ class Registered:
 
 
 def registered_handlers(server: ExecutorServer) -> dict[str, Registered]:
-    """Handlers over the books of a running server, by full method name."""
+    """Handlers of a running server, by full method name."""
     return {path: Registered(handler) for path, handler in server.methods().handlers.items()}

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
-from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.faults.figures import Figures, exactly
 from tests.faults.process import dial
@@ -46,7 +46,7 @@ async def r1_handles_cannot_be_forged(size: Size, seed: int = 0) -> Figures:
         for handle in gone:
             await served.executor.Release(pb.ReleaseRequest(handle=handle))
         known = _secrets([*live, *foreign, *gone])
-        before = {record.sequence: (record.version, record.length) for record in served.server.books.handles.records()}
+        before = {record.sequence: (record.version, record.length) for record in served.server.state.handles.records()}
         wrong = wrong_handles(dice, live, foreign, gone)
         tried = 0
         while tried < size.handles:
@@ -63,7 +63,7 @@ async def r1_handles_cannot_be_forged(size: Size, seed: int = 0) -> Figures:
         for handle in [next(wrong) for _ in range(min(size.handles // 100, 2_000))]:
             accepted += await _accepted_somewhere(served, handle)
             tried += 1
-        after = {record.sequence: (record.version, record.length) for record in served.server.books.handles.records()}
+        after = {record.sequence: (record.version, record.length) for record in served.server.state.handles.records()}
         changed = sum(after.get(number) != state for number, state in before.items()) + len(after) - len(before)
         for handle in live:
             answer = await served.executor.Decode(pb.DecodeRequest(item=item([7], handle)))

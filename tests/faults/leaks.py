@@ -53,17 +53,17 @@ async def r15_nothing_leaks(size: Size) -> Figures:
         stage=gate, kv_blocks=64, lease_ttl_s=SHORT_LEASE_S, min_lease_ttl_s=SHORT_LEASE_S
     ) as served:
         world = World(served, gate)
-        books = served.server.books
+        state = served.server.state
         for _ in range(size.endings):
             for ending in ENDINGS:
                 await ending(world)
                 try:
-                    await until(lambda: _clean(books), SETTLED_S)
+                    await until(lambda: _clean(state), SETTLED_S)
                 except TimeoutError:
                     left[ending.__name__] += 1
                     await served.control.Reset(executor_control_pb2.ResetRequest())
             await served.check()
-        created, released = books.counters.created, books.counters.released
+        created, released = state.counters.created, state.counters.released
     grown, warm = await _growth(size.leak_calls, whole_lives=size.leak_whole_lives)
     facts = await _expired(size.expired_calls) if size.expired_calls else {}
     bound = max(NOISE_BYTES, round(LEAK_PER_100_000 * size.leak_calls / 100_000))
@@ -81,16 +81,16 @@ async def r15_nothing_leaks(size: Size) -> Figures:
     )
 
 
-def _clean(books: Any) -> bool:
+def _clean(state: Any) -> bool:
     """Nothing is held, and nothing waits."""
-    pressure = books.pressure()
+    pressure = state.pressure()
     return (
         pressure.sequences == 0
         and pressure.free_blocks == pressure.total_blocks
         and pressure.queued_items == 0
-        and len(books.leases) == 0
-        and books.sessions == 0
-        and books.counters.created == books.counters.released
+        and len(state.leases) == 0
+        and state.sessions == 0
+        and state.counters.created == state.counters.released
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
 from tests.faults.process import Dialled, dial, serving

@@ -108,10 +108,10 @@ async def _live(sequence: Sequence, dice: random.Random) -> None:
 
 async def _forget(served: Served, dice: random.Random) -> None:
     """Lose every sequence, by a reset or because the leases ran out."""
-    books = served.server.books
+    state = served.server.state
     if dice.random() < 0.5:
-        for lease in books.leases.due(math.inf):
-            await books.ended(books.end_lease(lease, expired=True), Ending.EXPIRED)
+        for lease in state.leases.due(math.inf):
+            await state.ended(state.end_lease(lease, expired=True), Ending.EXPIRED)
     else:
         async with ExecutorClient(served.target) as operator:
             await operator.reset()

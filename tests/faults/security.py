@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.service.books import Lifecycle
-from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
+from ferrum_rpc.service.state import Lifecycle
 from tests.faults.figures import Figures, exactly
 from tests.faults.sizes import Size
 from tests.serving import LIMITS
@@ -239,7 +239,7 @@ async def r12_every_method_asks_who_calls(size: Size, seed: int = 0) -> Figures:
             counted = sum(count.calls for count in server.calls.methods.values())
             check = next(each for each in methods if each.path == f"/{health.SERVICE_NAME}/Check")
             healthy = await check.call(channel, b"", ()).code() is grpc.StatusCode.OK
-            serving = server.books.state is Lifecycle.SERVING
+            serving = server.state.lifecycle is Lifecycle.SERVING
     return Figures(
         "R12",
         "default deny",

@@ -21,7 +21,7 @@ import trustme
 from ferrum_rpc.client import ExecutorClient, tls
 from ferrum_rpc.errors import PermissionDenied, Reason, TransportError, Unauthenticated
 from ferrum_rpc.executor.v1 import model_executor_pb2_grpc
-from ferrum_rpc.service.security import Security
+from ferrum_rpc.service.auth import Security
 from tests.faults.process import environment, serving
 from tests.faults.security import (
     GET_INFO,
@@ -83,7 +83,7 @@ async def test_r1_a_handle_of_somebody_else_reads_as_unknown_whatever_identifies
                     stub.Release(pb.ReleaseRequest(handle=handle), metadata=metadata),
                 ):
                     assert await explained(call, Reason.HANDLE_UNKNOWN, grpc.StatusCode.NOT_FOUND)
-            [record] = server.books.handles.records()
+            [record] = server.state.handles.records()
             assert record.length == 4
 
 
@@ -106,7 +106,7 @@ async def test_the_client_shows_its_certificate_and_its_token_and_both_are_asked
         async with ExecutorClient(server.target, credentials=credentials, token="a-token", session=session) as alice:  # noqa: S106
             async with alice.sequence() as sequence:
                 await sequence.prefill([1, 2, 3])
-                [record] = server.books.handles.records()
+                [record] = server.state.handles.records()
                 assert record.owner == "alice"  # the token's name, not the machine's
             with pytest.raises(PermissionDenied):
                 await alice.warmup()
@@ -121,7 +121,7 @@ async def test_the_client_shows_its_certificate_and_its_token_and_both_are_asked
                     await stranger.info(timeout_s=TIMEOUT_S)
                 with pytest.raises(refusal):
                     await stranger.sequence().prefill([1, 2, 3], timeout_s=TIMEOUT_S)
-        assert len(server.books.handles) == 0
+        assert len(server.state.handles) == 0
 
 
 async def test_only_operators_reach_the_control_service(tokens: Path, tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ class Oracle:
         self._names += 1
         return Sequence(self._names)
 
-    def bury(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         self.blocks.release(sequence, self.live.values())
         del self.live[sequence.handle.id]
         self.gone[sequence.handle.id] = sequence
@@ -706,7 +706,7 @@ class Oracle:
         if faults := self.handle_faults(handle, any_version=any_version):
             return faults
         sequence = self.live[handle.id]
-        self.bury(sequence)
+        self.remove(sequence)
         if request_id:
             self.record(handle.id, request_id, meaning)
         return sequence

@@ -19,7 +19,7 @@ async def test_64_independent_unary_decoders_take_far_fewer_than_64_steps_a_roun
     async with serve_identity(kv_blocks=CALLERS * 4, layers=128) as served:
         handles = [await prefill(served, [1, index]) for index in range(CALLERS)]
         rounds = 10
-        before = served.server.books.engine.counters.steps
+        before = served.server.state.engine.counters.steps
 
         async def scheduler(handle: Any) -> None:
             for _ in range(rounds):
@@ -28,7 +28,7 @@ async def test_64_independent_unary_decoders_take_far_fewer_than_64_steps_a_roun
             assert handle.seq_len == 2 + rounds
 
         await asyncio.gather(*(scheduler(handle) for handle in handles))
-        steps = served.server.books.engine.counters.steps - before
+        steps = served.server.state.engine.counters.steps - before
         assert steps <= rounds * CALLERS / 4, f"{steps} steps for {rounds} rounds of {CALLERS} callers"
         await served.check()
 
@@ -42,7 +42,7 @@ async def test_what_piles_up_during_a_step_is_the_next_step() -> None:
             asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([7], handle))))
             for handle in handles
         ]
-        await until(lambda: served.server.books.engine.queued_items == len(handles))
+        await until(lambda: served.server.state.engine.queued_items == len(handles))
         pressure = (await served.executor.GetStatus(pb.GetStatusRequest())).pressure
         assert (pressure.queued_items, pressure.queued_tokens) == (8, 8)
         gate.open()
@@ -60,7 +60,7 @@ async def test_a_batch_is_never_split_when_it_does_not_fit_beside_others() -> No
         waiting = []
         for count in range(1, 4):
             waiting.append(asyncio.ensure_future(served.executor.UnifiedForward(batch)))
-            await until(lambda count=count: served.server.books.engine.queued_items == 2 * count)
+            await until(lambda count=count: served.server.state.engine.queued_items == 2 * count)
         gate.open()
         await held
         answers = [await each for each in waiting]

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 from tests.serving import serve_identity
 from tests.wiring import pb
 

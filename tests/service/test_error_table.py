@@ -198,12 +198,12 @@ async def test_too_many_sequences_are_refused_before_memory_is(served: Served) -
 async def test_an_answer_too_large_is_refused_before_the_forward() -> None:
     async with serve_identity(max_response_bytes=4096) as served:
         handle = await prefill(served, PROMPT)
-        steps = served.server.books.engine.counters.steps
+        steps = served.server.state.engine.counters.steps
         rows = pb.ForwardVerifyRequest(item=item([1] * 4, handle, output=full()))
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
         error = await refused(served.executor.ForwardVerify(rows), Reason.OUTPUT_TOO_LARGE, code)
         assert (error.number("bytes") or 0) > 4096
-        assert served.server.books.engine.counters.steps == steps
+        assert served.server.state.engine.counters.steps == steps
         await assert_unchanged(served, handle)
 
 
@@ -225,7 +225,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async with serve_identity(stage=gate, max_queued_items=2) as served:
         held = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
         waiting = [asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1])))) for _ in range(2)]
-        await until(lambda: served.server.books.engine.queued_items == 2)
+        await until(lambda: served.server.state.engine.queued_items == 2)
         full_queue = served.executor.Prefill(pb.PrefillRequest(item=item([1])))
         error = await refused(full_queue, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert error.retry_after_s and error.retry_after_s > 0
@@ -241,7 +241,7 @@ async def test_a_full_queue_still_tells_what_was_answered_before_and_what_never_
         handle = (await served.executor.Prefill(answered)).output.handle
         held = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
         waiting = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
-        await until(lambda: served.server.books.engine.queued_items == 1)
+        await until(lambda: served.server.state.engine.queued_items == 1)
         again = await served.executor.Prefill(answered)
         assert (again.output.replayed, again.output.handle) == (True, handle)
         batch = pb.UnifiedForwardRequest(items=[item([1])] * 3)
@@ -297,7 +297,7 @@ async def test_starting_is_unavailable_and_health_says_not_serving() -> None:
 
 async def test_draining_refuses_new_sequences_and_serves_the_old(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    served.server.books.drain()
+    served.server.state.drain()
     code = grpc.StatusCode.UNAVAILABLE
     error = await refused(served.executor.Prefill(pb.PrefillRequest(item=item([1]))), Reason.DRAINING, code)
     assert error.retry_after_s

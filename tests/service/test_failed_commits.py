@@ -16,12 +16,12 @@ from ferrum_rpc.core import ANYBODY, CreateOptions, OutputSpec, Positions, WorkI
 from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import InternalError, Reason
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
-from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.replay import ReplayLog
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.status import error_from_status
@@ -59,17 +59,17 @@ def fault(name: str, handle: types_pb2.KvHandle) -> Iterator[None]:
 
 async def nothing_held(served: Served, failures: int = 1) -> None:
     """Every sequence is free and as the engine has it, no account pays for what is over, the failures are counted."""
-    books = served.server.books
+    state = served.server.state
     await served.check()
-    assert not books._creating and not any(record.busy for record in books.handles.records())
-    for account in books.quotas._accounts.values():
-        assert account.held[0] == len(books.handles) and not any(account.held[4:])
-    scopes = [scope for owner in books.replay._owners.values() for scope in owner.scopes.values()]
+    assert not state._creating and not any(record.busy for record in state.handles.records())
+    for account in state.quotas._accounts.values():
+        assert account.held[0] == len(state.handles) and not any(account.held[4:])
+    scopes = [scope for owner in state.replay._owners.values() for scope in owner.scopes.values()]
     entries = [entry for scope in scopes for entry in scope.values()]
     assert all(entry.answer is not None and not entry.waiters for entry in entries)
-    assert sum(entry.rows_bytes for entry in entries) == books.replay.bytes
-    assert len(entries) == books.replay._answers
-    assert books.supervisor.failures[Background.CALLBACK] == failures
+    assert sum(entry.rows_bytes for entry in entries) == state.replay.bytes
+    assert len(entries) == state.replay._answers
+    assert state.supervisor.failures[Background.CALLBACK] == failures
 
 
 async def in_one_step(served: Served, gate: Gate, *requests: pb.BatchDecodeRequest) -> list[Any]:
@@ -77,7 +77,7 @@ async def in_one_step(served: Served, gate: Gate, *requests: pb.BatchDecodeReque
     held = await gate.hold(prefill(served, [9, 9]))
     tasks = [asyncio.ensure_future(served.executor.BatchDecode(each)) for each in requests]
     items = sum(len(each.items) for each in requests)
-    await until(lambda: served.server.books.engine.queued_items >= items)
+    await until(lambda: served.server.state.engine.queued_items >= items)
     gate.open()
     async with asyncio.timeout(10):
         await served.executor.Release(pb.ReleaseRequest(handle=await held))
@@ -123,7 +123,7 @@ async def test_duplicates_that_wait_for_it_hear_of_it(name: str) -> None:
             batch = asyncio.ensure_future(
                 served.executor.BatchDecode(pb.BatchDecodeRequest(items=[item([7], other), request.item]))
             )
-            [entry] = served.server.books.replay.scope(("", handle.id)).values()
+            [entry] = served.server.state.replay.scope(("", handle.id)).values()
             await until(lambda: entry.waiters == 2)
             gate.open()
             async with asyncio.timeout(10):
@@ -161,7 +161,7 @@ async def test_all_or_nothing_names_the_item_that_could_not_be_committed(served:
     [
         (HandleTable, "insert", False),
         (HandleTable, "insert", True),
-        (Books, "born", False),
+        (ServerState, "publish", False),
         (Quotas, "settle", False),
         (ReplayLog, "finish", False),
     ],
@@ -173,9 +173,9 @@ async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
     with failing(owner, method, late=late):
         async with asyncio.timeout(10):
             await refused(served.executor.Prefill(request), Reason.INTERNAL_ERROR, INTERNAL)
-    books = served.server.books
-    await until(lambda: books.engine.cache.sequences == 0)
-    assert not len(books.handles) and books.counters.created == books.counters.released
+    state = served.server.state
+    await until(lambda: state.engine.cache.sequences == 0)
+    assert not len(state.handles) and state.counters.created == state.counters.released
     await nothing_held(served)
     assert not (await served.executor.Prefill(request)).output.replayed
 
@@ -192,10 +192,10 @@ async def test_a_refused_item_whose_end_fails_is_refused_all_the_same() -> None:
 
 
 OPERATIONS = {
-    "truncate": lambda books, handle: truncate(books, handle, 1, "once"),
-    "fork": lambda books, handle: fork(books, handle, 3, request_id="once"),
-    "release": lambda books, handle: release(books, handle, request_id="once"),
-    "reserve": lambda books, handle: reserve(books, handle, 4),
+    "truncate": lambda state, handle: truncate(state, handle, 1, "once"),
+    "fork": lambda state, handle: fork(state, handle, 3, request_id="once"),
+    "release": lambda state, handle: release(state, handle, request_id="once"),
+    "reserve": lambda state, handle: reserve(state, handle, 4),
 }
 
 
@@ -204,7 +204,7 @@ OPERATIONS = {
     [
         ("truncate", Quotas, "settle", False),
         ("truncate", ReplayLog, "_record", False),
-        ("fork", Books, "born", False),
+        ("fork", ServerState, "publish", False),
         ("fork", Quotas, "settle", False),
         ("fork", ReplayLog, "_record", True),
         ("release", HandleTable, "remove", False),
@@ -215,16 +215,16 @@ OPERATIONS = {
 async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicates(
     served: Served, operation: str, owner: type, method: str, late: bool
 ) -> None:
-    books = served.server.books
+    state = served.server.state
     handle = handle_from_proto(await prefill(served, [1, 2, 3]))
     begin = OPERATIONS[operation]
     with failing(owner, method, late=late):
-        calls = [begin(books, handle)] if operation == "reserve" else [begin(books, handle) for _ in range(3)]
+        calls = [begin(state, handle)] if operation == "reserve" else [begin(state, handle) for _ in range(3)]
         for call in calls:
             with pytest.raises(InternalError):
                 await asyncio.wait_for(call, 10)
-    await until(lambda: books.engine.cache.sequences == len(books.handles))
-    assert len(books.handles) == (0 if operation == "release" else 1)
+    await until(lambda: state.engine.cache.sequences == len(state.handles))
+    assert len(state.handles) == (0 if operation == "release" else 1)
     await nothing_held(served)
 
 
@@ -252,13 +252,13 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
         request = pb.BatchDecodeRequest(items=[repeated, item([7], other)], all_or_nothing=all_or_nothing)
         with failing(ReplayLog, "read"):
             both = asyncio.ensure_future(served.executor.BatchDecode(request))
-            [entry] = served.server.books.replay.scope(("", one.id)).values()
+            [entry] = served.server.state.replay.scope(("", one.id)).values()
             await until(lambda: entry.waiters == 1)
             gate.open()
             async with asyncio.timeout(10):
                 await held
                 await refused(both, Reason.INTERNAL_ERROR, INTERNAL)
-        await until(lambda: not any(each.busy for each in served.server.books.handles.records()))
+        await until(lambda: not any(each.busy for each in served.server.state.handles.records()))
         await nothing_held(served)
 
 
@@ -266,19 +266,19 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
 async def test_a_caller_that_is_cancelled_meanwhile_leaves_nothing_either(kind: type) -> None:
     gate = Gate("forward" if kind is ForwardCall else "truncate")
     async with serve_identity(stage=gate) as served:
-        handle, books = await prefill(served, [1, 2, 3]), served.server.books
+        handle, state = await prefill(served, [1, 2, 3]), served.server.state
         known = handle_from_proto(handle)
         work = WorkItem(0, known, np.ones(1, np.int32), None, OutputSpec(Positions.LAST), "once", CreateOptions())
 
         async def call() -> object:
             if kind is ForwardCall:
-                return await ForwardCall(books, books.quotas.account(ANYBODY), [work])
-            return await truncate(books, known, 1, "once")
+                return await ForwardCall(state, state.quotas.account(ANYBODY), [work])
+            return await truncate(state, known, 1, "once")
 
         with fault("the charge", handle):
             task = await gate.hold(call())
             task.cancel()
             await asyncio.wait([task])
             gate.open()
-            await until(lambda: not any(record.busy for record in books.handles.records()))
+            await until(lambda: not any(record.busy for record in state.handles.records()))
         await nothing_held(served)

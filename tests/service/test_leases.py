@@ -36,7 +36,7 @@ async def leased(served: Served, lease: str, tokens: list[int], **fields: object
 
 def sweep(served: Served, later: float) -> None:
     """As if ``later`` seconds had passed."""
-    Sweeper(served.server.books).sweep(time.monotonic() + later)
+    Sweeper(served.server.state).sweep(time.monotonic() + later)
 
 
 async def decode(served: Served, handle: types_pb2.KvHandle, token: int = 1) -> types_pb2.KvHandle:
@@ -72,7 +72,7 @@ async def test_an_expired_lease_frees_all_its_sequences_and_no_other(served: Ser
 async def test_every_call_on_one_of_its_handles_renews_a_lease(served: Served, sign: str) -> None:
     lease = await acquire(served, 10)
     handle, other = await leased(served, lease, [1, 2, 3]), await leased(served, lease, [4, 5])
-    held = served.server.books.leases.find(lease, "")
+    held = served.server.state.leases.find(lease, "")
     held.expires = time.monotonic() + 0.5  # nearly over
     match sign:
         case "keep_alive":
@@ -132,8 +132,8 @@ async def test_a_step_whose_caller_is_gone_is_no_sign_of_life() -> None:
             await call
 
         running = await gate.hold(wait())
-        record = served.server.books.handles.records()[0]
-        held = served.server.books.leases.find(lease, "")
+        record = served.server.state.handles.records()[0]
+        held = served.server.state.leases.find(lease, "")
         held.expires = due = time.monotonic() + 0.25
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -154,7 +154,7 @@ async def test_revoking_frees_now_what_is_idle_and_what_runs_when_it_ends() -> N
         creating = asyncio.ensure_future(leased(served, lease, [7, 8]))
         await until(lambda: served.server.calls.in_flight >= 2)
         revoking = asyncio.ensure_future(served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease)))
-        await until(lambda: not len(served.server.books.leases))
+        await until(lambda: not len(served.server.state.leases))
         gate.open()
         assert (await revoking).released_sequences == 3
         for handle in (idle, await running, await creating):
@@ -167,7 +167,7 @@ async def test_revoking_frees_now_what_is_idle_and_what_runs_when_it_ends() -> N
 
 
 async def test_an_unused_sequence_without_a_lease_is_freed_after_the_idle_time(served: Served) -> None:
-    idle_ttl = served.server.books.limits.idle_ttl_s
+    idle_ttl = served.server.state.limits.idle_ttl_s
     handle = await prefill(served, [1, 2, 3])
     sweep(served, idle_ttl - 1)
     handle = await decode(served, handle)
@@ -183,7 +183,7 @@ async def test_an_answer_that_nobody_heard_does_not_hold_blocks_for_ever(served:
     """A creation with a request id whose caller never comes back."""
     before = await free_blocks(served)
     await prefill(served, [1, 2, 3], request_id="lost")
-    sweep(served, served.server.books.limits.idle_ttl_s + 1)
+    sweep(served, served.server.state.limits.idle_ttl_s + 1)
     await served.check()
     assert await free_blocks(served) == before
 
@@ -216,7 +216,7 @@ async def test_a_lease_that_is_not_there_says_which_way(served: Served) -> None:
 
 
 async def test_the_time_of_a_lease_is_told_and_kept_within_limits(served: Served) -> None:
-    limits = served.server.books.limits
+    limits = served.server.state.limits
     default = await served.executor.AcquireLease(pb.AcquireLeaseRequest())
     assert default.ttl.ToTimedelta().total_seconds() == limits.lease_ttl_s
     assert default.renew_every.ToTimedelta().total_seconds() == limits.lease_ttl_s / 6
@@ -241,7 +241,7 @@ async def test_a_server_that_was_deaf_gives_the_time_back(served: Served) -> Non
     """Stopped for longer than a lease lives, it judges nobody before it has heard everybody."""
     lease = await acquire(served, 10)
     handle, unleased = await leased(served, lease, [1, 2]), await prefill(served, [3])
-    Sweeper(served.server.books).forgive(1000.0)
+    Sweeper(served.server.state).forgive(1000.0)
     sweep(served, 1005)
     await decode(served, handle)
     await decode(served, unleased)
@@ -252,7 +252,7 @@ async def test_the_sweep_runs_by_itself() -> None:
         lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
         await leased(served, lease, [1, 2, 3])
         async with asyncio.timeout(5):
-            await served.server.books.empty.wait()
+            await served.server.state.empty.wait()
         await served.check()
 
 
@@ -275,10 +275,10 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
     from ferrum_rpc.wire.items import Shape, item_from_proto
 
     alice, bob = Caller("alice", operator=False), Caller("bob", operator=False)
-    books = served.server.books
+    state = served.server.state
 
     async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
-        return (await ForwardCall(books, books.quotas.account(caller), [item_from_proto(message, Shape.ANY)])).outcomes[
+        return (await ForwardCall(state, state.quotas.account(caller), [item_from_proto(message, Shape.ANY)])).outcomes[
             0
         ]
 
@@ -295,16 +295,16 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
         assert isinstance(refusal, ExecutorError)
         assert (refusal.reason, refusal.message) == (Reason.HANDLE_UNKNOWN, "no such sequence")
     for call in (
-        truncate(books, first.handle, 1, caller=bob),
-        fork(books, first.handle, caller=bob),
-        release(books, first.handle, caller=bob, any_version=True),
-        reserve(books, first.handle, 4, caller=bob),
+        truncate(state, first.handle, 1, caller=bob),
+        fork(state, first.handle, caller=bob),
+        release(state, first.handle, caller=bob, any_version=True),
+        reserve(state, first.handle, 4, caller=bob),
     ):
         with pytest.raises(ExecutorError, match="no such sequence"):
             await call
-    await release(books, grown.handle, caller=alice)
+    await release(state, grown.handle, caller=alice)
     with pytest.raises(ExecutorError, match="no such sequence"):
-        await release(books, grown.handle, caller=bob)
+        await release(state, grown.handle, caller=bob)
     with pytest.raises(ExecutorError, match="was released"):
-        await release(books, grown.handle, caller=alice)
+        await release(state, grown.handle, caller=alice)
     await served.check()

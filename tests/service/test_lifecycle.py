@@ -144,7 +144,7 @@ async def test_steps_of_a_session_that_run_when_the_lame_duck_time_ends_are_answ
         await (await gate.hold(call.write(session_pb2.SessionRequest(step_id=4, forward=decode))))
         decode = session_pb2.SessionForward(items=[item([3], two)])
         await call.write(session_pb2.SessionRequest(step_id=5, forward=decode))
-        await until(lambda: served.server.books.engine.queued_items == 1)
+        await until(lambda: served.server.state.engine.queued_items == 1)
         await drain(served, grace=0)
         await served.server.draining.done.wait()
         gate.open()
@@ -200,4 +200,4 @@ async def test_a_busy_sequence_is_listed_as_busy() -> None:
         assert listed.busy
         gate.open()
         await running
-        await until(lambda: not served.server.books.handles.records()[0].busy)
+        await until(lambda: not served.server.state.handles.records()[0].busy)

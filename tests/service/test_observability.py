@@ -17,10 +17,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
-from ferrum_rpc.service.metrics import Metrics, registry_of
-from ferrum_rpc.service.metrics_server import MetricsServer
-from ferrum_rpc.service.refusals import ADVICE
-from ferrum_rpc.service.tracing import Tracing
+from ferrum_rpc.service.error_log import ADVICE
+from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.telemetry import Tracing
 from tests.exposition import Series, fetch, problems, series, value
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
@@ -35,7 +34,7 @@ NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 def scrapes(served: Served) -> Iterator[Any]:
     """A metrics port beside the server; yields a coroutine function that scrapes it, and has its ``url``."""
     server = served.server
-    metrics = MetricsServer(registry_of(Metrics(server.books, server.calls, server.steps)), "127.0.0.1", 0)
+    metrics = MetricsServer(registry_of(Metrics(server.state, server.calls, server.steps)), "127.0.0.1", 0)
 
     async def scrape() -> Series:
         text = await asyncio.to_thread(fetch, metrics.url)
@@ -92,7 +91,7 @@ async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
         while not load.done():
             during.append(await scrape())
         await load
-        unknown = types_pb2.KvHandle(id=served.server.books.handles.instance + bytes(16), seq_len=5, version=1)
+        unknown = types_pb2.KvHandle(id=served.server.state.handles.instance + bytes(16), seq_len=5, version=1)
         batch = pb.BatchDecodeRequest(items=[item([1], unknown), item([2], await prefill(served, [1]))])
         assert (await served.executor.BatchDecode(batch)).results[0].HasField("error")
         await refused(
@@ -123,7 +122,7 @@ async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
     assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/BatchDecode", code="OK") == 1
     assert value(after, "ferrum_items_total", method=f"{SERVICE}/BatchDecode") == 2
     assert value(after, "ferrum_item_errors_total", method=f"{SERVICE}/BatchDecode") == 1
-    steps = served.server.books.engine.counters
+    steps = served.server.state.engine.counters
     assert value(after, "ferrum_steps_total") == value(after, "ferrum_step_seconds_count") == steps.steps
     assert value(after, "ferrum_step_seconds_sum") == pytest.approx(steps.forward_s)
     assert value(after, "ferrum_step_size_tokens_sum") == value(after, "ferrum_step_tokens_total")
@@ -138,7 +137,7 @@ async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> Non
     async def trouble(number: int) -> None:
         name = f"{number:032x}"
         ids = (("x-request-id", name), ("traceparent", f"00-{name}-{SPAN}-01"), (f"x-{name}", name))
-        handle = types_pb2.KvHandle(id=served.server.books.handles.instance + number.to_bytes(16, "big"), version=1)
+        handle = types_pb2.KvHandle(id=served.server.state.handles.instance + number.to_bytes(16, "big"), version=1)
         decode = pb.DecodeRequest(item=item([1], handle, request_id=name, item_id=number))
         await refused(served.executor.Decode(decode, metadata=ids), Reason.HANDLE_UNKNOWN, NOT_FOUND)
         for path in (f"/{SERVICE}/M{number}", f"/s{number}/Decode"):
@@ -233,7 +232,7 @@ async def test_a_bug_is_an_error_with_its_stack_and_tells_the_caller_nothing(
     def broken() -> None:
         raise RuntimeError("the secret of the machine")
 
-    monkeypatch.setattr(served.server.books, "pressure", broken)
+    monkeypatch.setattr(served.server.state, "pressure", broken)
     with logged() as events:
         call = served.executor.GetStatus(pb.GetStatusRequest(), metadata=IDS)
         error = await refused(call, Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)

@@ -14,13 +14,12 @@ import pytest
 from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.service.auth import Security, parse
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
 from ferrum_rpc.service.records import Ending, Resource
-from ferrum_rpc.service.security import Security
-from ferrum_rpc.service.tokens import parse
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import pb, refused, until
 
@@ -32,7 +31,7 @@ class Side:
 
     def __init__(self, served: Served, caller: Caller) -> None:
         self.caller = caller
-        self.books = served.server.books
+        self.state = served.server.state
 
     async def feed(
         self, tokens: int, handle: HandleRef | None = None, *, truncate_to: int | None = None, reserve: int = 0
@@ -46,7 +45,7 @@ class Side:
             "",
             CreateOptions(reserve_tokens=reserve),
         )
-        outcome = (await ForwardCall(self.books, self.books.quotas.account(self.caller), [work])).outcomes[0]
+        outcome = (await ForwardCall(self.state, self.state.quotas.account(self.caller), [work])).outcomes[0]
         if isinstance(outcome, ExecutorError):
             raise outcome
         assert isinstance(outcome, ItemAnswer)
@@ -54,7 +53,7 @@ class Side:
 
     @property
     def held(self) -> tuple[int, int]:
-        account = self.books.quotas.account(self.caller)
+        account = self.state.quotas.account(self.caller)
         return account.held[Resource.SEQUENCES], account.held[Resource.BLOCKS]
 
 
@@ -67,9 +66,9 @@ async def test_a_caller_at_its_quota_of_sequences_is_refused_and_others_are_not(
             await alice.feed(3)
         assert refusal.value.number("max_sequences_per_caller") == 2
         with pytest.raises(QuotaExceeded):
-            await fork(alice.books, first, caller=ALICE)
+            await fork(alice.state, first, caller=ALICE)
         await bob.feed(3)
-        await release(alice.books, first, caller=ALICE)
+        await release(alice.state, first, caller=ALICE)
         await alice.feed(3)
         assert (alice.held[0], bob.held[0]) == (2, 1)
         await served.check()
@@ -87,19 +86,19 @@ async def test_blocks_are_charged_by_length_and_given_back(served: Served) -> No
         with pytest.raises(QuotaExceeded):
             await alice.feed(1)
         assert alice.held == (1, 6)
-        [handle], _ = await truncate(alice.books, handle, 5, caller=ALICE)
+        [handle], _ = await truncate(alice.state, handle, 5, caller=ALICE)
         assert alice.held == (1, 2)
-        [child], _ = await fork(alice.books, handle, caller=ALICE)
+        [child], _ = await fork(alice.state, handle, caller=ALICE)
         assert alice.held == (2, 4)
         with pytest.raises(QuotaExceeded):
-            await reserve(alice.books, child, 12, caller=ALICE)
-        [child], _ = await reserve(alice.books, child, 11, caller=ALICE)
+            await reserve(alice.state, child, 12, caller=ALICE)
+        [child], _ = await reserve(alice.state, child, 11, caller=ALICE)
         assert alice.held == (2, 6)
         handle = await alice.feed(2, handle, truncate_to=0)
         assert alice.held == (2, 5)
         await bob.feed(24)
         for each in (handle, child):
-            await release(alice.books, each, caller=ALICE)
+            await release(alice.state, each, caller=ALICE)
         assert alice.held == (0, 0)
         await limited.check()
 
@@ -131,7 +130,7 @@ async def test_one_of_several_callers_has_a_share_of_sequences_and_blocks_and_on
             await alice.feed(4, handles[1])
         assert refusal.value.number("max_blocks_per_caller") == 4 + served.runner.kv.state().total_blocks % 2
         await bob.feed(4)
-        await served.server.books.ended(served.server.books.handles.records(), Ending.RESET)
+        await served.server.state.ended(served.server.state.handles.records(), Ending.RESET)
         assert alice.held == bob.held == (0, 0)
         assert [(await lone.feed(8)).seq_len for _ in range(4)] == [8] * 4
 
@@ -172,20 +171,20 @@ async def test_leases_and_sessions_have_a_share_per_caller_where_there_are_sever
         told = (await served.executor.GetInfo(pb.GetInfoRequest(), metadata=token("a"))).limits
         assert told.max_sequences_per_caller == (LIMITS.max_sequences // 2 if len(names) > 1 else 0)
         streams.pop().cancel()
-        books = served.server.books
-        await until(lambda: books.sessions == len(streams))
+        state = served.server.state
+        await until(lambda: state.sessions == len(streams))
         streams.append(await session("a"))
         for stream in streams:
             stream.cancel()
-        await until(lambda: not books.sessions)
-        assert books.quotas.account(Caller("a")).held[Resource.SESSIONS] == 0
+        await until(lambda: not state.sessions)
+        assert state.quotas.account(Caller("a")).held[Resource.SESSIONS] == 0
 
 
 async def test_the_queue_has_a_share_per_caller_that_an_answer_and_a_cancel_give_back() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate, max_queued_items=4, max_batch_items=2) as served:
         alice, bob = Side(served, ALICE), Side(served, BOB)
-        account = served.server.books.quotas.account(ALICE)
+        account = served.server.state.quotas.account(ALICE)
         running = await gate.hold(alice.feed(3))
         waiting = asyncio.create_task(alice.feed(3))
         await until(lambda: account.held[Resource.QUEUED_ITEMS] == 2)

@@ -91,7 +91,7 @@ class Scheduler:
         self.served, self.gate = served, gate
         self.blockers: list[types_pb2.KvHandle] = []
         self.executor = served.executor
-        self.books = served.server.books
+        self.state = served.server.state
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Scheduler:
 
     async def check(self) -> None:
         """`Served.check`, from outside of the model thread: an assertion that fails in there ends it."""
-        lengths = {record.sequence: record.length for record in self.books.handles.records()}
+        lengths = {record.sequence: record.length for record in self.state.handles.records()}
         faults: list[BaseException] = []
 
         def look(runner: Any) -> None:
@@ -401,7 +401,7 @@ async def test_cancelled_before_dispatch_nothing_happened(scheduler):
         call = scheduler.decode(handle, 7, "one")
         await scheduler.in_flight(2)
         await scheduler.cancel(call)
-        assert scheduler.books.engine.queued_items == 0
+        assert scheduler.state.engine.queued_items == 0
     answer = await scheduler.decode(handle, 7, "one")
     assert not answer.output.replayed
     is_after(answer, 1, 2, 3, 7)
@@ -672,7 +672,7 @@ async def test_releasing_any_version_during_a_step_frees_the_sequence_when_it_en
     call = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
     await hold.reached()
     release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
-    await scheduler.books_have(lambda: any(record.doom for record in scheduler.books.handles.records()))
+    await scheduler.books_have(lambda: any(record.pending_end for record in scheduler.state.handles.records()))
     hold.go()
     is_after(await call, 1, 2, 3, 7)
     await release
@@ -688,7 +688,7 @@ async def test_the_answer_of_a_release_counts_the_blocks_that_it_freed(scheduler
     call = asyncio.ensure_future(scheduler.decode(handle, 7))
     await hold.reached()
     release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
-    await scheduler.books_have(lambda: any(record.doom for record in scheduler.books.handles.records()))
+    await scheduler.books_have(lambda: any(record.pending_end for record in scheduler.state.handles.records()))
     hold.go()
     pressure = (await release).pressure
     assert (pressure.free_blocks, pressure.sequences) == (pressure.total_blocks, 0)

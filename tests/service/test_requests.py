@@ -14,8 +14,8 @@ import pytest
 
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service import accept
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.bodies import Bodies
-from ferrum_rpc.service.security import Security
 from ferrum_rpc.service.server import ExecutorServer
 from tests.faults.raw_session import RawSession
 from tests.serving import LIMITS, Served, serve_identity
@@ -168,7 +168,7 @@ async def killed_session(served: Served) -> None:
     await session.open()
     await session.send(forward=session_pb2.SessionForward(items=[item([1, 2, 3], output=full())]))
     await session.leave()
-    await until(lambda: not served.server.books.sessions)
+    await until(lambda: not served.server.state.sessions)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ async def test_what_has_ended_leaves_nothing_for_the_collector(end: Callable[[Se
         try:
             for _ in range(8):
                 await end(served)
-            await until(lambda: not served.server.books.engine.queued_items)
+            await until(lambda: not served.server.state.engine.queued_items)
             for _ in range(8):  # tasks that are being cancelled
                 await asyncio.sleep(0)
             gc.set_debug(gc.DEBUG_SAVEALL)

@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.session import Session
-from ferrum_rpc.wire.revision import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_status
 from tests.faults.frame_order import FRAMES
 from tests.faults.frame_order import refusal as frame_refusal
@@ -210,7 +210,7 @@ async def test_frames_claim_their_sequence_in_the_order_in_which_they_are_read(s
         handle = await prefill(served, PROMPT)
         frames = [{"hello": session_pb2.SessionHello()}, FRAMES[first](handle), FRAMES[second](handle)]
         script: Any = Script([session_pb2.SessionRequest(step_id=n, **frame) for n, frame in enumerate(frames)])
-        await Session(server.books, server.calls, server.sessions, script).run()
+        await Session(server.state, server.calls, server.sessions, script).run()
         assert frame_refusal(script.answers[1]) is None, second
         shares = first == second and "repeats" in first
         waits = second == "release of any version"
@@ -264,7 +264,7 @@ async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
         late = await stream.send(
             forward=session_pb2.SessionForward(items=[item([5], two)], timeout=duration_pb2.Duration(nanos=1000))
         )
-        await until(lambda: [each.busy for each in served.server.books.handles.records()] == [True, True])
+        await until(lambda: [each.busy for each in served.server.state.handles.records()] == [True, True])
         gate.open()
         answers = {(await stream.read()).step_id: None for _ in range(2)}
         assert set(answers) == {running, late}
@@ -300,7 +300,7 @@ async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_g
             patch.setattr("ferrum_rpc.service.session.ForwardCall", fail)
             assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
         with monkeypatch.context() as patch:  # the step ran by then
-            patch.setattr(served.server.books, "pressure", fail)
+            patch.setattr(served.server.state, "pressure", fail)
             assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
         stands = types_pb2.KvHandle(id=handle.id, seq_len=len(PROMPT) + 1, version=handle.version + 1)
         assert (await stream.forward(item([5], stands))).results[0].output.handle.seq_len == len(PROMPT) + 2
@@ -319,10 +319,10 @@ async def test_a_lost_stream_takes_back_what_waits_commits_what_runs_and_keeps_t
             )
         )
         await stream.send(forward=session_pb2.SessionForward(items=[item([5], two, request_id="queued")]))
-        books = served.server.books
-        await until(lambda: all(record.busy for record in books.handles.records()))
+        state = served.server.state
+        await until(lambda: all(record.busy for record in state.handles.records()))
         stream.call.cancel()
-        await until(lambda: not books.sessions)
+        await until(lambda: not state.sessions)
         gate.open()
         async with opened(served, lease_id=lease) as again:
             replayed = await again.forward(item([5], one, request_id="running"))
@@ -372,7 +372,7 @@ async def test_close_waits_for_the_steps_in_flight_and_releases_what_the_session
 async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: Served) -> None:
     async with opened(served) as stream:
         handle = await stream.prefill(PROMPT)
-        [lease] = served.server.books.leases.due(float("inf"))
+        [lease] = served.server.state.leases.due(float("inf"))
         for frame in (
             {"keep_alive": session_pb2.SessionKeepAlive()},
             {"forward": session_pb2.SessionForward(items=[item([1], types_pb2.KvHandle(id=b"none"))])},
@@ -381,7 +381,7 @@ async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: S
             lease.expires = 0.0
             await stream.ask(**frame)
             assert lease.expires > 0.0
-        served.server.books.end(served.server.books.end_lease(lease, expired=True), _expired())
+        served.server.state.end(served.server.state.end_lease(lease, expired=True), _expired())
         answer = await stream.ask(keep_alive=session_pb2.SessionKeepAlive())
         assert refusal(answer)[1] is Reason.LEASE_EXPIRED
         results = (await stream.forward(item([1], handle), item([1, 2]))).results
@@ -424,7 +424,7 @@ async def test_a_broken_frame_order_ends_the_stream_with_its_reason(served: Serv
                 pass
 
     await refused(end(), reason, code)
-    assert served.server.books.sessions == 0
+    assert served.server.state.sessions == 0
 
 
 async def test_an_empty_stream_is_no_mistake(served: Served) -> None:
@@ -443,9 +443,9 @@ async def test_a_client_that_does_not_read_holds_its_own_answers_only() -> None:
                 frame = session_pb2.SessionForward(items=[item([1] * 2000, output=output)])
                 await stream.send(forward=frame)
             async with asyncio.timeout(20):
-                await until(lambda: len(served.server.books.handles) >= 2)
+                await until(lambda: len(served.server.state.handles) >= 2)
                 for _ in range(20):
                     handle = await prefill(served, PROMPT)
                     await served.executor.Release(pb.ReleaseRequest(handle=handle))
-            assert len(served.server.books.handles) == 2
+            assert len(served.server.state.handles) == 2
         await served.check()

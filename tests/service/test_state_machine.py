@@ -219,7 +219,7 @@ def some_live(machine: ExecutorMachine) -> bool:
 
 
 class ExecutorMachine(RuleBasedStateMachine):
-    """Rules send calls; `judge` compares an answer with the oracle's; the invariant looks at the server's books."""
+    """Rules send calls; `judge` compares an answer with the oracle's; the invariant looks at the server's state."""
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         for sequence in list(self.oracle.live.values()):
             answer = self.send("Release", messages.ReleaseRequest(handle=handle_message(sequence.handle)))
             assert not isinstance(answer, Refusal), answer
-            self.oracle.bury(sequence)
+            self.oracle.remove(sequence)
         self.the_books_agree()
         status = self.send("GetStatus", messages.GetStatusRequest())
         assert status.pressure.free_blocks == status.pressure.total_blocks
@@ -419,7 +419,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     def the_books_agree(self):
         if not hasattr(self, "served"):
             return
-        oracle, books = self.oracle, self.served.server.books
+        oracle, state = self.oracle, self.served.server.state
         faults: list[BaseException] = []
 
         def inspect(runner: Any) -> None:
@@ -427,8 +427,8 @@ class ExecutorMachine(RuleBasedStateMachine):
             try:
                 runner.kv.check()
                 assert runner.kv.state().free_blocks == oracle.blocks.free
-                assert runner.kv._sequences.keys() == {record.sequence for record in books.handles.records()}
-                for record in books.handles.records():
+                assert runner.kv._sequences.keys() == {record.sequence for record in state.handles.records()}
+                for record in state.handles.records():
                     assert runner.kv.length(record.sequence) == record.length
                     self.check_content(runner, record.sequence, oracle.live[record.id])
                 unowned = ~runner.kv.owned_slots_mask()
@@ -443,9 +443,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         status = self.run(look())
         if faults:
             raise faults[0]
-        stand = {record.id: (record.length, record.version) for record in books.handles.records()}
+        stand = {record.id: (record.length, record.version) for record in state.handles.records()}
         assert stand == {key: (each.length, each.handle.version) for key, each in oracle.live.items()}
-        assert not any(record.busy for record in books.handles.records())
+        assert not any(record.busy for record in state.handles.records())
         self.check_pressure(status.pressure)
         counters, counts = status.counters, oracle.counts
         assert counters.sequences_created == counts["created"]
@@ -789,7 +789,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.calls = 0
         assert answer.released_sequences == len(self.oracle.live)
         for sequence in list(self.oracle.live.values()):
-            self.oracle.bury(sequence)
+            self.oracle.remove(sequence)
         self.check_pressure(answer.pressure)
 
     @precondition(lambda self: self.calls > 15)

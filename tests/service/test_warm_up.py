@@ -18,8 +18,8 @@ from tests.wiring import prefill
 async def test_it_counts_against_no_limit_and_no_quota(limits: dict[str, int]) -> None:
     async with serve_identity(**limits) as served:
         await prefill(served, [1, 2, 3])
-        assert await control.warm_up(served.server.books, 8, 16) == 2
-        assert served.server.books.pressure().sequences == 1
+        assert await control.warm_up(served.server.state, 8, 16) == 2
+        assert served.server.state.pressure().sequences == 1
         await served.check()
 
 

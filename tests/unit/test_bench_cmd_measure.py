@@ -44,7 +44,7 @@ async def client_of(served: Served, *flags: str) -> AsyncIterator[tuple[Recordin
     options = {"session": session, "steps_in_flight": 2 * workload.groups, "resend": NEVER_RESEND}
     async with Recording(served.target, **options) as client:
         yield client, workload
-    assert served.server.books.handles.records() == []
+    assert served.server.state.handles.records() == []
     await served.check()
 
 

@@ -16,7 +16,7 @@ from ferrum_rpc.executor.v1 import (
     session_pb2,
     types_pb2,
 )
-from ferrum_rpc.wire.revision import SCHEMA_REVISION, SCHEMA_SHA256
+from ferrum_rpc.wire.info import SCHEMA_REVISION, SCHEMA_SHA256
 
 FILES = (
     types_pb2,

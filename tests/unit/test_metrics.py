@@ -25,16 +25,15 @@ from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import CacheState, StepTiming
 from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
-from ferrum_rpc.service import metrics_server, tracing
-from ferrum_rpc.service.books import Books
-from ferrum_rpc.service.correlation import ids_of, parse_traceparent, request_id_of
-from ferrum_rpc.service.listen import PortInUse
+from ferrum_rpc.service import metrics, telemetry
+from ferrum_rpc.service.bind import PortInUse
+from ferrum_rpc.service.error_log import ADVICE, BURST, ErrorLog
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
-from ferrum_rpc.service.metrics import Metrics, registry_of
-from ferrum_rpc.service.metrics_server import MAX_CONNECTIONS, MetricsServer, _Quiet, _Server
-from ferrum_rpc.service.refusals import ADVICE, BURST, RefusalLog
+from ferrum_rpc.service.metrics import MAX_CONNECTIONS, Metrics, MetricsServer, _Quiet, _Server, registry_of
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.tracing import TracingError, connect
+from ferrum_rpc.service.state import ServerState
+from ferrum_rpc.service.telemetry import TracingError, connect
+from ferrum_rpc.service.trace_context import ids_of, parse_traceparent, request_id_of
 from ferrum_rpc.wire.status import CODE_BY_REASON
 from tests.exposition import OPENMETRICS, fetch, openmetrics_families, problems, series, value
 
@@ -46,21 +45,21 @@ def context(*metadata: tuple[str, str]) -> Any:
     return SimpleNamespace(invocation_metadata=lambda: metadata)
 
 
-def observed() -> tuple[Books, CallLog, StepMeter, CollectorRegistry]:
+def observed() -> tuple[ServerState, CallLog, StepMeter, CollectorRegistry]:
     """The books of a server in which every family has a sample."""
-    books, calls, steps = Books(ServeSettings().limits()), CallLog(), StepMeter()
+    state, calls, steps = ServerState(ServeSettings().limits()), CallLog(), StepMeter()
     thread: Any = SimpleNamespace(
         cache=CacheState(block_size=16, total_blocks=100, free_blocks=60, sequences=0),
         counters=EngineCounters(),
         queued_items=3,
         queued_tokens=40,
     )
-    books.engine = thread
+    state.engine = thread
     count = calls.methods[METHOD]
     count.items, count.codes["OK"] = 2, 2
     count.seconds.observe(0.5)
     steps.observe([StepTiming(1, 2, 20, 0.001, 0.01), StepTiming(1, 2, 20, 0.002, 0.01)])
-    return books, calls, steps, registry_of(Metrics(books, calls, steps, {"before_reply": 1}))
+    return state, calls, steps, registry_of(Metrics(state, calls, steps, {"before_reply": 1}))
 
 
 @pytest.fixture
@@ -147,7 +146,7 @@ def test_whoever_holds_connections_open_holds_up_nobody_and_no_thread_for_long(s
 
 
 def test_a_request_that_comes_byte_by_byte_has_its_end(scraped: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
     with connection(scraped) as slow:
         slow.settimeout(0.02)
         for _ in range(1500):
@@ -180,9 +179,9 @@ def test_a_submission_waits_for_itself_and_a_step_counts_once(scraped: MetricsSe
 
 
 def test_two_servers_of_one_process_have_numbers_of_their_own() -> None:
-    books, _, _, first = observed()
+    state, _, _, first = observed()
     _, _, _, second = observed()
-    books.counters.created = 7
+    state.counters.created = 7
     assert first.get_sample_value("ferrum_sequences_created_total") == 7
     assert second.get_sample_value("ferrum_sequences_created_total") == 0
 
@@ -245,7 +244,7 @@ def test_a_refusal_is_one_event_that_names_the_request() -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     metadata = (("x-request-id", "r-7"), ("traceparent", f"00-{trace}-b7ad6b7169203331-01"))
     with structlog.testing.capture_logs() as events:
-        RefusalLog().note(METHOD, InvalidRequest("no items", field="items"), context(*metadata), item=3)
+        ErrorLog().note(METHOD, InvalidRequest("no items", field="items"), context(*metadata), item=3)
     (event,) = events
     assert event.pop("action") == ADVICE[Reason.INVALID_REQUEST].action
     assert event == {
@@ -264,7 +263,7 @@ def test_a_refusal_is_one_event_that_names_the_request() -> None:
 def test_a_flood_of_refusals_is_told_in_few_events_and_counted_in_full() -> None:
     structlog.reset_defaults()
     now = 0.0
-    refusals = RefusalLog(lambda: now)
+    refusals = ErrorLog(lambda: now)
     with structlog.testing.capture_logs() as events:
         for _ in range(1000):
             refusals.note(METHOD, QueueFull("full"), context())
@@ -289,7 +288,7 @@ def test_a_flood_of_refusals_is_told_in_few_events_and_counted_in_full() -> None
 def test_a_long_message_is_cut() -> None:
     structlog.reset_defaults()
     with structlog.testing.capture_logs() as events:
-        RefusalLog().note(METHOD, InvalidRequest("x" * 10_000), context())
+        ErrorLog().note(METHOD, InvalidRequest("x" * 10_000), context())
     assert len(events[0]["message"]) == 300
 
 
@@ -352,7 +351,7 @@ def test_an_endpoint_that_is_no_address_says_what_one_is(endpoint: str) -> None:
 
 
 def test_opentelemetry_is_not_loaded_unless_it_is_wanted() -> None:
-    program = "import sys, ferrum_rpc.service.observation; print(any('opentelemetry' in name for name in sys.modules))"
+    program = "import sys, ferrum_rpc.service.telemetry; print(any('opentelemetry' in name for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "False\n"
 
@@ -360,8 +359,8 @@ def test_opentelemetry_is_not_loaded_unless_it_is_wanted() -> None:
 def test_the_end_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     provider: Any = SimpleNamespace(get_tracer=lambda *_: None, shutdown=answered.wait)
-    monkeypatch.setattr(tracing, "FLUSH_S", 0.01)
-    tracing.Tracing(provider).stop()  # returns
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.01)
+    telemetry.Tracing(provider).stop()  # returns
     assert not answered.is_set()
     answered.set()
 

@@ -24,15 +24,12 @@ from structlog.testing import capture_logs
 from ferrum_rpc.client import read_token, tls
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, Unauthenticated
-from ferrum_rpc.service.guard import Authenticator, Guard, guard_of
-from ferrum_rpc.service.identity import CALLER
-from ferrum_rpc.service.listen import PortInUse, address, check_bind, is_loopback, open_port
+from ferrum_rpc.service.auth import CALLER, Authenticator, Guard, Security, SecurityError, TokenFile, guard_of, parse
+from ferrum_rpc.service.bind import PortInUse, address, check_bind, is_loopback, open_port
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.security import Security, SecurityError
 from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.tls import ServerCertificates
-from ferrum_rpc.service.tokens import TokenFile, parse
 from tests.serving import LIMITS, serve_identity
 from tests.wiring import until
 
@@ -131,13 +128,13 @@ def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(t
 async def test_a_bad_token_file_is_told_when_it_is_written_and_not_when_somebody_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ferrum_rpc.service.tokens.CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr("ferrum_rpc.service.auth.CHECK_EVERY_S", 0.001)
     file = tmp_path / "tokens"
     file.write_text("alice old-token\n")
     tokens = TokenFile(file).watch()
     told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
     rejected = SimpleNamespace(error=lambda event, error, **_: told.set_result((event, error)))
-    monkeypatch.setattr("ferrum_rpc.service.tokens.log", rejected)
+    monkeypatch.setattr("ferrum_rpc.service.auth.log", rejected)
     replace(file, "alice old-token\nbob\n")
     event, error = await asyncio.wait_for(told, 10)
     assert event == "tokens_rejected" and "line 2:" in error
@@ -230,10 +227,10 @@ async def test_what_a_server_cannot_use_of_its_files_is_counted(
     files: Security, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the look at the tokens, and by the thread of gRPC's that asks for certificates before a handshake."""
-    monkeypatch.setattr("ferrum_rpc.service.tokens.CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr("ferrum_rpc.service.auth.CHECK_EVERY_S", 0.001)
     (tmp_path / "tokens").write_text("alice a-token\n")
     async with serve_identity(security=dataclasses.replace(files, tokens=tmp_path / "tokens")) as served:
-        failures = served.server.books.supervisor.failures
+        failures = served.server.state.supervisor.failures
         assert (failures[Background.TOKENS], failures[Background.CERTIFICATES]) == (0, 0)
         replace(tmp_path / "tokens", "alice a-token\nbob\n")
         await until(lambda: failures[Background.TOKENS] == 1)

@@ -1,4 +1,4 @@
-"""Every refusal is counted, and told in the log once: why, to whom, and what an operator should do about it.
+"""Every refusal is counted, and logged once: why, to whom, and what an operator should do about it.
 
 A scheduler that is refused in a loop must not fill the disk of the machine that refuses it: per reason `BURST` events,
 then one a second, and that one says how many were left out. The counts leave nothing out.
@@ -14,8 +14,8 @@ from typing import Any, Final
 import structlog
 
 from ferrum_rpc.errors import ExecutorError, Reason
-from ferrum_rpc.service.correlation import Context, ids_of
-from ferrum_rpc.service.identity import CALLER
+from ferrum_rpc.service.auth import CALLER
+from ferrum_rpc.service.trace_context import Context, ids_of
 
 log = structlog.get_logger("ferrum_rpc.service")
 
@@ -84,7 +84,7 @@ class _Bucket:
         return True
 
 
-class RefusalLog:
+class ErrorLog:
     """Counts refusals by reason, and writes them down within bounds. ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

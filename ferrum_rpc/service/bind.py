@@ -20,7 +20,7 @@ from typing import Final
 import grpc
 import structlog
 
-from ferrum_rpc.service.security import Security, SecurityError
+from ferrum_rpc.service.auth import Security, SecurityError
 from ferrum_rpc.service.tls import ServerCertificates
 
 UNIX: Final = "unix:"

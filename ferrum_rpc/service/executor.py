@@ -11,15 +11,24 @@ from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
-from ferrum_rpc.service.books import Books
+from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.identity import CALLER
 from ferrum_rpc.service.records import Account, Ending
 from ferrum_rpc.service.rpc import CallLog, Context, deadline_of
 from ferrum_rpc.service.session import Session, Sessions
-from ferrum_rpc.wire.facts import CAPABILITIES, device_to_proto, limits_to_proto, model_to_proto, seconds, set_seconds
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.wire.framing import framed
+from ferrum_rpc.wire.info import (
+    CAPABILITIES,
+    MINIMUM_CLIENT_REVISION,
+    SCHEMA_REVISION,
+    device_to_proto,
+    limits_to_proto,
+    model_to_proto,
+    seconds,
+    set_seconds,
+)
 from ferrum_rpc.wire.items import (
     Shape,
     fill_outputs,
@@ -32,7 +41,6 @@ from ferrum_rpc.wire.items import (
     pressure_to_proto,
     request_id_from_proto,
 )
-from ferrum_rpc.wire.revision import MINIMUM_CLIENT_REVISION, SCHEMA_REVISION
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
@@ -44,10 +52,10 @@ def _of_one(name: str, response_class: type[Any], shape: Shape) -> Any:
     async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
         self.calls.methods[method].items += 1
         message = request.item
-        account = self.books.quotas.account(CALLER.get())
-        check_room(self.books, account, (message,))
+        account = self.state.quotas.account(CALLER.get())
+        check_room(self.state, account, (message,))
         call = await ForwardCall(
-            self.books,
+            self.state,
             account,
             (item_from_proto(message, shape),),
             deadline=deadline_of(context),
@@ -58,7 +66,7 @@ def _of_one(name: str, response_class: type[Any], shape: Shape) -> Any:
             raise outcome
         response = response_class()
         rows = fill_outputs(((response.output, outcome),))
-        fill_step(response, self.books.pressure(), call.timing)
+        fill_step(response, self.state.pressure(), call.timing)
         return framed(response, rows)
 
     handler.__name__ = name
@@ -72,10 +80,10 @@ def _of_many(name: str, response_class: type[Any], shape: Shape) -> Any:
     async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
         messages = request.items
         self.calls.methods[method].items += len(messages)
-        account = self.books.quotas.account(CALLER.get())
-        check_room(self.books, account, messages)
+        account = self.state.quotas.account(CALLER.get())
+        check_room(self.state, account, messages)
         call = await ForwardCall(
-            self.books,
+            self.state,
             account,
             items_from_proto(messages, shape),
             all_or_nothing=request.all_or_nothing,
@@ -85,7 +93,7 @@ def _of_many(name: str, response_class: type[Any], shape: Shape) -> Any:
         self.calls.refused_items(method, call.outcomes, context)
         response = response_class()
         rows = fill_results(response, messages, call.outcomes)
-        fill_step(response, self.books.pressure(), call.timing)
+        fill_step(response, self.state.pressure(), call.timing)
         return framed(response, rows)
 
     handler.__name__ = name
@@ -97,9 +105,9 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     service = SERVICE
 
-    def __init__(self, books: Books, calls: CallLog, sessions: Sessions) -> None:
+    def __init__(self, state: ServerState, calls: CallLog, sessions: Sessions) -> None:
         self.calls = calls
-        self.books = books
+        self.state = state
         self._sessions = sessions
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -113,7 +121,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     def hold(self, context: Context, account: Account, size: int) -> None:
         """Take room for a call's answer until the call is over, which it is when gRPC has sent the answer."""
-        give = self.books.unread.take(context.peer(), account, size)
+        give = self.state.unread.take(context.peer(), account, size)
         done: Any = lambda _: give()  # noqa: E731 - the stubs want a class of theirs
         context.add_done_callback(done)
 
@@ -124,7 +132,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.TruncateKvResponse:
         """Roll back."""
         (handle,), replayed = await kv_ops.truncate(
-            self.books,
+            self.state,
             handle_from_proto(request.handle),
             request.length,
             request_id_from_proto(request.request_id),
@@ -139,7 +147,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.ForkKvResponse:
         """Share until they diverge."""
         handles, replayed = await kv_ops.fork(
-            self.books,
+            self.state,
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
@@ -156,7 +164,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.ReleaseResponse:
         """Free."""
         _, replayed = await kv_ops.release(
-            self.books,
+            self.state,
             handle_from_proto(request.handle),
             any_version=request.any_version,
             request_id=request_id_from_proto(request.request_id),
@@ -169,7 +177,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.ReserveKvResponse:
         """Hold blocks."""
         (handle,), _ = await kv_ops.reserve(
-            self.books, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
+            self.state, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
         )
         return model_executor_pb2.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
 
@@ -179,9 +187,9 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.AcquireLeaseRequest, context: Context
     ) -> model_executor_pb2.AcquireLeaseResponse:
         """A lease; its time is what was asked for, within the limits."""
-        _ = self.books.model
+        _ = self.state.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
-        lease = self.books.leases.acquire(CALLER.get(), ttl, request.client_name)
+        lease = self.state.leases.acquire(CALLER.get(), ttl, request.client_name)
         response = model_executor_pb2.AcquireLeaseResponse(lease_id=lease.id)
         set_seconds(response.ttl, lease.ttl_s)
         set_seconds(response.renew_every, lease.renew_every_s)
@@ -191,7 +199,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.KeepAliveRequest, context: Context
     ) -> model_executor_pb2.KeepAliveResponse:
         """A sign of life."""
-        lease = self.books.leases.renew(request.lease_id, CALLER.get().name)
+        lease = self.state.leases.renew(request.lease_id, CALLER.get().name)
         response = model_executor_pb2.KeepAliveResponse(pressure=self._pressure())
         set_seconds(response.ttl, lease.ttl_s)
         return response
@@ -200,14 +208,14 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.RevokeLeaseRequest, context: Context
     ) -> model_executor_pb2.RevokeLeaseResponse:
         """The end of a lease and of its sequences; answers when their blocks are free."""
-        books = self.books
-        lease = books.leases.find(request.lease_id, CALLER.get().name)
-        released = await books.ended(books.end_lease(lease, expired=False), Ending.REVOKED)
+        state = self.state
+        lease = state.leases.find(request.lease_id, CALLER.get().name)
+        released = await state.ended(state.end_lease(lease, expired=False), Ending.REVOKED)
         return model_executor_pb2.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
 
     async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # noqa: N802 - no generator
         """Frames both ways."""
-        await Session(self.books, self.calls, self._sessions, context).run()
+        await Session(self.state, self.calls, self._sessions, context).run()
 
     # --- what it is and how it does ---------------------------------------------------------------------------------
 
@@ -215,29 +223,29 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         self, request: model_executor_pb2.GetInfoRequest, context: Context
     ) -> model_executor_pb2.GetInfoResponse:
         """What the executor is."""
-        model, cache = self.books.model, self.books.engine.cache
+        model, cache = self.state.model, self.state.engine.cache
         return model_executor_pb2.GetInfoResponse(
             server_version=__version__,
             schema_revision=SCHEMA_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
-            instance_id=self.books.handles.instance_id,
+            instance_id=self.state.handles.instance_id,
             model=model_to_proto(model),
             kv_cache=info_pb2.KvCacheInfo(
                 block_size=cache.block_size, total_blocks=cache.total_blocks, bytes_per_token=model.kv_bytes_per_token
             ),
-            limits=limits_to_proto(self.books.quotas.limits(self.books.limits, CALLER.get()), self.books.device),
+            limits=limits_to_proto(self.state.quotas.limits(self.state.limits, CALLER.get()), self.state.device),
             capabilities=CAPABILITIES,
-            device=device_to_proto(self.books.device),
+            device=device_to_proto(self.state.device),
         )
 
     async def GetStatus(  # noqa: N802
         self, request: model_executor_pb2.GetStatusRequest, context: Context
     ) -> model_executor_pb2.GetStatusResponse:
         """How it does; answers in every state."""
-        books = self.books
-        engine, counters = books.engine.counters, books.counters
+        state = self.state
+        engine, counters = state.engine.counters, state.counters
         response = model_executor_pb2.GetStatusResponse(
-            state=STATE_TO_PROTO[books.state],
+            state=STATE_TO_PROTO[state.lifecycle],
             pressure=self._pressure(),
             counters=info_pb2.Counters(
                 steps=engine.steps,
@@ -245,7 +253,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 rows=engine.rows,
                 sequences_created=counters.created,
                 sequences_released=counters.released,
-                replays=books.replay.replays,
+                replays=state.replay.replays,
                 kv_exhausted=counters.kv_exhausted,
                 queue_full=counters.queue_full,
                 tokens_truncated=counters.tokens_truncated,
@@ -253,12 +261,12 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 leases_expired=counters.leases_expired,
                 sequences_expired=counters.sequences_expired,
             ),
-            replay_bytes=books.replay.bytes,
-            leases=len(books.leases),
-            sessions=books.sessions,
+            replay_bytes=state.replay.bytes,
+            leases=len(state.leases),
+            sessions=state.sessions,
         )
         response.counters.forward_time.FromMicroseconds(round(engine.forward_s * 1e6))
-        response.uptime.FromMilliseconds(round((time.monotonic() - books.started) * 1e3))
+        response.uptime.FromMilliseconds(round((time.monotonic() - state.started) * 1e3))
         for name, count in sorted(self.calls.methods.items()):
             response.methods.add(
                 method=name, calls=count.calls, errors=count.errors, items=count.items, item_errors=count.item_errors
@@ -266,7 +274,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         return response
 
     def _pressure(self) -> types_pb2.KvPressure:
-        return pressure_to_proto(self.books.pressure())
+        return pressure_to_proto(self.state.pressure())
 
     # --- not offered by this version --------------------------------------------------------------------------------
 

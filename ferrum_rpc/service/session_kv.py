@@ -13,9 +13,9 @@ from typing import Any
 from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.service.books import Books
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, truncate
 from ferrum_rpc.service.session_steps import Reply, Step
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.wire.items import (
     fill_pressure,
     handle_from_proto,
@@ -25,13 +25,15 @@ from ferrum_rpc.wire.items import (
 from ferrum_rpc.wire.status import status_from_error
 
 
-class SessionCache:
+class SessionKv:
     """The cache as one session sees it: each method begins a `Step`. ``refused(outcomes)`` counts and logs the refusals
     among a frame's outcomes; ``origin`` marks the sequences that the session makes. A frame that is refused whole
     raises."""
 
-    def __init__(self, books: Books, caller: Caller, origin: object, refused: Callable[[list[Any]], object]) -> None:
-        self._books = books
+    def __init__(
+        self, state: ServerState, caller: Caller, origin: object, refused: Callable[[list[Any]], object]
+    ) -> None:
+        self._state = state
         self._caller = caller
         self._origin = origin
         self._refused = refused
@@ -43,7 +45,7 @@ class SessionCache:
         self._check_count(len(request.handles))
         request_id = request_id_from_proto(request.request_id)
         calls = [
-            truncate(self._books, handle_from_proto(handle), length, request_id, caller=self._caller)
+            truncate(self._state, handle_from_proto(handle), length, request_id, caller=self._caller)
             for handle, length in zip(request.handles, request.lengths, strict=True)
         ]
         step.calls, step.reply = calls, partial(self._answer, step.number, calls)
@@ -53,14 +55,14 @@ class SessionCache:
         self._check_count(len(request.handles))
         handles = [handle_from_proto(handle) for handle in request.handles]
         calls = [
-            release(self._books, handle, any_version=request.any_version, caller=self._caller) for handle in handles
+            release(self._state, handle, any_version=request.any_version, caller=self._caller) for handle in handles
         ]
         step.calls, step.reply = calls, partial(self._answer, step.number, calls, handles)
 
     def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
         """Share until they diverge."""
         call = fork(
-            self._books,
+            self._state,
             handle_from_proto(request.handle),
             request.count or 1,
             request.at_length if request.HasField("at_length") else None,
@@ -75,11 +77,11 @@ class SessionCache:
         response = session_pb2.SessionResponse(step_id=number)
         for child in children:
             response.handles.results.add(handle=handle_to_proto(child))
-        fill_pressure(response.handles.pressure, self._books.pressure())
+        fill_pressure(response.handles.pressure, self._state.pressure())
         return response, ()
 
     def _check_count(self, count: int) -> None:
-        most = self._books.limits.max_batch_items
+        most = self._state.limits.max_batch_items
         if count > most:
             raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
 
@@ -98,5 +100,5 @@ class SessionCache:
                 answer.results.add(handle=handle_to_proto(handles[0] if handles else released[index]))
                 outcomes.append(None)
         self._refused(outcomes)
-        fill_pressure(answer.pressure, self._books.pressure())
+        fill_pressure(answer.pressure, self._state.pressure())
         return response, ()

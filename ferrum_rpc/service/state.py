@@ -1,6 +1,6 @@
 """What the service floor keeps: the life of the process, live sequences, recorded answers, counts.
 
-The forward path and the cache operations share these books and nothing else. Everything here runs on the event loop, so
+The forward path and the cache operations share this state and nothing else. Everything here runs on the event loop, so
 there are no locks; the model thread's side is read through snapshots and never waited for.
 """
 
@@ -19,9 +19,9 @@ from ferrum_rpc.engine.work import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable
-from ferrum_rpc.service.leases import LeaseBook
+from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.quotas import Quotas
-from ferrum_rpc.service.records import Account, Ending, Lease, Record, Resource
+from ferrum_rpc.service.records import Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.service.unread import Unread
@@ -56,12 +56,12 @@ class ServiceCounters:
 
     @property
     def sequences_expired(self) -> int:
-        """Sequences that went with their lease or that nobody used."""
+        """Sequences that ended with their lease, or because they were not used."""
         return self.ended[Ending.EXPIRED.value] + self.ended[Ending.IDLE.value]
 
 
-class Books:
-    """One executor's books. Bound to the running event loop. ``engine`` runs the steps; it is set before the server
+class ServerState:
+    """One executor's state. Bound to the running event loop. ``engine`` runs the steps; it is set before the server
     takes calls, and may still be loading then."""
 
     engine: Engine
@@ -72,16 +72,16 @@ class Books:
         self.supervisor = Supervisor()
         self.handles = HandleTable()
         self.quotas = Quotas(limits)
-        self.leases = LeaseBook(limits, self.quotas, self.handles.instance_id)
+        self.leases = LeaseTable(limits, self.quotas, self.handles.instance_id)
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.sessions = 0
         self.empty = asyncio.Event()
         self.counters = ServiceCounters()
-        self.state = Lifecycle.STARTING
+        self.lifecycle = Lifecycle.STARTING
         self.started = time.monotonic()
         self.empty.set()
-        self._creating: set[Record] = set()
+        self._creating: set[SequenceRecord] = set()
         self._closed = False
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -93,13 +93,13 @@ class Books:
         self._model, self._device = model, device
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
-        if self.state is Lifecycle.STARTING:
-            self.state = Lifecycle.SERVING
+        if self.lifecycle is Lifecycle.STARTING:
+            self.lifecycle = Lifecycle.SERVING
 
     def drain(self) -> None:
         """Take no new sequences; go on with those that are there."""
-        if self.state is not Lifecycle.FAILED:
-            self.state = Lifecycle.DRAINING
+        if self.lifecycle is not Lifecycle.FAILED:
+            self.lifecycle = Lifecycle.DRAINING
 
     def close(self) -> None:
         """The lame-duck time is over: refuse everything that is new."""
@@ -107,12 +107,12 @@ class Books:
 
     def fail(self) -> None:
         """The model thread is gone."""
-        self.state = Lifecycle.FAILED
+        self.lifecycle = Lifecycle.FAILED
 
     @property
     def model(self) -> ModelInfo:
         """The loaded model; raises `Starting`, `Draining` or `DeviceLost` before and after its life."""
-        if self.state is Lifecycle.FAILED:
+        if self.lifecycle is Lifecycle.FAILED:
             raise DeviceLost("the model thread is gone; the executor must be restarted")
         if self._model is None:
             raise Starting("the model is loading; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
@@ -136,10 +136,10 @@ class Books:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def mint(self, count: int, account: Account, lease: Lease | None = None) -> list[Record]:
-        """Records of sequences to be created, or the refusal. Each must be followed by `born` or `stillborn`. They are
+    def mint(self, count: int, account: Account, lease: Lease | None = None) -> list[SequenceRecord]:
+        """Records of sequences to be created, or the refusal. Each must be followed by `publish` or `discard`. They are
         busy, and members of their lease, from the beginning: a long prefill must not outlive it."""
-        if self.state is Lifecycle.DRAINING:
+        if self.lifecycle is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         if len(self.handles) + len(self._creating) + count > self.limits.max_sequences:
             raise SequencesExhausted(
@@ -160,28 +160,28 @@ class Books:
             record.touch()
         return records
 
-    def born(self, record: Record) -> None:
+    def publish(self, record: SequenceRecord) -> None:
         """A minted sequence exists."""
         record.busy = False
         self.handles.insert(record)
         self.counters.created += 1
         self._creating.discard(record)
 
-    def stillborn(self, record: Record) -> None:
+    def discard(self, record: SequenceRecord) -> None:
         """A minted sequence never came to be."""
         self._creating.discard(record)
         record.busy = False
         self._part(record)
-        _mourn(record)
+        _call_on_freed(record)
 
-    def give_up(self, records: Sequence[Record]) -> None:
-        """Release sequences whose handles nobody will learn; those that were minted exist in the engine."""
+    def give_up(self, records: Sequence[SequenceRecord]) -> None:
+        """Release sequences whose handles will not be answered; those that were minted exist in the engine."""
         for record in records:
             if record in self._creating:
-                self.born(record)
+                self.publish(record)
         self.release(records, Ending.ABANDONED)
 
-    def bury(self, record: Record, ending: Ending = Ending.RELEASED) -> bool:
+    def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
         """Take a sequence out of the table; the caller sees to its blocks. False: it was not there."""
         if not self.handles.remove(record, ending):
             return False
@@ -191,30 +191,30 @@ class Books:
         self._part(record)
         return True
 
-    def release(self, records: Sequence[Record], ending: Ending = Ending.RELEASED) -> None:
+    def release(self, records: Sequence[SequenceRecord], ending: Ending = Ending.RELEASED) -> None:
         """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
-        self._free(records, [record.sequence for record in records if self.bury(record, ending)])
+        self._free(records, [record.sequence for record in records if self.remove(record, ending)])
 
-    def _free(self, records: Sequence[Record], numbers: Sequence[int]) -> None:
+    def _free(self, records: Sequence[SequenceRecord], numbers: Sequence[int]) -> None:
         if numbers:
             self.engine.operate(Operation(Command("release", (numbers,)), partial(self._freed, records, numbers)))
         else:
             self._freed(records, numbers, None)
 
-    def _freed(self, records: Sequence[Record], numbers: Sequence[int], result: object) -> None:
-        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: nobody else asks again
+    def _freed(self, records: Sequence[SequenceRecord], numbers: Sequence[int], result: object) -> None:
+        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: ask again here
             asyncio.get_running_loop().call_later(RETRY_AFTER_S, self._free, records, numbers)
             return
         for record in records:
-            _mourn(record)
+            _call_on_freed(record)
 
-    def end(self, records: Sequence[Record], ending: Ending) -> None:
+    def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends."""
         for record in records:
-            record.doom = record.doom or ending
+            record.pending_end = record.pending_end or ending
         self.release([record for record in records if not record.busy], ending)
 
-    async def ended(self, records: Sequence[Record], ending: Ending) -> int:
+    async def ended(self, records: Sequence[SequenceRecord], ending: Ending) -> int:
         """`end`, and wait until their blocks are free. Returns how many there were."""
         if not records:
             return 0
@@ -228,18 +228,18 @@ class Books:
                 done.set_result(None)
 
         for record in records:
-            record.mourners.append(one_gone)
+            record.on_freed.append(one_gone)
         self.end(records, ending)
         await done
         return len(records)
 
-    def end_lease(self, lease: Lease, *, expired: bool) -> list[Record]:
+    def end_lease(self, lease: Lease, *, expired: bool) -> list[SequenceRecord]:
         """The lease is gone. Returns its sequences, which the caller must `end`; those that are being created too."""
         self.leases.remove(lease, expired=expired)
         self.counters.leases_expired += expired
         return list(lease.members)
 
-    def _part(self, record: Record) -> None:
+    def _part(self, record: SequenceRecord) -> None:
         self.quotas.close(record)
         if record.lease is not None:
             record.lease.members.pop(record, None)
@@ -247,6 +247,6 @@ class Books:
             self.empty.set()
 
 
-def _mourn(record: Record) -> None:
-    while record.mourners:
-        record.mourners.pop()()
+def _call_on_freed(record: SequenceRecord) -> None:
+    while record.on_freed:
+        record.on_freed.pop()()

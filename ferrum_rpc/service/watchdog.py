@@ -1,6 +1,6 @@
 """Looks at the model thread's heartbeat, and has the health service say so when it stops.
 
-On the event loop, a few times a second: a hang is told within 2 s (`engine.heartbeat`), and taken back when it ends.
+On the event loop, a few times a second: a hang is seen within 2 s (`engine.heartbeat`), and its end as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_S: Final = 0.1
 much older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
 
 
-class HeartbeatMonitor:
+class Watchdog:
     """Watches ``engine`` for ``board`` from `start` to `stop`."""
 
     def __init__(self, engine: Engine, board: HealthBoard, supervisor: Supervisor) -> None:

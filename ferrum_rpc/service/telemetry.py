@@ -1,7 +1,8 @@
-"""A span per RPC, child of the caller's ``traceparent``, sent to an OpenTelemetry collector.
+"""What a running server shows of itself, as the settings want it: metrics on a port, a span of each RPC to a collector.
 
-Off unless an endpoint is set, and OpenTelemetry is an extra: nothing of it is imported before. The spans carry what the
-answer tells anyway (step number, sizes, times); the steps themselves have no spans, a step being of many callers.
+Spans are off unless an endpoint is set, and OpenTelemetry is an extra: nothing of it is imported before. A span is a
+child of the caller's ``traceparent`` and carries what the answer says anyway (step number, sizes, times); the steps
+themselves have no spans, a step being of many callers.
 Names of attributes: https://opentelemetry.io/docs/specs/semconv/rpc/
 """
 
@@ -15,13 +16,20 @@ from urllib.parse import urlsplit
 import structlog
 
 from ferrum_rpc import __version__
-from ferrum_rpc.service.correlation import OWN_TRACE, Context, traceparent_of
+from ferrum_rpc.service.trace_context import OWN_TRACE, Context, traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
+import asyncio
+from collections.abc import Callable, Mapping
+
+from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.server import ExecutorServer
 
 log = structlog.get_logger("ferrum_rpc.tracing")
+server_log = structlog.get_logger("ferrum_rpc.server")
+
 
 SERVICE_NAME: Final = "ferrum-rpc"
 TRACES_PATH: Final = "/v1/traces"
@@ -145,3 +153,32 @@ def _tell_in_our_log() -> None:
     logger = logging.getLogger("opentelemetry")
     logger.handlers = [_OurLog(logging.WARNING)]
     logger.propagate = False
+
+
+class Observation:
+    """Off where a setting is None. ``metrics_port`` 0 picks a free one."""
+
+    def __init__(self, metrics_host: str, metrics_port: int | None, otel_endpoint: str | None) -> None:
+        self._host = metrics_host
+        self._port = metrics_port
+        self._endpoint = otel_endpoint
+        self._metrics: MetricsServer | None = None
+        self._tracing: Tracing | None = None
+
+    def begin(self, server: ExecutorServer, failpoints: Mapping[str, int], lines_dropped: Callable[[], int]) -> None:
+        """Observe a server that has started. The others are `Metrics`'s. Raises `PortInUse`,
+        `TracingError`."""
+        if self._endpoint is not None:
+            self._tracing = connect(self._endpoint, server.state.handles.instance_id)
+            server.calls.tracer = self._tracing
+        if self._port is not None:
+            registry = registry_of(Metrics(server.state, server.calls, server.steps, failpoints, lines_dropped))
+            self._metrics = MetricsServer(registry, self._host, self._port)
+            server_log.info("metrics", url=self._metrics.url)
+
+    async def end(self) -> None:
+        """Close the port, send the last spans."""
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.stop)

@@ -1,4 +1,5 @@
-"""What an executor is and how it does, as messages."""
+"""What an executor is, as messages; and which revision of the contract this code speaks. A test pins the hash of the
+descriptors to its number."""
 
 from __future__ import annotations
 
@@ -8,6 +9,15 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
 from ferrum_rpc.executor.v1 import info_pb2
+
+SCHEMA_REVISION = 3
+"""Grows with every change of protos/."""
+
+MINIMUM_CLIENT_REVISION = 1
+"""GetInfo says it; clients that were built for an older one end there."""
+
+SCHEMA_SHA256 = "2c0ade4935dc314da38770ec287d05236f6cc94283636c2ba60c2db64f002942"
+"""SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_OUTPUT_GREEDY,

@@ -1,6 +1,6 @@
 """Which request of whom a log line is about: ``x-request-id`` and W3C ``traceparent`` from a call's metadata.
 
-Read when something is logged, or when tracing is on: a call that nobody writes about costs nothing here. What a caller
+Read when something is logged, or when tracing is on: a call that is not logged costs nothing here. What a caller
 sends is a caller's word, so both are checked and bounded; what does not fit is ignored, as the standard wants it.
 https://www.w3.org/TR/trace-context/#traceparent-header
 """
@@ -20,7 +20,7 @@ REQUEST_ID_KEY: Final = "x-request-id"
 TRACEPARENT_KEY: Final = "traceparent"
 REQUEST_ID_BYTES: Final = 128
 TRACEPARENT_BYTES: Final = 128
-"""A later version may append fields to the 55 bytes of version 00; beyond this nobody is believed."""
+"""A later version may append fields to the 55 bytes of version 00; a longer one is ignored."""
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]+")
 _TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
