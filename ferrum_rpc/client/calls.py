@@ -7,8 +7,8 @@ timeout and metadata.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -16,28 +16,12 @@ from ferrum_rpc.client.policy import REFUSED_BEFORE_RUNNING, Deadline, ResendPol
 from ferrum_rpc.errors import Draining, ExecutorError, InstanceMismatch, InvalidRequest, Starting, TransportError
 from ferrum_rpc.wire.status import error_from_rpc
 
-
-class Sized(Protocol):
-    """A message, or what becomes one."""
-
-    def ByteSize(self) -> int:  # noqa: N802 - as protobuf calls it
-        """Bytes that it takes on the wire."""
-
-
-Request = TypeVar("Request", bound=Sized)
 Response = TypeVar("Response")
-Request_contra = TypeVar("Request_contra", bound=Sized, contravariant=True)
-Response_co = TypeVar("Response_co", covariant=True)
 Metadata = Sequence[tuple[str, str]]
 
-
-class Method(Protocol[Request_contra, Response_co]):
-    """A unary method of a stub, or what can be called like one. It raises gRPC's errors or an `ExecutorError`."""
-
-    def __call__(
-        self, request: Request_contra, /, *, timeout: float | None, metadata: Metadata | None
-    ) -> Awaitable[Response_co]:
-        """One attempt, given up after ``timeout`` seconds."""
+Method = Callable[..., Awaitable[Response]]
+"""A unary method of a stub, or what is called like one: ``method(request, timeout=, metadata=)`` is one attempt, given
+up after ``timeout`` seconds. It raises gRPC's errors or an `ExecutorError`."""
 
 
 class Calls:
@@ -53,8 +37,8 @@ class Calls:
 
     async def call(
         self,
-        method: Method[Request, Response],
-        request: Request,
+        method: Method[Response],
+        request: Any,
         deadline: Deadline,
         policy: ResendPolicy | None = None,
     ) -> Response:

@@ -13,8 +13,7 @@ import grpc
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import ExecutorInfo, info_from_proto, pressure_from_proto
 from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.retry import retry_while_starting
-from ferrum_rpc.client.single_flight import SingleFlight
+from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import InstanceMismatch, NotSupported

@@ -5,6 +5,7 @@ Between `Sequence`, which checks what a program asks for and claims the sequence
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -79,7 +80,7 @@ class Feeder:
         if self._state.handle is None and self.lost is None:
             raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
         if not keeps_prompt:
-            self.forget_prompt()
+            self._prompt = None
 
     def forget_prompt(self) -> None:
         """What is fed next does not go on with a prompt of which some chunks failed."""
@@ -125,21 +126,18 @@ class Feeder:
         self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Awaitable[Answer]:
         """One item through a call of its own."""
-
-        def send() -> Awaitable[Answer]:
-            state, through, roll_back = self._state, feed, truncate_to
-            if state.handle is None:
-                through, roll_back = self._context.prefill, None
-            elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
-                roll_back = None
-            return self._forward(through, tokens, output, roll_back, deadline)
-
+        send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline)
         return self.surviving(send, deadline, truncate_to)
 
     async def _forward(
         self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Answer:
-        item = self._state.item(next(self._context.item_ids), tokens, output, truncate_to)
+        state = self._state
+        if state.handle is None:
+            feed, truncate_to = self._context.prefill, None
+        elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
+            truncate_to = None
+        item = state.item(next(self._context.item_ids), tokens, output, truncate_to)
         [answer] = await self._connection.forwards.forward(feed, [item], deadline)
         if isinstance(answer, ExecutorError):
             raise answer

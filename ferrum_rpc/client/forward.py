@@ -81,6 +81,7 @@ class Forwards:
         pressure = self._context.note_pressure(forwarded.pressure)
         results: list[Answer | ExecutorError] = []
         again: dict[int, Item] = {}
+        replayed = False
         for item, outcome in zip(items, forwarded.outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
                 self._failed(feed, item, outcome)
@@ -89,6 +90,7 @@ class Forwards:
                 results.append(outcome)
             else:
                 results.append(self._answer(item, outcome, forwarded.blocks, pressure, forwarded.timing))
+                replayed = replayed or outcome.replayed
         if again:
             try:
                 fresh = await self.forward(feed, list(again.values()), deadline, lent_again=True)
@@ -96,7 +98,7 @@ class Forwards:
                 fresh = [error] * len(again)
             for index, result in zip(again, fresh, strict=True):
                 results[index] = result
-        return await self._with_rows(items, results, deadline)
+        return await self._with_rows(items, results, deadline) if replayed else results
 
     def _answer(
         self,

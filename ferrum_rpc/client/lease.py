@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
-from ferrum_rpc.client.single_flight import SingleFlight
+from ferrum_rpc.client.retry import SingleFlight
 from ferrum_rpc.errors import ExecutorError, TransportError
 
 MAX_CLIENT_NAME: Final = 128

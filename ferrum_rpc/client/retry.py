@@ -1,4 +1,5 @@
-"""Sending again what is refused for now: while the model loads, and while an abandoned call still runs."""
+"""Trying again what cannot be had now: while the model loads, while an abandoned call still runs, and one caller for
+all that need the same thing."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from ferrum_rpc.client.policy import LONGEST_PAUSE_S, Deadline
-from ferrum_rpc.errors import Starting
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, Starting
 
 Result = TypeVar("Result")
 
@@ -45,3 +46,37 @@ class BusyPauses:
         await asyncio.sleep(self._until.remaining(self._pause) or 0.0)
         self._pause = min(2 * self._pause, LONGEST_BUSY_PAUSE_S)
         return True
+
+
+class SingleFlight:
+    """A value that is made by one caller at a time, while the others that need it wait: each in its turn would wait for
+    an executor that is gone. A failure is shared by the callers that waited for it. Where the caller was cancelled or
+    its own deadline passed (also while the executor starts), the next caller tries again."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._making = asyncio.Lock()
+        self._failures = 0
+        self._failure: ExecutorError | None = None
+
+    async def get(
+        self, have: Callable[[], Result | None], make: Callable[[], Awaitable[Result]], deadline: Deadline
+    ) -> Result:
+        """What is there, or is made now. Raises what making it raised, and `DeadlineExceeded` (its fate is known:
+        nothing was sent) where that took too long."""
+        failures = self._failures
+        try:
+            async with asyncio.timeout(deadline.remaining()), self._making:
+                if (value := have()) is not None:
+                    return value
+                if self._failure is not None and self._failures != failures:
+                    raise self._failure
+                try:
+                    return await make()
+                except (DeadlineExceeded, Starting):
+                    raise
+                except ExecutorError as error:
+                    self._failures, self._failure = self._failures + 1, error
+                    raise
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._what} took too long; nothing was sent") from None

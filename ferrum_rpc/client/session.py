@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -21,8 +21,7 @@ from ferrum_rpc.client.facts import seconds
 from ferrum_rpc.client.lease import Lease
 from ferrum_rpc.client.lending import Lending
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
-from ferrum_rpc.client.retry import retry_while_starting
-from ferrum_rpc.client.single_flight import SingleFlight
+from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, UnaryTransport
@@ -121,10 +120,9 @@ class SessionTransport:
     async def _ask(
         self,
         ask: Ask[Result],
-        /,
         *,
         timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
-        metadata: Metadata | None,
+        metadata: Metadata,
     ) -> Result:
         """One attempt."""
         deadline = Deadline(None if timeout is None else time.monotonic() + timeout)
@@ -133,16 +131,9 @@ class SessionTransport:
             if (answered := await stream.ask(ask, deadline)) is not None:
                 return answered
 
-    async def _ask_about_one(
-        self,
-        ask: Ask[Answered],
-        /,
-        *,
-        timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
-        metadata: Metadata | None,
-    ) -> Answered:
+    async def _ask_about_one(self, ask: Ask[Answered], **attempt: Any) -> Answered:
         """One attempt of an operation on one handle, whose refusal is the call's."""
-        answered = await self._ask(ask, timeout=timeout, metadata=metadata)
+        answered = await self._ask(ask, **attempt)
         results = answered[0].handles.results
         if not results:
             raise other_answer("no results for an operation")

@@ -73,10 +73,6 @@ class Item:
         doubt = self.state.creation if self.handle is None else self.state.doubt
         return doubt is not None and doubt.unknown and doubt.request_id == self.request_id
 
-    def row_bytes(self, vocab_size: int) -> int:
-        """Bytes of its answer's rows on the wire."""
-        return self.output.row_count(len(self.tokens)) * self.output.row_bytes(vocab_size)
-
     @property
     def content(self) -> tuple[object, ...]:
         """Equal for items that ask for the same thing of the same sequence."""

@@ -20,9 +20,9 @@ import grpc
 
 from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, Result, answers, frame_of, together
 from ferrum_rpc.client.calls import Metadata, closed
-from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.transport import Forwarded
+from ferrum_rpc.core import OutputSpec, StepTiming
 from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
@@ -31,9 +31,36 @@ METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
 ALONE: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
 """Until it is known what a frame may hold."""
 
+SMOOTHING: Final = 0.25
+"""The weight of the latest answer in `Pace`."""
+
 _AGAIN_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has asked again, through a task or two of its own."""
+
+
+class Pace:
+    """How many shared frames of one stream may be in flight: ``most``, enough to keep the executor busy.
+
+    What waits meanwhile goes together in the next one. A step takes about as long for many sequences as for a few, so
+    one more in flight than need be splits the sequences into groups that wait for each other's steps, each half as
+    fast.
+    """
+
+    def __init__(self) -> None:
+        self.most = 1
+        self._step_s = self._around_s = 0.0
+
+    def answered(self, elapsed_s: float, timing: StepTiming | None) -> None:
+        """A shared frame was answered after ``elapsed_s`` seconds. What was neither its step nor its wait for it is
+        time in which the executor could have computed for another."""
+        if timing is None:
+            return
+        around = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
+        first = self._step_s == 0.0
+        self._step_s += (timing.forward_s - self._step_s) * (1.0 if first else SMOOTHING)
+        self._around_s += (around - self._around_s) * (1.0 if first else SMOOTHING)
+        self.most = 1 + int(self._around_s / self._step_s) if self._step_s > 0 else 1
 
 
 class _Step:
@@ -65,6 +92,8 @@ class SessionStream:
         )
         self._call = method(metadata=tuple(metadata))
         self.capacity = ALONE
+        self._output: OutputSpec | None = None  # of the last item, of which a row takes so many bytes
+        self._row_bytes = 0
         self._step_id = 0
         self._number = 0
         self._steps: dict[int, _Step] = {}
@@ -104,7 +133,10 @@ class SessionStream:
             return None
         expires = math.inf if deadline.at is None else deadline.at
         if ask.frame is None:
-            ask.row_bytes = ask.items[0].row_bytes(self.capacity.vocab_size)
+            item = ask.items[0]
+            if item.output is not self._output:
+                self._output, self._row_bytes = item.output, item.output.row_bytes(self.capacity.vocab_size)
+            ask.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
             large = ask.row_bytes > self.capacity.row_bytes
             ask.kind = Kind.LARGE if large else Kind.FRAME if ask.again else Kind.SHARED
         self._number += 1

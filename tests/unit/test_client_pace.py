@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferrum_rpc.client.pace import Pace
+from ferrum_rpc.client.stream import Pace
 from ferrum_rpc.core import StepTiming
 
 
