@@ -141,8 +141,12 @@ class NativePagedAttention:
             else:
                 long_spans = _Spans(geometry, chosen)
         slots = torch.from_numpy(geometry.slots)
-        addresses = (None if each is None else each.address for each in (short_spans, long_spans))
-        step = library.AttentionStep(*addresses, self._addresses[0], slots.data_ptr())
+        step = library.AttentionStep(
+            None if short_spans is None else short_spans.address,
+            None if long_spans is None else long_spans.address,
+            self._addresses[0],
+            slots.data_ptr(),
+        )
         return NativePlan(step, rest, (slots, short_spans, long_spans))
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -77,9 +77,12 @@ class KvManager:
         size, table, end = self.block_size, state.table, start + tokens
         whole = table.whole
         first, before, after = start // size, len(whole), blocks_for(end, size)
-        if start == state.length and first + 1 == after == before and self._pool.is_writable(whole.item(first)):
-            # Nearly every decode: there is room in the last block, and it is the sequence's own.
-            state.open = reservation = Reservation(sequence, start, end, whole, _NO_SLOTS)
+        if first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
+            # Nearly every decode: it writes within one block, which is there and the sequence's own.
+            overwritten, slot = _NO_SLOTS, block * size + start % size
+            if start < state.length:
+                overwritten = np.arange(slot, slot + min(end, state.length) - start)
+            state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
             return reservation
         touched = range(first, min(before, after))
         replaced = [(index, table[index]) for index in touched if not self._pool.is_writable(table[index])]
@@ -113,14 +116,14 @@ class KvManager:
         """The tokens were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
         state = self._opened(reservation)
         state.open = None
-        rewound = reservation.start < state.length
-        if not (rewound or reservation.replaced or state.promised_tokens):  # it grew, into blocks that nobody else has
-            state.length = reservation.end
-            return state.length
-        dropped = state.table.cut(blocks_for(reservation.end, self.block_size))
+        start, end, before = reservation.start, reservation.end, state.length
+        if end >= before and not reservation.replaced and not state.promised_tokens:
+            state.length = end  # no block is given up
+            return end
+        dropped = state.table.cut(blocks_for(end, self.block_size))
         self._pool.release([block for _, block in reservation.replaced] + dropped)
-        self._capacity.resize(state, reservation.start if rewound else reservation.end, reservation.end)
-        return state.length
+        self._capacity.resize(state, start if start < before else end, end)
+        return end
 
     def rollback(self, reservation: Reservation) -> None:
         """Nothing happened: table, references, spares and free list are as before `reserve`.
@@ -225,7 +228,7 @@ class KvManager:
 
     def state(self) -> CacheState:
         """A snapshot for whoever asks how full the cache is."""
-        return CacheState(self.block_size, self.total_blocks, self.free_blocks, len(self._sequences))
+        return CacheState(self.block_size, self._pool.total_blocks, self._pool.free_blocks, len(self._sequences))
 
     def check(self) -> None:
         """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""

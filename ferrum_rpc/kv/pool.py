@@ -43,17 +43,13 @@ class BlockPool:
         if sorted(self._order) != list(usable):
             raise ValueError(f"order must hold each of the blocks 1 to {num_blocks - 1} once")
         self.num_blocks = num_blocks
+        self.total_blocks = len(usable)
         self.reset()
 
     def reset(self) -> None:
         """Every block is free again, and they are handed out in the first order."""
         self._references = np.zeros(self.num_blocks, dtype=np.int32)
         self._free = self._order[::-1]
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks that can be used: all but the null block."""
-        return self.num_blocks - 1
 
     @property
     def free_blocks(self) -> int:

@@ -194,8 +194,7 @@ def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
     """Views of the copies, which need not be there yet."""
     if isinstance(kind, Greedy) and columns[0].device.type != "cpu":
         columns = [columns[0].to(torch.int32), *columns[1:]]
-    host = to_host(columns)
-    return RowBlock.of(_ROWS[type(kind)], *[_array(each) for each in host])
+    return RowBlock.of(_ROWS[type(kind)], *map(_array, to_host(columns)))
 
 
 def _array(column: Tensor) -> npt.NDArray[Any]:
