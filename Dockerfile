@@ -43,10 +43,13 @@ RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r build.txt
 WORKDIR /src/ferrum-rpc
 COPY pyproject.toml README.md LICENSE ./
 COPY ferrum_rpc ferrum_rpc/
-RUN pip install --no-cache-dir --no-index --no-deps --no-build-isolation --target /app .
+COPY ferrum_rpc_kernels ferrum_rpc_kernels/
+COPY ferrum_rpc_demo ferrum_rpc_demo/
+RUN pip install --no-cache-dir --no-index --no-deps --no-build-isolation --target /app . \
+    && pip install --no-cache-dir --no-index --no-deps --no-build-isolation --target /server ./ferrum_rpc_kernels ./ferrum_rpc_demo
 COPY clients /clients/clients
 # Files keep the modes of the checkout they come from; the user who runs them is not the one who owns them.
-RUN chmod -R a+rX,go-w /app /clients
+RUN chmod -R a+rX,go-w /app /server /clients
 
 FROM base AS scheduler
 COPY --from=scheduler-packages /opt/venv /opt/venv
@@ -59,6 +62,7 @@ CMD ["--help"]
 FROM base AS executor
 COPY --from=executor-packages /opt/venv /opt/venv
 COPY --from=code /app /app
+COPY --from=code /server /app
 ENV FERRUM_LOG_FORMAT=json
 USER 10001:10001
 EXPOSE 50051

@@ -8,7 +8,7 @@ BIN := .venv/bin
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-.venv/.server: pyproject.toml constraints.txt $(wildcard ferrum_rpc/native/src/*)
+.venv/.server: pyproject.toml constraints.txt $(wildcard ferrum_rpc_*/pyproject.toml ferrum_rpc_kernels/setup.py ferrum_rpc_kernels/src/*)
 	@echo "installing the executor (torch and friends) into .venv ..."
 	@$(PYTHON) tools/environment.py server,uvloop
 	@touch $@
@@ -84,4 +84,4 @@ gpu-check: .venv/.dev  ## On a CUDA machine: run what waits for one, write bench
 	@$(BIN)/python -m benchmarks.gpu
 
 clean:  ## Remove .venv and what the tools left
-	@rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-peers build dist *.egg-info ferrum_rpc_*/build ferrum_rpc_*/*.egg-info ferrum_rpc_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,8 +20,9 @@ from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
 
 IDENTITY: Final = "identity"
-ASSETS: Final = ("demo", "demo-draft")
-BUILT_IN: Final = (*ASSETS, IDENTITY)
+DEMO: Final = ("demo", "demo-draft")
+DEMO_PACKAGE: Final = "ferrum_rpc_demo"
+BUILT_IN: Final = (*DEMO, IDENTITY)
 CONFIG: Final = "config.json"
 
 log = structlog.get_logger("ferrum_rpc.serve")
@@ -32,8 +33,7 @@ def model_folder(model: str) -> str:
     path where no model can be there: before torch is loaded, which takes seconds."""
     if model == IDENTITY:
         return model
-    folder = resources.files("ferrum_rpc") / "assets" / model if model in ASSETS else Path(model).absolute()
-    path = str(folder)
+    path = _demo_folder(model) if model in DEMO else str(Path(model).absolute())
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -42,6 +42,16 @@ def model_folder(model: str) -> str:
     if CONFIG not in names:
         raise InvalidRequest(f"model folder {path} has no {CONFIG}", field="model")
     return path
+
+
+def _demo_folder(model: str) -> str:
+    try:
+        return str(resources.files(DEMO_PACKAGE) / model)
+    except ModuleNotFoundError:
+        message = (
+            f"model {model} is in the package ferrum-rpc-demo, which is not installed (in a checkout: `make setup`)"
+        )
+        raise InvalidRequest(message, field="model") from None
 
 
 def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:

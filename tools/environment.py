@@ -1,4 +1,4 @@
-"""Make .venv where there is none that works, and install this checkout into it with the extras that are named.
+"""Make .venv where there is none that works, and install the packages of this checkout into it, with the extras named.
 
 `make` runs it with the Python that the user has, of whatever version: it needs the standard library alone, keeps to
 what Python 3.6 reads, and says which versions would do before it makes anything. An installation that was cut off
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+BESIDE = ("./ferrum_rpc_kernels", "./ferrum_rpc_demo")
 INTERRUPTED = 130
 
 
@@ -66,7 +67,8 @@ def install(root: Path, extras: str) -> int:
     mark = folder / ".unfinished"
     mark.touch()
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    with subprocess.Popen([*pip, "-c", "constraints.txt", "-e", f".[{extras}]"], cwd=root) as running:
+    packages = [part for each in (f".[{extras}]", *BESIDE) for part in ("-e", each)]
+    with subprocess.Popen([*pip, "-c", "constraints.txt", *packages], cwd=root) as running:
         try:
             status = running.wait()
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The compiled library: finding it, and sharing torch's threads with it.
 
-It is built with the package where a C compiler is (pyproject.toml, ``ext-modules``) from ``src/``, which knows
-neither Python nor torch. Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
+It is a package of its own, ``ferrum_rpc_kernels``, built where a C compiler is, and knows neither Python nor torch.
+Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
 threads of its own, and with two cores and two sets of threads each would wait for the other. So torch's runtime is made
 visible before the library is loaded, and both run on one set.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import re
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-LIBRARY: Final = "_kernels"
+PACKAGE: Final = "ferrum_rpc_kernels"
+LIBRARY: Final = "kernels.so"
 _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$", re.MULTILINE)
 """A mapped runtime in /proc/self/maps: five columns, then the path, which may have spaces in it."""
 
@@ -83,7 +84,7 @@ STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionSte
 ABI_VERSION: Final = 3
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
-BUILD: Final = "install the package again where a C compiler is (in a checkout: `make setup`)"
+BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
 
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of rows.h."""
@@ -98,17 +99,25 @@ HUGE_PAGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14  # linux/mman.h
 
 
+def find() -> str:
+    """The path of the library. Raises OSError where there is none."""
+    package = importlib.util.find_spec(PACKAGE)
+    for folder in (package and package.submodule_search_locations) or ():
+        if (file := Path(folder, LIBRARY)).exists():
+            return str(file)
+    for before in Path(__file__).parent.glob("_kernels.*.so"):  # of a checkout that was installed as one package
+        return str(before)
+    raise OSError(f"it is not installed: {BUILD}")
+
+
 @functools.cache
 def load() -> Any:
     """The library with its functions typed. Raises OSError that says why there is none, and what to do."""
-    folder = Path(__file__).parent
-    files = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{LIBRARY}{suffix}").exists()]
-    if not files:
-        raise OSError(f"it was not built: {BUILD}")
+    path = find()
     runtime = _openmp_of_torch()
     if runtime is not None:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(files[0]))  # raises where a symbol is missing, such as OpenMP's
+    library = ctypes.CDLL(path)  # raises where a symbol is missing, such as OpenMP's
     _compare(library)
     _type_rows_and_attention(library)
     _type_products(library)

@@ -29,7 +29,7 @@ from tests.serving import LIMITS, Served, serve_identity, serve_model
 
 GREEDY = Sampling(temperature=0)
 BUDGET = Budget(tokens=64, items=32, running=8, headroom=8)
-DEMO = Path(__file__).parents[2] / "ferrum_rpc" / "assets" / "demo"
+DEMO = Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 NEW_TOKENS = 16
 BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 

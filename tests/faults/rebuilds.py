@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-import ferrum_rpc
 from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.engine.build import BuildConfig
 from ferrum_rpc.models import linear
@@ -20,7 +19,7 @@ from tests.faults.process import serving
 from tests.faults.sizes import Size
 from tests.serving import Served, serve_model
 
-DEMO: Final = Path(ferrum_rpc.__file__).parent / "assets" / "demo"
+DEMO: Final = Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 NOTHING: Final = "this machine's kernels promise nothing"
 LONGEST: Final = 90
 HELD: Final = 4

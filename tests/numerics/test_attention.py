@@ -269,9 +269,10 @@ def test_a_cache_that_the_kernel_cannot_read_gets_the_torch_path_and_a_reason(sp
 
 def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     name, reason, _ = select_backend(CPU, [AttentionSpec(2, 1, 8, 0.3)], torch.float32)
-    assert name == "torch" and "not built" in reason and "compiler" in reason
+    assert name == "torch" and "not installed" in reason and "compiler" in reason
 
 
 # --- the native kernel ------------------------------------------------------------------------------------------------

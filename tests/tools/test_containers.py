@@ -186,6 +186,7 @@ def test_every_package_is_installed_by_its_hash() -> None:
     ours = [rest for rest in installs if "--require-hashes --only-binary=:all: -r " not in rest]
     assert len(ours) == 1
     assert "--no-index --no-deps --no-build-isolation --target /app ." in ours[0]
+    assert "--target /server ./ferrum_rpc_kernels ./ferrum_rpc_demo" in ours[0]
     named = {f"{name}.txt" for rest in installs for name in re.findall(r"-r (\w+)\.txt", rest)}
     assert named == {path.name for path in (ROOT / "locked").iterdir()}
 
@@ -219,6 +220,14 @@ def test_wheels_that_were_collected_are_listed_by_their_own_hashes(tmp_path: Pat
     assert f"torch==2.13.0+cpu --hash=sha256:{hashes[names[1]]}\n" in made["executor.txt"]
     assert "pydantic_core==2.5 " in made["executor.txt"]
     assert "nvidia" not in made["executor.txt"]
+
+
+def test_kernels_and_demo_models_are_in_the_executor_alone() -> None:
+    def taken(name: str) -> set[str]:
+        return {rest.split()[1] for what, rest in stage(name) if what == "COPY" and "--from=code" in rest}
+
+    assert taken("executor") == {"/app", "/server"}
+    assert taken("scheduler") == {"/app", "/clients"}
 
 
 def test_dockerfile_needs_no_buildkit() -> None:

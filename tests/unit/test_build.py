@@ -11,6 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from ferrum_rpc import building
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.build import BuildConfig, build_runner
@@ -143,17 +144,27 @@ def test_a_path_without_a_model_is_told_whole(tmp_path, monkeypatch, model, says
     assert caught.value.message == says.format(here=tmp_path)
 
 
+def test_a_demo_model_that_is_not_installed_names_its_package(monkeypatch):
+    monkeypatch.setattr(building, "DEMO_PACKAGE", "no_such_package")
+    with pytest.raises(
+        InvalidRequest, match=r"demo is in the package ferrum-rpc-demo, which is not installed .*make setup"
+    ):
+        model_folder("demo")
+
+
 def test_built_in_models_have_folders_and_the_identity_model_needs_none():
     assert model_folder("identity") == "identity"
     for model in ("demo", "demo-draft"):
         assert Path(model_folder(model)).name == model
 
 
-def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, tmp_path):
+@pytest.mark.parametrize("package", ["no_such_package", "email"], ids=["no package", "built without a compiler"])
+def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, tmp_path, package):
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    monkeypatch.setattr(library, "PACKAGE", package)
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     runner, told = choices()
-    assert "not built" in told[NO_KERNELS] and "install the package again" in told[NO_KERNELS]
+    assert "not installed: install ferrum-rpc-kernels where a C compiler is" in told[NO_KERNELS]
     with capture_logs() as logs:
         _banner(SimpleNamespace(target="here"), runner)
     [warning] = [each for each in logs if each["log_level"] == "warning"]

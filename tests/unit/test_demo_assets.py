@@ -1,4 +1,4 @@
-"""The demo models in `ferrum_rpc/assets/` are what their cards say: small, loadable, and they write English."""
+"""The demo models in `ferrum_rpc_demo/` are what their cards say: small, loadable, and they write English."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-import ferrum_rpc
-
-ASSETS = Path(ferrum_rpc.__file__).parent / "assets"
+ASSETS = Path(__file__).parents[2] / "ferrum_rpc_demo"
 TARGET, DRAFT = ASSETS / "demo", ASSETS / "demo-draft"
 BOTH = pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=["target", "draft"])
 WORDS = frozenset((Path(__file__).parent / "demo_words.txt").read_text("utf-8").split())

@@ -17,7 +17,7 @@ import pytest
 
 from ferrum_rpc.native import library
 
-SOURCES = Path(library.__file__).parent / "src"
+SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
 FILES = ("paged.c", "rows.c", "linear.c", "flash.c")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 KERNELS = {

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ferrum_rpc
 from clients.scheduler.text import (
     ByteTokenizer,
     FileTokenizer,
@@ -82,7 +81,7 @@ def test_special_tokens_have_no_text() -> None:
 
 @pytest.fixture
 def demo_folder() -> Path:
-    return Path(ferrum_rpc.__file__).parent / "assets" / "demo"
+    return Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 
 
 @pytest.mark.parametrize("text", ["And it came to pass", "naïve — “quoted” 😀\n"])

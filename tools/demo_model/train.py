@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tools.demo_model.corpus import Corpus, load, split_words
 
-ASSETS: Final = Path(__file__).resolve().parents[2] / "ferrum_rpc" / "assets"
+ASSETS: Final = Path(__file__).resolve().parents[2] / "ferrum_rpc_demo"
 FOLDERS: Final = {"target": "demo", "draft": "demo-draft"}
 GIVEN: Final = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md")
 """Files of a model's folder that a run does not make; of the card it replaces the figures."""

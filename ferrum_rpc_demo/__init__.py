@@ -1,0 +1,1 @@
+"""Files alone: the models of `ferrum-rpc serve demo` and `demo-draft`."""

@@ -1,0 +1,1 @@
+"""Nothing but `kernels.so`, which `ferrum_rpc.native` loads."""
