@@ -17,8 +17,8 @@ from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build, model_folder
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import NO_KERNELS
-from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.process import Program
+from ferrum_rpc.engine.liveness import Liveness
+from ferrum_rpc.engine.process.parent import Program
 from ferrum_rpc.engine.work import Described, Runner
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
@@ -71,7 +71,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
         keepalive=Keepalive(settings.keepalive_time_s, settings.keepalive_timeout_s),
         max_streams=settings.max_streams,
         security=_security(settings),
-        heartbeat=Heartbeat(settings.stall_timeout_s, settings.max_step_s),
+        liveness=Liveness(settings.stall_timeout_s, settings.max_step_s),
         failpoints=failpoints,
     )
     observation = Observation(settings.metrics_host, settings.metrics_port, settings.otel_endpoint)

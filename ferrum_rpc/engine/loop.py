@@ -11,7 +11,7 @@ waits for more work to come: where there is none, the step under way is finished
 finished in the order in which they were begun.
 
 The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
-its subclasses' (`engine.thread`, `engine.worker`). Thread-local device state (inference mode, streams) is entered
+its subclasses' (`engine.thread`, `engine.process`). Thread-local device state (inference mode, streams) is entered
 through the runner's ``context``.
 """
 
@@ -29,9 +29,8 @@ from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.backlog import Backlog
-from ferrum_rpc.engine.heartbeat import IDLE_BEAT_S, Heartbeat
 from ferrum_rpc.engine.pace import LOOK_S, Pace
-from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, State, Submission, lost
+from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, Submission, lost
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
 
 Work = Submission | Operation | None
@@ -41,11 +40,8 @@ Work = Submission | Operation | None
 class Inbox(Protocol):
     """Where work arrives. Nobody else takes from it while the loop runs."""
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Work:
-        """The next; raises `Empty` after ``timeout`` seconds."""
-
-    def get_nowait(self) -> Work:
-        """The next, or `Empty`."""
+    def get(self, block: bool = True) -> Work:
+        """The next. Raises `Empty` where there is none, unless it is to wait for it."""
 
     def empty(self) -> bool:
         """Whether nothing waits."""
@@ -62,7 +58,10 @@ class Begun:
 
 class EngineLoop(ABC):
     """``build`` is called in the loop's thread, because device contexts belong to a thread. ``on_ready(runner)`` and
-    ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against whoever cancels."""
+    ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against who cancels it.
+    ``busy_since`` (on `time.monotonic`) is when the step under way began, 0 while the loop waits for work."""
+
+    busy_since: float = 0.0
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class EngineLoop(ABC):
         max_step_tokens: int,
         on_ready: Callable[[Runner], object],
         on_failed: Callable[[BaseException], object],
-        heartbeat: Heartbeat,
     ) -> None:
         self._build = build
         self._inbox = inbox
@@ -83,7 +81,6 @@ class EngineLoop(ABC):
         self._max_step_tokens = max_step_tokens
         self._on_ready = on_ready
         self._on_failed = on_failed
-        self._heartbeat = heartbeat
         self._backlog = Backlog(max_step_items, max_step_tokens)
         self._under_way: deque[Begun] = deque()
         self._pace = Pace()
@@ -99,24 +96,22 @@ class EngineLoop(ABC):
         one."""
 
     @abstractmethod
-    def _forget(self, submission: Submission) -> None:
-        """It waits no longer. Called with the lock held."""
+    def _cancelled(self, work: Submission | Operation) -> bool:
+        """Whether it was cancelled; then the loop forgets it. Called with the lock held."""
 
     @abstractmethod
-    def _dropped(self, work: Submission | Operation) -> None:
-        """It was cancelled, and this is the last that the loop knows of it. Called with the lock held."""
+    def _claimed(self, work: Submission | Operation) -> None:
+        """It waits no longer and cannot be cancelled any more. Called with the lock held."""
 
     @abstractmethod
-    def _told(self, timings: Sequence[StepTiming]) -> Callable[[], object] | None:
-        """What is to be done with a step's timings, one per submission, when its answers have been delivered."""
+    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
+        """Delivered after a step's answers: its timings, one per submission."""
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             runner = self._build()
-            runner.beat = self._heartbeat.beat
-            self._heartbeat.begin()
             with runner.context():
                 self.cache = runner.cache_state()
                 self._deliver([partial(self._on_ready, runner)])
@@ -149,7 +144,6 @@ class EngineLoop(ABC):
             if self._pace.due(time.monotonic()):
                 return bool(self._backlog) or not self._inbox.empty()
             time.sleep(LOOK_S)
-            self._heartbeat.beat()
         return False
 
     def _drain_inbox(self, runner: Runner, finished: Finished, *, wait: bool) -> bool:
@@ -157,14 +151,13 @@ class EngineLoop(ABC):
         stopping = False
         try:
             while wait or not self._inbox.empty():  # nobody else takes from it
-                work = self._wait() if wait else self._inbox.get_nowait()
+                work = self._wait() if wait else self._inbox.get()
                 wait = False
-                self._heartbeat.beat()
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
                     self._backlog.add(work)
-                elif self._claim_operation(work):
+                elif self._claim_one(work):
                     finished.append(self._operate(runner, work))
         except BaseException:
             self._deliver(finished)  # what was done before the thread broke was done
@@ -172,19 +165,16 @@ class EngineLoop(ABC):
         return stopping
 
     def _wait(self) -> Submission | Operation | None:
-        """The next work, with a sign of life now and then until it comes."""
-        while True:
-            try:
-                return self._inbox.get(timeout=IDLE_BEAT_S)
-            except Empty:
-                self._heartbeat.beat()
+        self.busy_since = 0.0
+        work = self._inbox.get()
+        self.busy_since = time.monotonic()
+        return work
 
-    def _claim_operation(self, operation: Operation) -> bool:
+    def _claim_one(self, work: Submission | Operation) -> bool:
         with self._lock:
-            if operation.state is not State.QUEUED:
-                self._dropped(operation)
+            if self._cancelled(work):
                 return False
-            operation.state = State.CLAIMED
+            self._claimed(work)
             return True
 
     def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
@@ -207,15 +197,14 @@ class EngineLoop(ABC):
         with self._lock:
             while self._backlog:
                 work = self._backlog.first()
-                if work.state is State.CANCELLED:
-                    self._dropped(self._backlog.drop())
+                if self._cancelled(work):
+                    self._backlog.drop()
                     continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
                 ):
                     break
-                work.state = State.CLAIMED
-                self._forget(work)
+                self._claimed(work)
                 if work.deadline is not None and now >= work.deadline:
                     self._backlog.drop()
                     late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
@@ -237,12 +226,10 @@ class EngineLoop(ABC):
         alone = not self._under_way
         began = time.monotonic()
         if alone:
-            self._heartbeat.step_begins()  # another's time begins when the one before it has ended
+            self.busy_since = began  # another's time begins when the one before it has ended
         try:
             pending = runner.begin(Step(tuple(spans), tuple(atomic)))
         except BaseException as error:
-            if alone:
-                self._heartbeat.step_ends()
             self.cache = runner.cache_state()
             return self._refused(error, claimed)
         self._pace.begun(began, time.monotonic(), alone=alone)
@@ -258,10 +245,8 @@ class EngineLoop(ABC):
         except BaseException as error:
             return self._refused(error, claimed)
         finally:
-            self._pace.finished(time.monotonic())
-            self._heartbeat.step_ends()
-            if self._under_way:
-                self._heartbeat.step_begins()
+            self.busy_since = time.monotonic()
+            self._pace.finished(self.busy_since)
             self.cache = runner.cache_state()
         ran = tokens = rows = 0
         for span, outcome in zip(spans, result.outcomes, strict=True):
@@ -287,8 +272,8 @@ class EngineLoop(ABC):
                 timings.append(timing)
             finished.append(partial(work.done, result.outcomes[first:last], timing))
             first = last
-        if timings and (told := self._told(timings)) is not None:
-            finished.append(told)
+        if timings:
+            finished.append(partial(self._on_step_done, timings))
         return finished
 
     def _refused(self, error: BaseException, claimed: Sequence[Submission]) -> Finished:
@@ -314,17 +299,12 @@ class EngineLoop(ABC):
         refused: Finished = []
         try:
             while True:
-                work = self._backlog.drop() if self._backlog else self._inbox.get_nowait()
+                work = self._backlog.drop() if self._backlog else self._inbox.get(block=False)
+                if work is None or not self._claim_one(work):
+                    continue
                 if isinstance(work, Operation):
-                    if self._claim_operation(work):
-                        refused.append(partial(work.done, error))
-                elif work is not None:
-                    with self._lock:
-                        if work.state is not State.QUEUED:
-                            self._dropped(work)
-                            continue
-                        work.state = State.CLAIMED
-                        self._forget(work)
+                    refused.append(partial(work.done, error))
+                else:
                     refused.append(_refusal(work, error))
         except Empty:
             self._deliver(refused)

@@ -11,11 +11,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import SimpleQueue
 
 from ferrum_rpc.core import StepTiming
-from ferrum_rpc.engine.heartbeat import Heartbeat
+from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, completed
 
@@ -35,7 +34,7 @@ class ModelThread(EngineLoop):
         on_ready: Callable[[Runner], None],
         on_failed: Callable[[BaseException], None],
         on_step: Callable[[Sequence[StepTiming]], None] = lambda timings: None,
-        heartbeat: Heartbeat | None = None,
+        liveness: Liveness | None = None,
     ) -> None:
         self._arrived: SimpleQueue[Work] = SimpleQueue()
         super().__init__(
@@ -46,9 +45,9 @@ class ModelThread(EngineLoop):
             max_step_tokens=max_step_tokens,
             on_ready=on_ready,
             on_failed=on_failed,
-            heartbeat=heartbeat or Heartbeat(),
         )
         self._loop = loop
+        self._liveness = liveness or Liveness()
         self._on_step = on_step
         self._closed = False
         self._thread = threading.Thread(target=self._main, name="ferrum-model", daemon=True)
@@ -84,16 +83,14 @@ class ModelThread(EngineLoop):
         with self._lock:
             if work.state is not State.QUEUED:
                 return False
-            work.state = State.CANCELLED
-            if isinstance(work, Submission):
-                self._forget(work)
+            self._leave(work, State.CANCELLED)
             return True
 
     def trouble(self, now: float) -> str | None:
         """See `Engine`. Never waits."""
         if not self._thread.is_alive():
             return "it has ended"
-        return self._heartbeat.trouble(now)
+        return self._liveness.trouble(now, self.busy_since)
 
     async def stop(self) -> bool:
         """See `Engine`. A thread that hangs is left behind (it is a daemon thread)."""
@@ -107,6 +104,7 @@ class ModelThread(EngineLoop):
     # --- the model thread's side ------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        self._liveness.cpu_clock = own_clock()
         try:
             self._run()
         finally:
@@ -114,16 +112,21 @@ class ModelThread(EngineLoop):
                 self._closed = True
             self._refuse_rest()
 
-    def _forget(self, submission: Submission) -> None:
-        self.queued_items -= len(submission.spans)
-        self.queued_tokens -= submission.tokens
+    def _cancelled(self, work: Submission | Operation) -> bool:
+        return work.state is State.CANCELLED
 
-    def _dropped(self, work: Submission | Operation) -> None:
-        pass  # whoever cancelled it forgot it then
+    def _claimed(self, work: Submission | Operation) -> None:
+        self._leave(work, State.CLAIMED)
 
-    def _told(self, timings: Sequence[StepTiming]) -> Callable[[], object]:
-        # Behind whatever the answers wake: callers do not wait for the meters.
-        return partial(self._loop.call_soon, self._on_step, timings)
+    def _leave(self, work: Submission | Operation, state: State) -> None:
+        """It leaves the queue. Called with the lock held."""
+        work.state = state
+        if isinstance(work, Submission):
+            self.queued_items -= len(work.spans)
+            self.queued_tokens -= work.tokens
+
+    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
+        self._loop.call_soon(self._on_step, timings)  # behind whatever the answers wake: callers do not wait for it
 
     def _deliver(self, finished: Finished) -> None:
         def run() -> None:

@@ -19,27 +19,28 @@ from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Span, SpanOutcome
 from ferrum_rpc.errors import DeviceLost
 
 LOOK_EVERY_S: Final = 0.25
-"""Seconds between two looks at the heartbeat while the end of an engine is waited for."""
+"""Seconds between two looks at an engine while the end of an engine is waited for."""
 
 Finished = list[Callable[[], object]]
 """Completions of one turn of an engine, to be called where its callers live."""
 
 
-class Described(Protocol):
+@dataclass(frozen=True, slots=True)
+class Described:
     """What is known of a runner when it is loaded; it does not change."""
 
     info: ModelInfo
     device: DeviceInfo
 
 
-class Runner(Described, Protocol):
+class Runner(Protocol):
     """What an engine drives. Called from one thread only."""
+
+    info: ModelInfo
+    device: DeviceInfo
 
     depth: int
     """Steps that may be under way at once: 1, or 2 where a device computes one while the host begins the next."""
-
-    beat: Callable[[], None]
-    """Set by the engine; called from within a step, every tenth of a second or at every layer: a sign of life."""
 
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the engine's life."""
@@ -58,19 +59,20 @@ class Runner(Described, Protocol):
         """How full the cache is."""
 
 
-class State(enum.Enum):
+class State(enum.IntEnum):
     """The life of a submission or an operation."""
 
-    QUEUED = "queued"
-    CLAIMED = "claimed"
-    CANCELLED = "cancelled"
+    QUEUED = 0
+    CLAIMED = 1
+    CANCELLED = 2
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
     """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
     one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
-    whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0."""
+    whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0.
+    ``slot`` is its place in the memory that an engine process shares."""
 
     spans: tuple[Span, ...]
     done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
@@ -80,6 +82,7 @@ class Submission:
     arrived: float = 0.0
     tokens: int = field(init=False)
     state: State = State.QUEUED
+    slot: int = -1
 
     def __post_init__(self) -> None:
         self.tokens = sum([len(span.tokens) for span in self.spans])
@@ -94,6 +97,7 @@ class Operation:
     run: Callable[[Any], object]
     done: Callable[[object], None]
     state: State = State.QUEUED
+    slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
             self._wake()
 
     def report(self, trouble: str | None) -> None:
-        """What the heartbeat says of the model thread: why it does not live, or None."""
+        """What the engine says of itself: why it makes no progress, or None."""
         self._trouble = trouble
         self.update()
 

@@ -19,8 +19,8 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ferrum_rpc.core import Limits
-from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.process import EngineProcess, Program
+from ferrum_rpc.engine.liveness import Liveness
+from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.engine.work import Described, Engine, Runner
 from ferrum_rpc.errors import Draining
@@ -91,7 +91,7 @@ class ExecutorServer:
         max_streams: int = 4096,
         grace_s: float = 30.0,
         security: Security = Security(),  # noqa: B008 - frozen
-        heartbeat: Heartbeat | None = None,
+        liveness: Liveness | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         self.state = ServerState(limits, failpoints)
@@ -104,7 +104,7 @@ class ExecutorServer:
         self._keepalive = keepalive
         self._max_streams = max_streams
         self._security = security
-        self._heartbeat = heartbeat
+        self._liveness = liveness
         self._monitor: Watchdog | None = None
         self.health = HealthBoard(self._serves, SERVICES)
         self.sessions = Sessions()
@@ -179,7 +179,7 @@ class ExecutorServer:
             "on_ready": self._on_ready,
             "on_failed": self._on_failed,
             "on_step": self.steps.observe,
-            "heartbeat": self._heartbeat,
+            "liveness": self._liveness,
         }
         build = self._build
         if not isinstance(build, Program):

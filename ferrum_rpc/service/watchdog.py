@@ -1,6 +1,6 @@
-"""Looks at the model thread's heartbeat, and has the health service say so when it stops.
+"""Asks the engine whether it makes progress (`engine.liveness`), and has the health service say so when it does not.
 
-On the event loop, a few times a second: a hang is seen within 2 s (`engine.heartbeat`), and its end as well.
+On the event loop, ten times a second: a hang is seen within 2 s, and its end as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ferrum_rpc.service.supervisor import Background, Supervisor
 log = structlog.get_logger("ferrum_rpc.server")
 
 PERIOD_S: Final = 0.1
-"""Seconds between two looks. A sign of life may be so much older than the look that sees it, and the end of patience so
-much older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
+"""Seconds between two looks. Progress may be so much older than the look that sees it, and the end of patience so much
+older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
 
 
 class Watchdog:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ferrum_rpc.core import (
     Step,
     StepResult,
 )
-from ferrum_rpc.engine.worker import work
+from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
 
 WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
@@ -42,7 +41,6 @@ class TokenRunner:
     info: Any = "a model"
     device: Any = "a device"
     depth = 1
-    beat: Callable[[], None]
 
     def __init__(self, gate: str) -> None:
         self._gate = Path(gate)
@@ -55,7 +53,6 @@ class TokenRunner:
         self._seen.append(
             ([span.sequence for span in step.spans], [(group.start, group.stop) for group in step.atomic])
         )
-        self.beat()
         asked = {int(span.tokens[0]) for span in step.spans}
         if WAIT in asked:
             self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import FullLogits, OutputSpec, SelectedTokens, Span, SpanResult
-from ferrum_rpc.engine.heartbeat import Heartbeat
-from ferrum_rpc.engine.process import EngineDied, EngineProcess, Program
+from ferrum_rpc.engine.liveness import Liveness
+from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
 from ferrum_rpc.engine.work import Command, Operation, Submission
 from ferrum_rpc.errors import (
     DeadlineExceeded,
@@ -231,7 +231,7 @@ async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(tmp_pat
 
 
 async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> None:
-    async with harness(tmp_path, heartbeat=Heartbeat(stall_timeout_s=1.0)) as made:
+    async with harness(tmp_path, liveness=Liveness(stall_timeout_s=1.0)) as made:
         await made.ready
         assert await made.do("process")
         _, done = made.submit(span(1, WAIT))

@@ -48,24 +48,23 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
-    "ferrum_rpc.engine.heartbeat": Floor(),
+    "ferrum_rpc.engine.liveness": Floor(),
     "ferrum_rpc.engine.work": Floor("core errors"),
     "ferrum_rpc.engine.pace": Floor(),
     "ferrum_rpc.engine.backlog": Floor("engine.work"),
-    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.heartbeat engine.pace engine.work"),
-    "ferrum_rpc.engine.thread": Floor("core errors engine.heartbeat engine.work engine.loop"),
-    "ferrum_rpc.engine.shared": Floor("", "numpy"),
-    "ferrum_rpc.engine.post": Floor("core engine.work", "numpy"),
-    "ferrum_rpc.engine.process": Floor("core errors engine.heartbeat engine.work engine.shared engine.post", "numpy"),
-    "ferrum_rpc.engine.worker": Floor(
-        "core engine.heartbeat engine.work engine.loop engine.shared engine.post", "numpy"
-    ),
+    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.pace engine.work"),
+    "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.work engine.loop"),
+    "ferrum_rpc.engine.process": Floor(),
+    "ferrum_rpc.engine.process.ipc": Floor("core engine.work", "numpy"),
+    "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.work engine.process.ipc", "numpy"),
+    "ferrum_rpc.engine.process.child": Floor("core engine.work engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
         "core errors failpoints kv kv.store models attention sampling weights distributed native engine.work",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints executor wire engine.heartbeat engine.work engine.thread engine.process",
+        "ferrum_rpc core errors failpoints executor wire engine.liveness engine.work engine.thread "
+        "engine.process.parent",
         "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
@@ -80,10 +79,10 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.building": Floor(
         "errors failpoints models engine engine.work config usage openmp terminal", "structlog torch"
     ),
-    "ferrum_rpc.worker": Floor("failpoints engine.work engine.worker building logs config allocator"),
+    "ferrum_rpc.worker": Floor("failpoints engine.work engine.process.child building logs config allocator"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints engine.heartbeat engine.process engine.work service building logs config "
-        "usage event_loop allocator polling",
+        "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.work service building logs "
+        "config usage event_loop allocator polling",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client

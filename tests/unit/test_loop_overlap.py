@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.core import CacheState, FullLogits, OutputSpec, Positions, Span, SpanResult, Step, StepResult
+from ferrum_rpc.engine import loop as engine_loop
 from ferrum_rpc.engine.build import BuildConfig, build_runner
-from ferrum_rpc.engine.heartbeat import Heartbeat
+from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.pace import LOOK_S, MARGIN, Pace
 from ferrum_rpc.engine.work import Finished, Operation, Runner, State, Submission
@@ -49,22 +51,19 @@ class Script:
             return True
         return not self.left
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Work:
+    def get(self, block: bool = True) -> Work:
         while self.left:
             if (work := self.left.popleft()) is not None:
                 return work
-        return None
-
-    def get_nowait(self) -> Work:
-        if self.empty():
+        if not block:
             raise Empty
-        return self.left.popleft()
+        return None
 
 
 class Loop(EngineLoop):
     """Delivers at once; ``told`` has what became of it all, in order."""
 
-    def __init__(self, runner: Any, inbox: Any, items: int = 1, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, runner: Any, inbox: Any, items: int = 1) -> None:
         super().__init__(
             lambda: runner,
             inbox=inbox,
@@ -73,7 +72,6 @@ class Loop(EngineLoop):
             max_step_tokens=1 << 20,
             on_ready=lambda _: None,
             on_failed=lambda error: self.told.append(("failed", error)),
-            heartbeat=heartbeat or Heartbeat(),
         )
         self.told: list[Any] = []
 
@@ -86,14 +84,16 @@ class Loop(EngineLoop):
         for each in finished:
             each()
 
-    def _forget(self, submission: Submission) -> None:
+    def _cancelled(self, work: Submission | Operation) -> bool:
+        if work.state is State.CANCELLED:
+            self.told.append(("dropped", work))
+        return work.state is State.CANCELLED
+
+    def _claimed(self, work: Submission | Operation) -> None:
+        work.state = State.CLAIMED
+
+    def _on_step_done(self, timings: Sequence[Any]) -> None:
         pass
-
-    def _dropped(self, work: Submission | Operation) -> None:
-        self.told.append(("dropped", work))
-
-    def _told(self, timings: Sequence[Any]) -> Callable[[], object] | None:
-        return None
 
 
 class Fake:
@@ -102,7 +102,6 @@ class Fake:
     def __init__(self, depth: int = 2, ready: bool = False) -> None:
         self.info: Any = None
         self.device: Any = None
-        self.beat: Callable[[], None] = lambda: None
         self.depth = depth
         self.log: list[str] = []
         self.acts: dict[str, Callable[[], object]] = {}
@@ -147,11 +146,11 @@ def submission(loop: list[Loop], runner: Fake, sequence: int) -> Submission:
     return Submission((Span(sequence, np.zeros(1, dtype=np.int32), 0, OutputSpec()),), done)
 
 
-def run(runner: Fake, *sequences: int | None, heartbeat: Heartbeat | None = None) -> Loop:
+def run(runner: Fake, *sequences: int | None) -> Loop:
     """Submissions of a span each; None: nothing is there when it is looked for."""
     loop: list[Loop] = []
     script = Script(*(each if each is None else submission(loop, runner, each) for each in sequences))
-    loop.append(Loop(runner, script, heartbeat=heartbeat))
+    loop.append(Loop(runner, script))
     return loop[0].run()
 
 
@@ -224,29 +223,39 @@ def test_what_is_cancelled_while_a_step_is_under_way_never_begins() -> None:
     assert [each for each in runner.log if each.startswith("answer")] == ["answer 1", "answer 3"]
 
 
-def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told() -> None:
+def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the length of a step: the second's begins when the first has ended, however long that took."""
     now = [1000.0]
-    heart = Heartbeat(max_step_s=60, stall_timeout_s=1e9, clock=lambda: now[0])
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Pace, "due", lambda self, now: True)
+    liveness = Liveness(max_step_s=60)
+    loop: list[Loop] = []
     seen: dict[str, str | None] = {}
 
     def takes(name: str, seconds: float) -> Callable[[], object]:
         def act() -> None:
             now[0] += seconds
-            seen[name] = heart.trouble(now[0])
+            seen[name] = liveness.trouble(now[0], loop[-1].busy_since)
 
         return act
 
     runner = Fake()
     runner.acts = {"begin 2": takes("begin 2", 25), "finish 1": takes("finish 1", 30)}
     runner.acts |= {"finish 2": takes("finish 2", 50), "begin 3": takes("begin 3", 61), "finish 3": takes("3", 1)}
-    run(runner, 1, None, 2, None, None, 3, heartbeat=heart)
+
+    def play(*sequences: int | None) -> None:
+        mine: list[Loop] = []
+        mine.append(Loop(runner, Script(*(each and submission(mine, runner, each) for each in sequences))))
+        loop.append(mine[0])
+        mine[0].run()
+
+    play(1, None, 2, None, None, 3)
     assert seen["begin 2"] is seen["finish 1"] is seen["finish 2"] is None
     assert "its step has taken 61 s" in str(seen["begin 3"])
-    assert heart.trouble(now[0]) is None
+    assert liveness.trouble(now[0], loop[-1].busy_since) is None
     runner.log.clear()
     runner.acts = {"begin 2": takes("begin 2", 61)}
-    run(runner, 1, None, 2, heartbeat=heart)
+    play(1, None, 2)
     assert runner.log[:2] == ["begin 1", "begin 2"] and seen["begin 2"] is not None, "in the time of the first"
 
 
@@ -353,14 +362,10 @@ class Callers:
             self._next = self._draw()
         return self._next is None
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Work:
-        work, self._next = self._next or self._draw(), None
-        return work
-
-    def get_nowait(self) -> Work:
-        work, self._next = self._next, None
-        if work is None:
+    def get(self, block: bool = True) -> Work:
+        if self._next is None and not block:
             raise Empty
+        work, self._next = self._next or self._draw(), None
         return work
 
     def _draw(self) -> Work:

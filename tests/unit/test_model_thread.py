@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import CacheState, OutputSpec, Span, SpanResult, Step, StepResult
-from ferrum_rpc.engine.heartbeat import Heartbeat
+from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.engine.work import Operation, Submission
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, KvBlocksExhausted, StepFailed
@@ -27,7 +27,6 @@ class FakeRunner:
         self.device: Any = None
         self.depth = 1
         self.steps: list[Step] = []
-        self.beat: Callable[[], None] = lambda: None
         self.act: Callable[[Step], None] = lambda step: None
 
     def context(self) -> AbstractContextManager[object]:
@@ -53,7 +52,7 @@ def span(sequence: int, tokens: int = 1) -> Span:
 
 
 class Harness:
-    def __init__(self, items: int = 8, tokens: int = 64, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, items: int = 8, tokens: int = 64, liveness: Liveness | None = None) -> None:
         self.runner = FakeRunner()
         self.failures: list[BaseException] = []
         self.thread = ModelThread(
@@ -63,7 +62,7 @@ class Harness:
             max_step_tokens=tokens,
             on_ready=lambda _: None,
             on_failed=self.failures.append,
-            heartbeat=heartbeat,
+            liveness=liveness,
         )
 
     def submit(self, *spans: Span, deadline: float | None = None) -> tuple[Submission, asyncio.Future[Any]]:
@@ -203,12 +202,10 @@ async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later() -> No
 
 
 async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left_behind_at_the_end() -> None:
-    heartbeat = Heartbeat(stall_timeout_s=1.0)
-    harness = Harness(heartbeat=heartbeat)
+    harness = Harness(liveness=Liveness(stall_timeout_s=1.0))
     entered, go = threading.Event(), threading.Event()
 
     def act(step: Step) -> None:
-        harness.runner.beat()
         entered.set()
         go.wait(30)
 

@@ -1,7 +1,11 @@
-"""What a server and its engine process say to each other arrives as it was said, wherever the pipe cuts it."""
+"""Messages between a server and its engine process arrive as they were sent, wherever the socket cuts them, and the
+memory that both share."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -24,19 +28,16 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
-from ferrum_rpc.engine.post import (
+from ferrum_rpc.engine.process.ipc import (
     INLINE_BYTES,
-    Frames,
-    Kind,
-    Turn,
-    WorkReader,
-    WorkWriter,
-    frame,
-    read_turn,
-    write_turn,
+    KEPT_BYTES,
+    PAGE,
+    Messages,
+    SharedMemory,
+    dump,
 )
-from ferrum_rpc.engine.work import EngineCounters, Submission
-from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
+from ferrum_rpc.engine.work import EngineCounters
+from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 u32 = st.integers(0, 2**32 - 1)
@@ -55,42 +56,23 @@ spans = st.builds(
     st.booleans(),
     u32,
 )
-submissions = st.builds(
-    lambda spans, *rest: Submission(tuple(spans), lambda *_: None, *rest),
-    st.lists(spans, max_size=5),
-    st.booleans(),
-    st.none() | st.floats(0, 1e9),
-    u32,
-)
-
 cuts = st.lists(st.integers(1, 200), max_size=40)
 
 
-def fed(data: bytes, sizes: list[int]) -> list[tuple[int, bytes]]:
-    """The frames of ``data`` that comes in pieces of ``sizes``, and then what is left."""
-    frames, found, at = Frames(), [], 0
+def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
+    """The messages of ``data`` that comes in pieces of ``sizes``, and then what is left."""
+    messages, found, at = Messages(view or (lambda *_: b"")), [], 0
     for size in [*sizes, len(data)]:
-        found += [(kind, bytes(body)) for kind, body in frames.feed(data[at : at + size])]
+        found += messages.feed(data[at : at + size])
         at += size
     return found
 
 
-@given(st.lists(submissions, max_size=6), cuts)
-def test_work_arrives_as_it_was_sent(sent: list[Submission], sizes: list[int]) -> None:
-    writer, reader = WorkWriter(), WorkReader()
-    data = b"".join(writer.write(slot, each) for slot, each in enumerate(sent))
-    arrived = []
-    for kind, body in fed(data, sizes):
-        if kind == Kind.OUTPUT:
-            reader.learn(memoryview(body))
-        else:
-            assert kind == Kind.WORK
-            arrived.append(reader.read(memoryview(body)))
-    assert [each.slot for each in arrived] == list(range(len(sent)))
-    for each, wanted in zip(arrived, sent, strict=True):
-        for name in ("all_or_nothing", "deadline", "arrived", "caller"):
-            assert getattr(each, name) == getattr(wanted, name)
-        for found, span in zip(each.spans, wanted.spans, strict=True):
+@given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
+def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
+    arrived = fed(b"".join(map(dump, sent)), sizes)
+    for spans, wanted in zip(arrived, sent, strict=True):
+        for found, span in zip(spans, wanted, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
             assert found._replace(tokens=None) == span._replace(tokens=None)
 
@@ -137,32 +119,21 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
     )
     timings = st.none() | st.builds(StepTiming, u32, u32, u32, st.floats(0, 9), st.floats(0, 9))
     answers = data.draw(st.lists(st.tuples(u32, st.lists(outcomes, max_size=4).map(tuple), timings), max_size=4))
-    results = data.draw(st.lists(st.tuples(u32, st.sampled_from([None, 7, "x", StepFailed("no")])), max_size=3))
-    turn = Turn(
-        answers,
-        results,
-        data.draw(st.lists(u32, max_size=3)),
-        EngineCounters(1, 2, 3, 4, 0.5),
-        CacheState(16, 10, 9, 2**40),
-        data.draw(st.sampled_from([None, {"fork": 2}])),
-    )
-    arena: list[Any] = []
+    placed: list[bytes] = []
 
-    def place(array: Any) -> int | None:
-        assert array.nbytes > INLINE_BYTES
+    def place(buffer: memoryview) -> int | None:
+        assert buffer.nbytes > INLINE_BYTES
         if not room:
             return None
-        arena.append(array)
-        return len(arena) - 1
+        placed.append(bytes(buffer))
+        return len(placed) - 1
 
-    ((kind, body),) = fed(write_turn(turn, place), sizes)
-    assert kind == Kind.TURN
-    found = read_turn(memoryview(body), lambda offset, dtype, count: arena[offset].reshape(-1))
-    assert (found.free, found.counters, found.cache, found.news) == (turn.free, turn.counters, turn.cache, turn.news)
-    for (slot, result), (sent_slot, sent) in zip(found.results, results, strict=True):
-        assert slot == sent_slot and repr(result) == repr(sent)
+    about = EngineCounters(1, 2, 3, 4, 0.5), CacheState(16, 10, 9, 2**40)
+    (message,) = fed(dump((answers, *about), place), sizes, lambda at, count: placed[at][:count])
+    found, *facts = message
+    assert tuple(facts) == about and type(facts[1]) is CacheState
     again: dict[int, Any] = {}
-    for (slot, told, timing), (sent_slot, sent, sent_timing) in zip(found.answers, answers, strict=True):
+    for (slot, told, timing), (sent_slot, sent, sent_timing) in zip(found, answers, strict=True):
         assert (slot, timing) == (sent_slot, sent_timing)
         for outcome, wanted in zip(told, sent, strict=True):
             if not isinstance(wanted, SpanResult):
@@ -180,15 +151,76 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
                 np.testing.assert_array_equal(column, expected)
 
 
-def test_an_empty_frame_is_one() -> None:
-    assert fed(frame(Kind.STOP) * 2, [3]) == [(Kind.STOP, b""), (Kind.STOP, b"")]
-
-
 def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
     """Recorded answers live long, and a read brings 64 KiB."""
     block = token_rows(np.array([7], dtype=np.uint32))
-    turn = Turn([(1, (SpanResult(3, Rows(block, 0, 1)),), None)], [], [], EngineCounters(), CacheState(1, 1, 1, 1))
-    body = memoryview(write_turn(turn, lambda _: None))[5:]
-    ((_, (outcome,), _),) = read_turn(body, lambda *_: np.zeros(0)).answers
+    (outcome,) = fed(dump(SpanResult(3, Rows(block, 0, 1))), [])
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
-    assert outcome.rows.block["token_ids"].base is None  # type: ignore[union-attr]
+    assert memoryview(outcome.rows.block["token_ids"].base).nbytes == 4  # type: ignore[arg-type]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+SIZE = 64 * PAGE
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * PAGE), st.integers(0, 99)), max_size=60))
+def test_what_is_placed_lies_alone(moves: list[tuple[bool, int, int]]) -> None:
+    memory = SharedMemory.create(4, SIZE)
+    held: dict[int, bytes] = {}
+    try:
+        for number, (place, count, which) in enumerate(moves):
+            if place:
+                data = bytes([number]) * count
+                at = memory.place(memoryview(data))
+                if at is None:
+                    assert held, "empty memory has room"
+                    continue
+                assert at % PAGE == 0 and at + count <= SIZE
+                held[at] = data
+            elif held:
+                at = sorted(held)[which % len(held)]
+                del held[at]
+                memory.release(at)
+            assert all(memory.view(at, len(data)).tobytes() == data for at, data in held.items())
+        for at in held:
+            memory.release(at)
+        assert memory.place(memoryview(bytes(SIZE))) == 0, "all of it is one piece again"
+        assert bytes(memory.states) == bytes(4)
+    finally:
+        os.close(memory.fd)
+
+
+def test_memory_beyond_what_is_kept_goes_back() -> None:
+    memory = SharedMemory.create(4, 4 * KEPT_BYTES)
+    assert memory.place(memoryview(b"x" * (3 * KEPT_BYTES))) == 0
+    assert os.stat(memory.fd).st_blocks * 512 >= 3 * KEPT_BYTES
+    memory.release(0)
+    assert os.stat(memory.fd).st_blocks * 512 <= KEPT_BYTES + PAGE
+    os.close(memory.fd)
+
+
+def test_memory_is_one_for_both_and_its_lock_is_held_by_one() -> None:
+    memory = SharedMemory.create(4)
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover - the other process
+        try:
+            mine = SharedMemory(memory.fd, 4)
+            with mine:
+                mine.states[2], mine.claimed[0], mine.busy_since[0] = 1, 5, 2.5
+                os.write(told, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.read(ready, 1)
+    assert (memory.states[2], memory.claimed[0], memory.busy_since[0]) == (1, 5, 2.5)
+    assert not memory.try_enter(), "the other side has it"
+    watched: Any = os.pidfd_open(child)
+    os.kill(child, signal.SIGKILL)
+    assert select.select([watched], [], [], 30)[0]
+    os.waitpid(child, 0)
+    assert memory.try_enter(), "the dead hold nothing"
+    memory.__exit__()
+    for fd in (watched, ready, told, memory.fd):
+        os.close(fd)

@@ -1,0 +1,161 @@
+"""The engine process's own side: `EngineLoop` behind a socket, in the process's main thread.
+
+It has no event loop and no second thread: it waits for its socket, and for the device. When the server is gone it ends
+at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty
+from typing import Any, Final
+
+from ferrum_rpc.core import SpanOutcome, StepTiming
+from ferrum_rpc.engine.loop import EngineLoop, Work
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
+from ferrum_rpc.engine.work import Described, Finished, Operation, Runner, State, Submission
+
+READ_BYTES: Final = 1 << 20
+OURS: Final = ("ferrum_rpc", "builtins")
+_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
+
+
+class ChildLoop(EngineLoop):
+    """The loop of an engine process, and its inbox. ``news()`` is what to report besides answers, once it changed."""
+
+    def __init__(
+        self,
+        build: Callable[[], Runner],
+        connection: socket.socket,
+        shared: SharedMemory,
+        news: Callable[[], object],
+        **limits: int,
+    ) -> None:
+        super().__init__(build, inbox=self, lock=shared, on_ready=self._report, on_failed=self._send_error, **limits)
+        self._socket, self._shared, self._news = connection, shared, news
+        self._messages = Messages(shared.view)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._arrived: deque[Work] = deque()
+        self._answers: list[tuple[int, tuple[SpanOutcome, ...], StepTiming | None]] = []
+        self._results: list[tuple[int, object]] = []
+        self._freed: list[int] = []
+        self._reported: object = None
+
+    @property
+    def busy_since(self) -> float:
+        """See `EngineLoop`."""
+        return float(self._shared.busy_since[0])
+
+    @busy_since.setter
+    def busy_since(self, value: float) -> None:
+        self._shared.busy_since[0] = value
+
+    def run(self) -> int:
+        """Build, and serve until the server says stop. The exit status: 0, or 1 if it broke."""
+        self._run()
+        self._refuse_rest()
+        return 0 if self._failure is None else 1
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def get(self, block: bool = True) -> Work:
+        """See `Inbox`."""
+        while self.empty():
+            if not block:
+                raise Empty
+            self._flush()
+            self._poll.poll()
+        return self._arrived.popleft()
+
+    def empty(self) -> bool:
+        """See `Inbox`. Takes what the socket has."""
+        if self._poll.poll(0):
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                os._exit(1)  # the server is gone
+            self._arrived += map(self._accept, self._messages.feed(data))
+        return not self._arrived
+
+    def _accept(self, message: tuple[list[int], Any]) -> Work:
+        released, work = message
+        for at in released:
+            self._shared.release(at)
+        if work is None:
+            return None
+        slot, what, *rest = work
+        if not rest:
+            return Operation(what, lambda result: self._results.append((slot, result)), slot=slot)
+        submission = Submission(what, lambda *answer: self._answers.append((slot, *answer)), *rest)
+        submission.slot = slot
+        return submission
+
+    def _cancelled(self, work: Submission | Operation) -> bool:
+        cancelled = self._shared.states[work.slot] == State.CANCELLED
+        if cancelled:
+            self._freed.append(work.slot)
+        return cancelled
+
+    def _claimed(self, work: Submission | Operation) -> None:
+        self._shared.states[work.slot] = State.CLAIMED
+        if isinstance(work, Submission):
+            self._shared.claimed += (len(work.spans), work.tokens)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
+        pass  # the server has them with the answers
+
+    def _deliver(self, finished: Finished) -> None:
+        for each in finished:
+            each()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what there is to send."""
+        news = self._news()
+        if news == self._reported:
+            news = None
+        if self._answers or self._results or self._freed or news is not None:
+            self._send(Turn(self._answers, self._results, self._freed, self.counters, self.cache, news))
+            self._answers, self._results, self._freed = [], [], []
+            self._reported = news or self._reported
+
+    def _report(self, runner: Runner) -> None:
+        self._send(Turn([], [], [], self.counters, self.cache))
+        self._send(Described(runner.info, runner.device))
+
+    def _send_error(self, error: BaseException) -> None:
+        """Send its text only where it holds what cannot be sent, or where the server would load torch for its class."""
+        try:
+            if type(error).__module__.partition(".")[0] not in OURS:
+                raise TypeError(type(error).__name__)
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        self._send(error)
+
+    def _send(self, message: object) -> None:
+        self._socket.sendall(dump(message, self._shared.place))
+
+
+def work(build: Callable[[Any], Runner], arguments: Sequence[str], news: Callable[[], object] = lambda: None) -> int:
+    """The whole life of an engine process; returns its exit status. ``arguments`` are what the server appended to the
+    command; ``build`` makes the runner of its setup; ``news()`` is what to report besides answers, once it changed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server handles them
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    fd, memory, slots = map(int, arguments)
+    setup, limits = pickle.load(sys.stdin.buffer)  # noqa: S301 - by our own server
+    with socket.socket(fileno=fd) as connection:
+        return ChildLoop(partial(build, setup), connection, SharedMemory(memory, slots), news, **limits).run()

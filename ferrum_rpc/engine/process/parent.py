@@ -1,0 +1,288 @@
+"""The engine process as the server sees it.
+
+What waits in the queue is known here: what was sent, and from the shared memory what the engine has claimed of it. The
+engine dies with the server, whatever that died of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+import subprocess
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import CacheState, StepTiming
+from ferrum_rpc.engine.liveness import Liveness, process_clock
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
+from ferrum_rpc.engine.work import (
+    LOOK_EVERY_S,
+    Described,
+    EngineCounters,
+    Operation,
+    State,
+    Submission,
+    completed,
+    lost,
+)
+from ferrum_rpc.errors import Draining, ExecutorError
+
+READ_BYTES: Final = 64 << 10
+DYING_S: Final = 0.1
+"""Seconds that the event loop waits for the exit status of a dead engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``command`` starts a process that calls `child.work` with its last arguments; ``setup`` is anything that can be
+    pickled, for its ``build``. ``on_news`` is called with what it reports besides answers."""
+
+    command: tuple[str, ...]
+    setup: object
+    on_news: Callable[[Any], object] = lambda news: None
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended by itself."""
+
+
+class EngineProcess:
+    """An `Engine`; its arguments are those of `ModelThread`. ``slots``: pieces of work that may be under way at once,
+    far more than queues allow."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        max_step_items: int,
+        max_step_tokens: int,
+        on_ready: Callable[[Described], None],
+        on_failed: Callable[[BaseException], None],
+        on_step: Callable[[Sequence[StepTiming]], None] = lambda timings: None,
+        liveness: Liveness | None = None,
+        slots: int = 1 << 17,
+    ) -> None:
+        self._program = program
+        self._limits = {"max_step_items": max_step_items, "max_step_tokens": max_step_tokens}
+        self._loop = loop
+        self._on_ready, self._on_failed, self._on_step = on_ready, on_failed, on_step
+        self._liveness = liveness or Liveness()
+        self._slots = deque(range(slots))
+        self._open: dict[int, Submission | Operation] = {}
+        self._shared = SharedMemory.create(slots)
+        self._socket, self._theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._messages = Messages(self._view)
+        self._unsent = bytearray()
+        self._released: list[int] = []
+        self._submitted = [0, 0]  # items and tokens, but for those that were cancelled
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._ended = asyncio.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.counters = EngineCounters()
+        self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
+
+    @property
+    def queued_items(self) -> int:
+        """See `Engine`."""
+        return self._submitted[0] - int(self._shared.claimed[0])
+
+    @property
+    def queued_tokens(self) -> int:
+        """See `Engine`."""
+        return self._submitted[1] - int(self._shared.claimed[1])
+
+    # --- the server's calls -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the process; it builds the runner first."""
+        fds = self._theirs.fileno(), self._shared.fd
+        command = [*self._program.command, *map(str, (*fds, len(self._slots) + len(self._open)))]
+        self._process = process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.PIPE)
+        self._theirs.close()
+        assert process.stdin is not None  # noqa: S101 - a pipe
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it has died already
+            pipe.write(pickle.dumps((self._program.setup, self._limits)))
+        self._liveness.cpu_clock = process_clock(process.pid)
+        self._loop.add_reader(self._socket, self._on_readable)
+
+    def submit(self, submission: Submission) -> None:
+        """See `Engine`."""
+        if self._ended.is_set():
+            self._loop.call_soon(submission.done, (self._reason(),) * len(submission.spans), None)
+            return
+        self._submitted[0] += len(submission.spans)
+        self._submitted[1] += submission.tokens
+        work = submission
+        self._send((self._slot(work), work.spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
+
+    def operate(self, operation: Operation) -> None:
+        """See `Engine`."""
+        if self._ended.is_set():
+            self._loop.call_soon(operation.done, self._reason())
+            return
+        self._send((self._slot(operation), operation.run))
+
+    def cancel(self, work: Submission | Operation) -> bool:
+        """See `Engine`. Never waits: while the engine claims its next step it is too late."""
+        states = self._shared.states
+        if work.state is not State.QUEUED or not self._shared.try_enter():
+            return False
+        try:
+            if states[work.slot] != State.QUEUED:
+                return False
+            states[work.slot] = work.state = State.CANCELLED
+        finally:
+            self._shared.__exit__()
+        del self._open[work.slot]  # the slot is free again when the engine has seen it
+        if isinstance(work, Submission):
+            self._submitted[0] -= len(work.spans)
+            self._submitted[1] -= work.tokens
+        return True
+
+    def trouble(self, now: float) -> str | None:
+        """See `Engine`."""
+        if self._ended.is_set():
+            return "it has ended"
+        return self._liveness.trouble(now, float(self._shared.busy_since[0]))
+
+    async def stop(self) -> bool:
+        """See `Engine`. A process that hangs is killed."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return True
+        if not self._ended.is_set():
+            self._send(None)
+        orderly = True
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), LOOK_EVERY_S)
+            if not self._ended.is_set() and self.trouble(time.monotonic()) is not None:
+                orderly = False
+                process.kill()
+        await asyncio.to_thread(process.wait)
+        return orderly
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _slot(self, work: Submission | Operation) -> int:
+        work.slot = slot = self._slots.popleft()
+        self._shared.states[slot] = State.QUEUED
+        self._open[slot] = work
+        return slot
+
+    def _send(self, work: object) -> None:
+        waiting = bool(self._unsent)
+        released, self._released = self._released, []
+        self._unsent += dump((released, work))
+        if not waiting:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what the socket takes, the rest when it can take more."""
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the engine has died: reading says so, after what it has still answered
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._on_writable)
+
+    def _on_writable(self) -> None:
+        self._loop.remove_writer(self._socket)
+        self._flush()
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # it died before it read all that was sent
+            data = b""
+        if not data:
+            self._on_end()
+            return
+        for message in self._messages.feed(data):
+            if isinstance(message, Turn):
+                self._on_turn(message)
+            elif isinstance(message, Described):
+                completed(self._loop, self._on_ready, message)
+            else:
+                self._fail(message)
+
+    def _on_turn(self, turn: Turn) -> None:
+        self.counters, self.cache = turn.counters, turn.cache
+        self._slots += turn.freed
+        if turn.news is not None:
+            completed(self._loop, self._program.on_news, turn.news)
+        for slot, result in turn.results:
+            self._complete(slot, result)
+        for slot, outcomes, timing in turn.answers:
+            self._complete(slot, outcomes, timing)
+        timings = [timing for _, _, timing in turn.answers if timing is not None]
+        if timings:  # behind whatever the answers wake: callers do not wait for the meters
+            self._loop.call_soon(self._on_step, timings)
+
+    def _complete(self, slot: int, *answer: Any) -> None:
+        work = self._open.pop(slot)
+        work.state = State.CLAIMED
+        self._slots.append(slot)
+        completed(self._loop, work.done, *answer)
+
+    def _view(self, at: int, count: int) -> npt.NDArray[np.uint8]:
+        """Rows in the shared memory, which are released when the last array over them is gone."""
+        found = self._shared.view(at, count)
+        weakref.finalize(found, self._release, at).atexit = False
+        return found
+
+    def _release(self, at: int) -> None:
+        self._released.append(at)  # it goes with whatever is sent next
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            completed(self._loop, self._on_failed, error)
+
+    def _on_end(self) -> None:
+        """The engine is gone: answer whatever it owes."""
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._ended.set()
+        if not self._stopping and self._failure is None:
+            self._fail(EngineDied(f"the engine process ended by itself{self._status()}"))
+        self._submitted = self._shared.claimed.tolist()
+        error = self._reason()
+        for slot, work in list(self._open.items()):
+            answer = ((error,) * len(work.spans), None) if isinstance(work, Submission) else (error,)
+            self._complete(slot, *answer)
+
+    def _status(self) -> str:
+        """Its socket is closed, so it is dead or about to be; but a driver may take seconds over it."""
+        assert self._process is not None  # noqa: S101 - it was started
+        try:
+            return f" with status {self._process.wait(DYING_S)}"
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def _reason(self) -> ExecutorError:
+        """Why nothing is started any more."""
+        if self._failure is not None:
+            return lost(self._failure)
+        return Draining("the executor has stopped; nothing was started")

@@ -1,0 +1,131 @@
+"""Liveness: a hung engine is told from an idle one and from a long honest computation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ferrum_rpc.engine.liveness import Liveness, own_clock
+
+
+class Engine:
+    """Its liveness, and a clock that stands until it is moved."""
+
+    def __init__(self, max_step_s: float = 600.0) -> None:
+        self.now = 1000.0
+        self.busy_since = 0.0
+        self.liveness = Liveness(max_step_s=max_step_s)
+
+    def look(self, seconds: float) -> str | None:
+        """Let time pass and look every quarter of a second; what the last look saw."""
+        seen = None
+        for _ in range(round(seconds * 4)):
+            self.now += 0.25
+            seen = self.liveness.trouble(self.now, self.busy_since)
+        return seen
+
+    @contextmanager
+    def thread(self, work: Callable[[threading.Event], None]) -> Iterator[None]:
+        """A thread with a step under way, which works until its event is set."""
+        begun, stop = threading.Event(), threading.Event()
+
+        def run() -> None:
+            self.liveness.cpu_clock = own_clock()
+            begun.set()
+            work(stop)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert begun.wait(10)
+        self.busy_since = self.now
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(10)
+
+
+def wait(stop: threading.Event) -> None:
+    stop.wait(30)
+
+
+class Computing:
+    """Burns CPU time until stopped; `some_more` waits for some of it, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+
+    def __call__(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            sum(range(1000))
+            self.cpu_s = time.thread_time()
+
+    def some_more(self) -> None:
+        enough = self.cpu_s + 0.003
+        while self.cpu_s < enough:
+            time.sleep(0.001)
+
+
+def test_an_engine_that_waits_for_work_is_not_judged() -> None:
+    engine = Engine()
+    assert engine.look(60) is None
+    with engine.thread(wait):
+        engine.busy_since = 0.0
+        assert engine.look(60) is None
+
+
+def test_work_without_computing_is_a_hang_within_two_seconds_and_its_end_ends_it() -> None:
+    engine = Engine()
+    with engine.thread(wait):
+        assert engine.look(1.5) is None
+        assert "neither" in (engine.look(0.5) or "")
+        engine.busy_since = 0.0
+        assert engine.look(0.25) is None
+
+
+def test_steps_that_end_are_progress_though_they_compute_next_to_nothing() -> None:
+    engine = Engine()
+    with engine.thread(wait):
+        for _ in range(20):
+            engine.busy_since = engine.now
+            assert engine.look(0.5) is None
+
+
+def test_one_that_computes_lives_until_its_step_is_too_long() -> None:
+    engine = Engine(max_step_s=60)
+    computing = Computing()
+    with engine.thread(computing):
+        for _ in range(60):
+            computing.some_more()
+            assert engine.look(1) is None
+        computing.some_more()
+        assert "step has taken" in (engine.look(0.25) or "")
+        engine.busy_since = 0.0
+        assert engine.look(0.25) is None
+
+
+def test_where_no_clock_can_be_read_the_length_of_a_step_is_judged_alone() -> None:
+    engine = Engine(max_step_s=60)
+    engine.busy_since = engine.now
+    assert engine.look(60) is None
+    assert "step has taken" in (engine.look(0.25) or "")
+
+
+def test_time_in_which_nothing_looked_proves_nothing() -> None:
+    """A process that was stopped for a minute looks at a thread that had no chance to compute."""
+    engine = Engine()
+    with engine.thread(wait):
+        assert engine.look(1) is None
+        engine.now += 60
+        assert engine.liveness.trouble(engine.now, engine.busy_since) is None
+        assert engine.look(1) is None
+        assert engine.look(1) is not None
+
+
+def test_a_thread_that_has_ended_does_not_break_the_look() -> None:
+    engine = Engine()
+    with engine.thread(lambda stop: None):
+        pass
+    assert engine.look(3) is not None
