@@ -24,7 +24,7 @@ from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
 from ferrum_rpc.engine.work import Described, Finished, Operation, Runner, State, Submission
 
-READ_BYTES: Final = 1 << 20
+READ_BYTES: Final = 64 << 10
 OURS: Final = ("ferrum_rpc", "builtins")
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 

@@ -17,7 +17,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -135,40 +135,44 @@ def _loaded(output: bytes) -> OutputSpec:
     return found
 
 
-def _span(sequence: int, tokens: bytes, start: int, output: bytes, *options: Any) -> Span:
+def _make_span(output: bytes, tokens: bytes, sequence: int, start: int, *options: Any) -> Span:
     return Span(sequence, np.frombuffer(tokens, np.int32), start, _loaded(output), *options)
 
 
 def _take_span(span: Span) -> tuple[Any, ...]:
     sequence, tokens, start, output, *options = span
-    return _span, (sequence, tokens.tobytes(), start, _dumped(output), *options)
+    return _dumped(output), tokens.tobytes(), sequence, start, *options
 
 
-def _block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> RowBlock:
+def _make_block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> RowBlock:
     return RowBlock.of(RowKind[kind], *[np.ndarray(*column) for column in columns])
 
 
 def _take_block(block: RowBlock) -> tuple[Any, ...]:
     columns = [(each.shape, each.dtype.str, pickle.PickleBuffer(each.data)) for each in block.columns.values()]
-    return _block, (block.kind.name, columns)
+    return block.kind.name, columns
 
 
-def _take_tuple(of: Any) -> tuple[Any, ...]:
-    return type(of), tuple(of)
+_PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (
+    (Span, _take_span, _make_span),
+    (RowBlock, _take_block, _make_block),
+    (Rows, lambda of: (of.block, of.first, of.count), Rows),
+    (EngineCounters, lambda of: (of.steps, of.tokens, of.rows, of.blocks_copied, of.forward_s), EngineCounters),
+    *((each, tuple, each) for each in (SpanResult, StepTiming, CacheState, Turn)),
+)
+"""What every step has, how it is taken apart and how it is made again. Pickle's own way with arrays, enums, dataclasses
+and names of classes costs a lone decode 100 µs."""
 
 
-_TAKE: Final[Any] = {
-    Span: _take_span,
-    RowBlock: _take_block,
-    Rows: lambda rows: (Rows, (rows.block, rows.first, rows.count)),
-    EngineCounters: lambda of: (EngineCounters, (of.steps, of.tokens, of.rows, of.blocks_copied, of.forward_s)),
-    SpanResult: _take_tuple,
-    StepTiming: _take_tuple,
-    CacheState: _take_tuple,
-    Turn: _take_tuple,
-}
-"""What every step has is taken apart by hand: pickle's own way with arrays, enums and dataclasses costs a lone decode
-100 µs."""
+def _make(part: int, *fields: Any) -> Any:
+    return _PARTS[part][2](*fields)
+
+
+def _reducer(part: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: (_make, (part, *take(value)))
+
+
+_REDUCERS: Final = {of: _reducer(part, take) for part, (of, take, _) in enumerate(_PARTS)}
 
 
 def dump(message: object, place: Callable[[memoryview], int | None] = lambda data: None) -> bytes:
@@ -184,7 +188,7 @@ def dump(message: object, place: Callable[[memoryview], int | None] = lambda dat
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5, buffer_callback=inline)
-    pickler.dispatch_table = _TAKE
+    pickler.dispatch_table = _REDUCERS
     pickler.dump(message)
     pickled = file.getbuffer()
     return b"".join([_HEADER.pack(len(pickled), len(places)), *places, pickled])
