@@ -9,7 +9,7 @@ what attention is in terms of C instead, and the layers run one after the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,9 +43,8 @@ class Compute:
         """Spans of up to so many tokens give the very bits of single ones, whatever the neighbours; 0: not said."""
         return self.attention.exact_span_tokens if self.model.rowwise else 0
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
-        """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``beat`` is called before every layer, or before
-        as many as are done in a moment."""
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
+        """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
         attention = self.attention
         plan = attention.plan(geometry)
         slots = self.to_device(geometry.slots)
@@ -55,10 +54,9 @@ class Compute:
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
             if step is not None:
-                return native_model.forward_native(inputs, step, beat)
+                return native_model.forward_native(inputs, step)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            beat()
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 

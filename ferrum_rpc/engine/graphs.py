@@ -41,8 +41,8 @@ recording takes as long as dozens of steps. Shapes of one token are recorded at 
 STEP_INPUTS: Final = 3
 """Sections of a step's integers before those of the attention's plan: token ids, positions, slots."""
 
-Run = Callable[[Sequence[Tensor], Any, Callable[[], None]], Tensor]
-"""``run((token ids, positions, slots), plan, beat)``: hidden rows, all on the device."""
+Run = Callable[[Sequence[Tensor], Any], Tensor]
+"""``run((token ids, positions, slots), plan)``: hidden rows, all on the device."""
 
 Replay = Callable[[], None]
 
@@ -174,15 +174,15 @@ class Graphs:
         """Record every bucket of spans of ``tokens`` tokens, the largest first. Stops where one fails; see ``closed``.
         Whatever means that the device is gone is raised."""
         for spans in reversed(self._buckets):
-            self._record(Shape(tokens, spans), lambda: None)
+            self._record(Shape(tokens, spans))
 
-    def forward(self, token_ids: Integers, geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor | None:
+    def forward(self, token_ids: Integers, geometry: BatchGeometry) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
-        next step. ``beat`` is called once: in between nothing is left to Python."""
+        next step."""
         shape = self.shape(geometry)
         if shape is None:
             return None
-        graph = self._graphs.get(shape) or self._record_if_worth_it(shape, beat)
+        graph = self._graphs.get(shape) or self._record_if_worth_it(shape)
         if graph is None:
             return None
         try:
@@ -190,7 +190,6 @@ class Graphs:
         except ValueError:  # a sequence longer than what was reserved
             return None
         self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *planned])
-        beat()
         graph.replay()
         return graph.output[: geometry.tokens]
 
@@ -203,14 +202,14 @@ class Graphs:
             return None
         return Shape(tokens, next(each for each in self._buckets if each >= geometry.spans))
 
-    def _record_if_worth_it(self, shape: Shape, beat: Callable[[], None]) -> Graph | None:
+    def _record_if_worth_it(self, shape: Shape) -> Graph | None:
         if shape.tokens > 1:
             self._seen[shape] += 1
             if self._seen[shape] < WORTH_RECORDING:
                 return None
-        return self._record(shape, beat)
+        return self._record(shape)
 
-    def _record(self, shape: Shape, beat: Callable[[], None]) -> Graph | None:
+    def _record(self, shape: Shape) -> Graph | None:
         if self.closed is not None:
             return None
         room, layout = self._layout(shape)
@@ -220,7 +219,7 @@ class Graphs:
         nothing: Int64Array = np.zeros(0, dtype=np.int64)
         self._staging.send(layout, [nothing] * len(sections))
         try:
-            replay, output = self._capture(lambda: self._run(sections[:STEP_INPUTS], plan, beat))
+            replay, output = self._capture(lambda: self._run(sections[:STEP_INPUTS], plan))
         except torch.AcceleratorError:
             raise
         except Exception as error:  # memory, a library that cannot be recorded: the eager path does without

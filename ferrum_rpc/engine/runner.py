@@ -60,11 +60,6 @@ def no_stage(_: str) -> None:
     return None
 
 
-def no_beat() -> None:
-    """A step that nobody watches."""
-    return None
-
-
 @dataclass(slots=True, eq=False)
 class Pending:
     """A step under way, for `TorchRunner.finish`. ``ended`` is what became of it, once that is known."""
@@ -105,7 +100,6 @@ class TorchRunner:
         self.store = store
         self.attention = attention
         self.compute = Compute(model, attention) if compute is None else compute
-        self.beat: Callable[[], None] = no_beat
         self.depth = depth
         self._stage = stage
         self._under_way: list[Pending] = []
@@ -251,7 +245,7 @@ class TorchRunner:
             if copies:
                 self.store.copy_blocks(self.compute.to_device(np.array(copies, dtype=np.int64)))
             self._stage("forward")
-            hidden = self.compute.forward(spans, geometry, self.beat)
+            hidden = self.compute.forward(spans, geometry)
             self._stage("select")
             pending.rows = self.compute.select(spans, geometry, hidden)
             pending.mark = self.compute.mark()

@@ -59,11 +59,11 @@ class StagedCompute(Compute):
         )
         return self.graphs
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, beat: Callable[[], None]) -> Tensor:
-        """See `Compute`. The rows are valid until the next step. A replayed step has one ``beat``."""
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
+        """See `Compute`. The rows are valid until the next step."""
         tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
         if self.graphs is not None:
-            hidden = self.graphs.forward(tokens, geometry, beat)
+            hidden = self.graphs.forward(tokens, geometry)
             if hidden is not None:
                 return hidden
         room, planned = self.staged.draft(geometry)
@@ -71,14 +71,13 @@ class StagedCompute(Compute):
         layout = Layout((*inputs, *((np.int32, size) for size in room.sizes)))
         sections = self._staging.open(layout)
         self._staging.send(layout, [tokens, geometry.positions, geometry.slots, *planned])
-        return self._layers(sections[:STEP_INPUTS], self.staged.bind(room, sections[STEP_INPUTS:]), beat)
+        return self._layers(sections[:STEP_INPUTS], self.staged.bind(room, sections[STEP_INPUTS:]))
 
-    def _layers(self, inputs: Sequence[Tensor], plan: Any, beat: Callable[[], None]) -> Tensor:
+    def _layers(self, inputs: Sequence[Tensor], plan: Any) -> Tensor:
         attention = self.attention
         tokens, positions, slots = inputs
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            beat()
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 

@@ -79,6 +79,5 @@ class NativeModel(Model, Protocol):
     def native(self) -> bool:
         """Whether it is, with the weights that it was given."""
 
-    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep, beat: Callable[[], None]) -> Tensor:
-        """As `forward`, bit for bit, where it is `native`. ``beat`` is called before every call of C, none of which
-        takes long by its own doing."""
+    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
+        """As `forward`, bit for bit, where it is `native`."""

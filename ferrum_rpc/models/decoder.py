@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -148,12 +147,12 @@ class Decoder:
         """See `NativeModel.native`."""
         return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)
 
-    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep, beat: Callable[[], None]) -> Tensor:
+    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
         """See `NativeModel.forward_native`."""
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - whoever calls has asked
         hidden = loaded.embedding.index_select(0, inputs.token_ids)
-        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, beat)
+        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

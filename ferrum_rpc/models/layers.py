@@ -8,9 +8,9 @@ small tensors otherwise. Where attention is ours as well, it runs many layers in
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,6 @@ from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.row_ops import Heads, NativeRowOps, RowOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
-
-CALL_S: Final = 0.1
-"""Seconds after which a call that runs layers comes back before it begins another one. Whoever watches the thread hears
-nothing meanwhile and must not wait for long (the engine's heartbeat: 1.5 s); a decode step of the 0.6B shape takes 0.03
-and is one call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,17 +125,13 @@ class NativeLayers:
         cos: Tensor,
         sin: Tensor,
         attention: library.AttentionStep,
-        beat: Callable[[], None],
     ) -> Tensor:
         """All layers with their attention, of ``hidden`` [T, hidden], which is changed; what the last one has yet to
-        add. ``beat`` is called before every call of C, and `CALL_S` bounds those."""
-        delta, layer = torch.empty_like(hidden), 0
+        add."""
+        delta = torch.empty_like(hidden)
         step = (self._handle, self._addresses[0], ctypes.addressof(attention))
         rows = (*(each.data_ptr() for each in (hidden, delta, cos, sin)), len(hidden), torch.get_num_threads())
-        while layer < len(self._held):
-            beat()
-            layer = self._library.ferrum_layers_run(*step, layer, len(self._held), CALL_S, *rows)
-            self._check(layer < 0)
+        self._check(self._library.ferrum_layers_run(*step, len(self._held), *rows))
         return delta
 
     @staticmethod

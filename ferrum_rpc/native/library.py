@@ -81,7 +81,7 @@ class AttentionStep(ctypes.Structure):
 
 
 STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionStep)
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -178,8 +178,7 @@ def _type_products(library: ctypes.CDLL) -> None:
         library.ferrum_layer_before.restype = integer
         library.ferrum_layer_after.argtypes = (*(pointer,) * 4, long, pointer, integer)
         library.ferrum_layer_after.restype = integer
-        range_of = (integer, integer, ctypes.c_double)
-        library.ferrum_layers_run.argtypes = (*(pointer,) * 3, *range_of, *(pointer,) * 4, long, integer)
+        library.ferrum_layers_run.argtypes = (*(pointer,) * 3, integer, *(pointer,) * 4, long, integer)
         library.ferrum_layers_run.restype = integer
 
 

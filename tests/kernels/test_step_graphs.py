@@ -104,16 +104,6 @@ def test_what_fits_no_shape_runs_as_before(device, backend):
     assert (capture.recordings, capture.replays) == (1, 1)
 
 
-def test_a_replayed_step_has_one_beat_and_any_other_one_a_layer(device):
-    world = graphed(PlannedTorch, device, lambda run: (lambda: None, run()))  # as on a device: no Python in a replay
-    world.step((0, [1, 2, 3]))
-    assert world.beats == len(world.store.keys)
-    world.step((0, [4]))
-    world.beats = 0
-    world.step((0, [5]))
-    assert world.beats == 1
-
-
 @pytest.mark.parametrize("error", [CaptureFailed("not permitted"), torch.OutOfMemoryError("of 2 GiB"), ValueError("x")])
 def test_where_recording_fails_steps_run_as_before_and_it_is_not_tried_again(device, error):
     capture = Rerun(error, nth=2)

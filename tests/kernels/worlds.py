@@ -79,7 +79,6 @@ class World:
         self.attention = backend(specs, self.store.keys, self.store.values)
         self.compute = StagedCompute(self.model, self.attention) if staged else Compute(self.model, self.attention)
         self.lengths: dict[int, int] = {}
-        self.beats = 0
 
     def geometry(self, spans: Sequence[Span]) -> BatchGeometry:
         """Sequence s owns the blocks 1 + s * PER_SEQUENCE and on, in falling order."""
@@ -96,7 +95,7 @@ class World:
             for sequence, ids in tokens
         ]
         with torch.inference_mode():
-            hidden = self.compute.forward(spans, self.geometry(spans), self._beat)
+            hidden = self.compute.forward(spans, self.geometry(spans))
             found = hidden.clone().cpu()
         self.lengths |= {span.sequence: span.end for span in spans}
         return found
@@ -108,6 +107,3 @@ class World:
         """K and V of all layers but for the null block, NaN as zero."""
         layers = [torch.stack(each) for each in zip(self.store.keys, self.store.values, strict=True)]
         return torch.stack(layers)[:, :, 1:].nan_to_num(0.0).cpu()
-
-    def _beat(self) -> None:
-        self.beats += 1

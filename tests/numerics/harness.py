@@ -81,7 +81,6 @@ class Executor:
         factory = select_backend(model.device, model.attention_specs, model.dtype)[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
         self.compute = Compute(model, self.backend)
-        self.beats = 0
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}
         self.lengths: dict[int, int] = {}
@@ -107,7 +106,7 @@ class Executor:
             for sequence, tokens in spans.items()
         ]
         with torch.inference_mode():
-            hidden = self.compute.forward(packed, geometry, self._beat)
+            hidden = self.compute.forward(packed, geometry)
             rows = (self.model.logits(hidden) if logits else hidden).cpu()
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
@@ -122,6 +121,3 @@ class Executor:
             first += size
         assert first == len(tokens)
         return torch.cat(out)
-
-    def _beat(self) -> None:
-        self.beats += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.models import layers
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.numerics.harness import CPU, Executor, native, rounded_model
@@ -64,15 +62,21 @@ def run(executor):
     return [*found, cached[:, :, 1:].nan_to_num(0.0)]
 
 
-@pytest.fixture
-def one_call(monkeypatch):
-    """However slow the machine is."""
-    monkeypatch.setattr(layers, "CALL_S", math.inf)
+def callbacks(executor):
+    """Grows with every layer that calls back for its attention."""
+    attend, called = executor.backend.attend, []
+
+    def counted(layer, *arguments):
+        called.append(layer)
+        return attend(layer, *arguments)
+
+    executor.backend.attend = counted
+    return called
 
 
 @pytest.mark.parametrize("factory", [PairFactory, ByteFactory])
 @pytest.mark.parametrize("sights", SIGHTS)
-def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(one_call, factory, sights):
+def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, sights):
     model = decoder(factory)
     model.attention_specs = tuple(
         dataclasses.replace(spec, window=window, softcap=softcap)
@@ -83,33 +87,26 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(one_call, factory
         for count in (1, 3):
             torch.set_num_threads(count)
             executor = Executor(model)
+            called = callbacks(executor)
             for ours, theirs in zip(run(executor), expected, strict=True):
                 assert torch.equal(ours, theirs)
-            assert executor.beats == len(STEPS)
+            assert not called
     finally:
         torch.set_num_threads(threads)
 
 
-def test_a_call_whose_time_is_over_goes_on_in_another_with_a_sign_of_life_between(monkeypatch):
-    model = decoder()
-    expected = run(by_callbacks(model))
-    monkeypatch.setattr(layers, "CALL_S", 0.0)
-    executor = Executor(model)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(executor), expected, strict=True))
-    assert executor.beats == len(STEPS) * LAYERS
-
-
-def test_spans_that_no_kernel_takes_are_called_back(one_call):
+def test_spans_that_no_kernel_takes_are_called_back():
     """Heads of 8 channels are too narrow for the kernel of long spans."""
     executor = Executor(decoder(head_dim=8))
+    called = callbacks(executor)
     executor.step({0: TOKENS[0, :33]})
-    assert executor.beats == LAYERS
+    assert called == list(range(LAYERS))
     executor.step({0: TOKENS[0, 33:40]})
-    assert executor.beats == LAYERS + 1
+    assert called == list(range(LAYERS))
 
 
 @pytest.mark.parametrize("what", ["float32", "plain products", "attention of torch"])
-def test_what_is_not_ours_throughout_is_called_back(one_call, what):
+def test_what_is_not_ours_throughout_is_called_back(what):
     if what == "attention of torch":
         executor = Executor(decoder())
         backend = TorchPagedAttention(executor.model.attention_specs, executor.store.keys, executor.store.values)
@@ -117,8 +114,9 @@ def test_what_is_not_ours_throughout_is_called_back(one_call, what):
     else:
         dtype, linear = (torch.float32, "auto") if what == "float32" else (BF16, "plain")
         executor = Executor(native(rounded_model("qwen3", dtype, **SHAPE), dtype, linear))
+    called = callbacks(executor)
     executor.step({0: TOKENS[0, :7]})
-    assert executor.beats == LAYERS
+    assert called == list(range(LAYERS))
 
 
 def test_no_memory_for_buffers_is_said(monkeypatch):

@@ -33,7 +33,6 @@ from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
-from ferrum_rpc.models import layers
 from ferrum_rpc.models.identity import IdentityConfig
 from tests.checkpoints import make_checkpoint
 from tests.kv.kv_world import everything
@@ -467,17 +466,25 @@ def test_a_decoder_with_weights_is_as_before_too(
 def test_layers_in_c_that_stop_half_way_leave_everything_as_before(
     checkpoint: Path, scenario: Callable[[Twins], Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "CALL_S", 0.0)  # one layer a call
     twins = Twins(BuildConfig(str(checkpoint), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24))
     if twins.twin.compute._native is None:
         pytest.skip("layers do not run in C here")
     del twins.runner.attention.native_step
-    twins.runner.beat = lambda: twins.saboteur("beat")
+    library = twins.runner.model._loaded.layers._library
+    run = library.ferrum_layers_run
+
+    def stop_half_way(layers: int, attention: int, weights: int, count: int, *rows: Any) -> int:
+        if twins.saboteur.point == "half way":
+            run(layers, attention, weights, count // 2, *rows)
+        twins.saboteur("half way")
+        return int(run(layers, attention, weights, count, *rows))
+
+    monkeypatch.setattr(library, "ferrum_layers_run", stop_half_way)
     step = scenario(twins)
     twins.saboteur.passages.clear()
-    twins.fail_everywhere(step, {"beat": LAYERS})
+    twins.fail_everywhere(step, {"half way": 1})
     twins.step(*step.spans, atomic=step.atomic)
-    assert twins.saboteur.passages["beat"] == 1 + 2 + LAYERS
+    assert twins.saboteur.passages["half way"] == 3
     assert not twins.saboteur.passages["attend 0"]
     twins.finish()
 

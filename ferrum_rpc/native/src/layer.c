@@ -10,7 +10,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "attention.h"
 #include "layer.h"
@@ -114,32 +113,22 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
     return ferrum_linear(self->linears, weights->down, gated, inner, count, delta, 0, threads);
 }
 
-static double seconds_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
-/* The layers from `first` on, of `layers`, attention included: until all are done or `seconds` are over, one at least.
- * hidden and delta as above; before layer 0 there is no delta to add. Returns the first layer that is left to do
- * (`layers`: none is), or -1 where there is no memory for the buffers. */
+/* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. Not 0 where there
+ * is no memory for the buffers. */
 int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights,
-                          const struct attention_step *attention, int32_t first, int32_t layers, double seconds,
-                          char *hidden, char *delta, const float *cos, const float *sin, int64_t count, int32_t threads)
+                          const struct attention_step *attention, int32_t layers, char *hidden, char *delta,
+                          const float *cos, const float *sin, int64_t count, int32_t threads)
 {
     const size_t all = rounded((size_t)count * weights->qkv->n * 2);
-    const double end = seconds_now() + seconds;
     if (!room_for(&self->heads, &self->heads_size, all + (size_t)count * weights->output->k * 2))
         return -1;
     char *qkv = self->heads, *attended = qkv + all;
-    int32_t layer = first;
-    do {
+    for (int32_t layer = 0; layer < layers; layer++) {
         const struct layer_weights *own = weights + layer;
         if (ferrum_layer_before(self, own, hidden, layer ? delta : NULL, cos, sin, count, qkv, threads) ||
             ferrum_attention_layer(attention, layer, qkv, count, attended) ||
             ferrum_layer_after(self, own, hidden, attended, count, delta, threads))
             return -1;
-    } while (++layer < layers && seconds_now() < end);
-    return layer;
+    }
+    return 0;
 }
