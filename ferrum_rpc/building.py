@@ -60,9 +60,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
     wait_briefly()
     import torch
 
-    from ferrum_rpc.engine.build import BuildConfig, build_runner
-    from ferrum_rpc.engine.failing import failing_stage
-    from ferrum_rpc.engine.runner import no_stage
+    from ferrum_rpc.engine.build import BuildConfig, build_runner, failing_stage
     from ferrum_rpc.models.identity import IdentityConfig
 
     if settings.threads is not None:
@@ -91,7 +89,7 @@ def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILP
             positional=settings.identity_positional,
         ),
     )
-    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else no_stage)
+    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else None)
 
 
 class _Progress:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import Rows, Span
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.sampling.transfer import Mark
 
 
@@ -47,8 +46,8 @@ class LateCompute(Compute):
         self.marks: list[LateMark] = []
         self.last: LateMark | None = None
 
-    def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
-        rows = super().select(spans, geometry, hidden)
+    def select(self, spans: Sequence[Span], hidden: Tensor) -> list[Rows | None]:
+        rows = super().select(spans, hidden)
         for block in {id(each.block): each.block for each in rows if each is not None}.values():
             for shown in block.columns.values():
                 self._rows.append((shown, shown.copy()))
@@ -65,7 +64,7 @@ class LateCompute(Compute):
         self.last = mark
 
 
-def late_runner(config: BuildConfig, stage: Stage = no_stage) -> TorchRunner:
+def late_runner(config: BuildConfig, stage: Stage | None = None) -> TorchRunner:
     """The runner of ``config`` over a late device, with two steps under way."""
     plain = build_runner(config)
     return TorchRunner(

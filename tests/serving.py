@@ -14,9 +14,8 @@ import grpc
 import structlog
 
 from ferrum_rpc.core import Limits
-from ferrum_rpc.engine.build import BuildConfig, build_runner
-from ferrum_rpc.engine.failing import failing_stage
-from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.engine.build import BuildConfig, build_runner, failing_stage
+from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.models.identity import IdentityConfig
@@ -102,7 +101,7 @@ class Gate:
 async def serve_model(
     config: BuildConfig,
     *,
-    stage: Stage = no_stage,
+    stage: Stage | None = None,
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
     **limits: int,
@@ -135,7 +134,7 @@ async def serve_identity(
     *,
     kv_blocks: int = 256,
     block_size: int = 4,
-    stage: Stage = no_stage,
+    stage: Stage | None = None,
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
     max_context: int | None = None,

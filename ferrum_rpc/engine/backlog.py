@@ -48,9 +48,9 @@ class Backlog:
             heappush(self._turns, self._turn(waiting))
         waiting.works.append(work)
 
-    def first(self) -> Submission:
-        """The next to go; there must be one."""
-        return self._turns[0][2].works[0]
+    def first(self) -> Submission | None:
+        """The next to go."""
+        return self._turns[0][2].works[0] if self._turns else None
 
     def take(self) -> Submission:
         """`first`, which goes now and is counted."""

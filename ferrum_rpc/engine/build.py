@@ -17,8 +17,9 @@ from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
-from ferrum_rpc.engine.runner import Stage, TorchRunner, no_stage
+from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
@@ -62,7 +63,7 @@ class BuildConfig:
     block_order: Sequence[int] | None = None
 
 
-def build_runner(config: BuildConfig, progress: Progress | None = None, stage: Stage = no_stage) -> TorchRunner:
+def build_runner(config: BuildConfig, progress: Progress | None = None, stage: Stage | None = None) -> TorchRunner:
     """Load the model and make its runner. Raises typed errors that say what to do."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices)
@@ -74,7 +75,7 @@ def build_runner(config: BuildConfig, progress: Progress | None = None, stage: S
 
 
 def _assemble(
-    config: BuildConfig, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage
+    config: BuildConfig, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage | None
 ) -> TorchRunner:
     info = model.info(config.name or Path(config.model).name)
     if config.quantize == QUANTIZE_INT8:
@@ -219,3 +220,27 @@ def _cpu_name() -> str:
     except OSError:
         return "cpu"
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+POINT_OF_STAGE: Final = {
+    "plan": Failpoint.AFTER_RESERVE,
+    "forward": Failpoint.BEFORE_FORWARD,
+    "select": Failpoint.AFTER_FORWARD,
+    "commit": Failpoint.BEFORE_COMMIT,
+    "truncate": Failpoint.TRUNCATE,
+    "fork": Failpoint.FORK,
+    "release": Failpoint.RELEASE,
+    "reserve_kv": Failpoint.RESERVE,
+}
+"""By stage: the point stands between the stage before and this one."""
+
+
+def failing_stage(failpoints: Failpoints) -> Stage:
+    """A stage hook that reaches the points."""
+
+    def stage(name: str) -> None:
+        point = POINT_OF_STAGE.get(name)
+        if point is not None:
+            failpoints.reach(point, out_of_memory=torch.OutOfMemoryError)
+
+    return stage

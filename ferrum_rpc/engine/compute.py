@@ -47,9 +47,9 @@ class Compute:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
         attention = self.attention
         plan = attention.plan(geometry)
-        slots = self.to_device(geometry.slots)
         packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        inputs = StepInputs(self.to_device(packed.astype(np.int64)), self.to_device(geometry.positions))
+        tokens, positions, slots = self.to_device(packed.astype(np.int64), geometry.positions, geometry.slots)
+        inputs = StepInputs(tokens, positions)
         if self._native is not None:
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
@@ -62,16 +62,17 @@ class Compute:
 
         return self.model.forward(inputs, attend)
 
-    def select(self, spans: Sequence[Span], geometry: BatchGeometry, hidden: Tensor) -> list[Rows | None]:
+    def select(self, spans: Sequence[Span], hidden: Tensor) -> list[Rows | None]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
         when a `mark` that is made afterwards is passed."""
         requests, wanted, end = [], [], 0
         for index, span in enumerate(spans):
-            end += len(span.tokens)
-            count = span.row_count
+            tokens, output = len(span.tokens), span.output
+            end += tokens
+            count = output.row_count(tokens)
             if count:
                 wanted.append(index)
-                requests.append((end - count, count, span.output.kind))
+                requests.append((end - count, count, output.kind))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             found = select_rows(hidden, requests, self.model.logits, self.model.largest)
@@ -83,7 +84,7 @@ class Compute:
         """The end of all that was asked so far, the caller's own operations on the device among it."""
         return self._done if self._on_host else Mark(self.model.device)
 
-    def to_device(self, array: Int64Array) -> Tensor:
+    def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         """The same integers where the model is."""
-        tensor = torch.from_numpy(array)
-        return tensor if self._on_host else tensor.to(self.model.device)
+        tensors = list(map(torch.from_numpy, arrays))
+        return tensors if self._on_host else [each.to(self.model.device) for each in tensors]

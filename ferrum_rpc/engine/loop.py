@@ -6,9 +6,9 @@ of no return is the claim: cancelled before it, nothing happened; after it, the 
 several callers wait is `engine.backlog`'s.
 
 A runner may have two steps under way (``depth``). Then the next is claimed and begun shortly before the device has done
-with the one before it (`engine.pace`), if work is there by then; its answers leave while the device computes on. Nobody
-waits for more work to come: where there is none, the step under way is finished and answered at once. Steps are
-finished in the order in which they were begun.
+with the one before it (`engine.overlap`), if work is there by then; its answers leave while the device computes on. The
+loop does not wait for more work to come: where there is none, the step under way is finished and answered at once.
+Steps are finished in the order in which they were begun.
 
 The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
 its subclasses' (`engine.thread`, `engine.process`). Thread-local device state (inference mode, streams) is entered
@@ -22,14 +22,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty
 from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.backlog import Backlog
-from ferrum_rpc.engine.pace import LOOK_S, Pace
+from ferrum_rpc.engine.overlap import LOOK_S, Overlap
 from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, Submission, lost
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
 
@@ -45,15 +44,6 @@ class Inbox(Protocol):
 
     def empty(self) -> bool:
         """Whether nothing waits."""
-
-
-@dataclass(slots=True, eq=False)
-class Begun:
-    """A step under way: whose it is, and what the runner calls it."""
-
-    claimed: list[Submission]
-    spans: list[Span]
-    pending: Any
 
 
 class EngineLoop(ABC):
@@ -82,8 +72,8 @@ class EngineLoop(ABC):
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._backlog = Backlog(max_step_items, max_step_tokens)
-        self._under_way: deque[Begun] = deque()
-        self._pace = Pace()
+        self._under_way: deque[tuple[list[Submission], Any]] = deque()  # with what the runner's `begin` returned
+        self._overlap = Overlap()
         self._failure: BaseException | None = None
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
@@ -133,15 +123,15 @@ class EngineLoop(ABC):
                 self.cache = runner.cache_state()
                 self._deliver(finished)
             if claimed:
-                self._deliver(self._begin(runner, claimed))
+                self._begin(runner, claimed)
 
     def _next_is_due(self, runner: Runner) -> bool:
         """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
         if len(self._under_way) >= runner.depth:
             return False
-        oldest = self._under_way[0].pending
+        _, oldest = self._under_way[0]
         while not runner.ready(oldest):
-            if self._pace.due(time.monotonic()):
+            if self._overlap.due(time.monotonic()):
                 return bool(self._backlog) or not self._inbox.empty()
             time.sleep(LOOK_S)
         return False
@@ -195,8 +185,7 @@ class EngineLoop(ABC):
         items = tokens = 0
         now = time.monotonic()
         with self._lock:
-            while self._backlog:
-                work = self._backlog.first()
+            while (work := self._backlog.first()) is not None:
                 if self._cancelled(work):
                     self._backlog.drop()
                     continue
@@ -215,8 +204,8 @@ class EngineLoop(ABC):
                 claimed.append(self._backlog.take())
         return claimed
 
-    def _begin(self, runner: Runner, claimed: list[Submission]) -> Finished:
-        """Nothing to deliver, unless the step could not be begun."""
+    def _begin(self, runner: Runner, claimed: list[Submission]) -> None:
+        """Begin their step; a step that cannot be begun is answered."""
         spans: list[Span] = []
         atomic: list[range] = []
         for work in claimed:
@@ -231,29 +220,31 @@ class EngineLoop(ABC):
             pending = runner.begin(Step(tuple(spans), tuple(atomic)))
         except BaseException as error:
             self.cache = runner.cache_state()
-            return self._refused(error, claimed)
-        self._pace.begun(began, time.monotonic(), alone=alone)
-        self._under_way.append(Begun(claimed, spans, pending))
-        return []
+            self._deliver(self._refused(error, claimed))
+            return
+        self._overlap.begun(began, time.monotonic(), alone=alone)
+        self._under_way.append((claimed, pending))
 
     def _finish(self, runner: Runner) -> Finished:
         """The answers of the oldest step under way."""
-        begun = self._under_way.popleft()
-        claimed, spans, turn = begun.claimed, begun.spans, self._pace.turn
+        claimed, pending = self._under_way.popleft()
+        turn = self._overlap.turn
         try:
-            result = runner.finish(begun.pending)
+            result = runner.finish(pending)
         except BaseException as error:
             return self._refused(error, claimed)
         finally:
             self.busy_since = time.monotonic()
-            self._pace.finished(self.busy_since)
+            self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
         ran = tokens = rows = 0
-        for span, outcome in zip(spans, result.outcomes, strict=True):
-            if isinstance(outcome, SpanResult):
-                ran += 1
-                tokens += len(span.tokens)
-                rows += span.row_count
+        outcomes = iter(result.outcomes)
+        for work in claimed:
+            for span, outcome in zip(work.spans, outcomes, strict=False):
+                if isinstance(outcome, SpanResult):
+                    ran += 1
+                    tokens += len(span.tokens)
+                    rows += 0 if outcome.rows is None else outcome.rows.count
         counters = self.counters
         if ran:
             counters.steps += 1
@@ -287,7 +278,7 @@ class EngineLoop(ABC):
         """The loop is about to end, and with it what is under way. Whoever hears of it in an answer finds the server's
         state changed already."""
         self._failure = error
-        cut_off = [work for begun in self._under_way for work in begun.claimed]
+        cut_off = [work for claimed, _ in self._under_way for work in claimed]
         self._under_way.clear()
         self._deliver([partial(self._on_failed, error), *answers, *(_refusal(work, lost(error)) for work in cut_off)])
 

@@ -55,18 +55,14 @@ too. Out of memory is none of them (`torch.OutOfMemoryError`; the allocation did
 is a plain RuntimeError: if the device did not survive that, the undo or the next step meets it again as one."""
 
 
-def no_stage(_: str) -> None:
-    """Stages without tests."""
-    return None
-
-
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A step under way, for `TorchRunner.finish`. ``ended`` is what became of it, once that is known."""
+    """A step under way, for `TorchRunner.finish`. By index of its spans: those that were ``refused``, and the
+    ``reservations`` of the others, in their order. ``ended`` is what became of it, once that is known."""
 
     began: float
     spans: tuple[Span, ...]
-    outcomes: list[SpanOutcome | None]
+    refused: dict[int, ExecutorError]
     reservations: dict[int, Reservation]
     rows: Sequence[Rows | None] = ()
     saved: Saved | None = None
@@ -89,7 +85,7 @@ class TorchRunner:
         *,
         info: ModelInfo,
         device: DeviceInfo,
-        stage: Stage = no_stage,
+        stage: Stage | None = None,
         compute: Compute | None = None,
         depth: int = 1,
     ) -> None:
@@ -121,15 +117,13 @@ class TorchRunner:
         began = time.perf_counter()
         if self._under_way:
             self._make_way(step)
-        outcomes: list[SpanOutcome | None] = [None] * len(step.spans)
-        reservations = self._reserve(step, outcomes)
-        if self._under_way and any(isinstance(each, KvBlocksExhausted) for each in outcomes):
+        refused, reservations = self._reserve(step)
+        if self._under_way and any(isinstance(each, KvBlocksExhausted) for each in refused.values()):
             for reservation in reservations.values():
                 self.kv.rollback(reservation)
             self._settle()
-            outcomes = [None] * len(step.spans)
-            reservations = self._reserve(step, outcomes)
-        pending = Pending(began, step.spans, outcomes, reservations)
+            refused, reservations = self._reserve(step)
+        pending = Pending(began, step.spans, refused, reservations)
         if reservations:
             self._queue(pending)
         self._under_way.append(pending)
@@ -177,44 +171,47 @@ class TorchRunner:
     def _close(self, pending: Pending) -> None:
         """Wait for the oldest step under way, and commit it or roll it back."""
         self._under_way.remove(pending)
-        reservations = pending.reservations
-        copied = 0
-        if reservations:
+        if pending.reservations:
             try:
                 if pending.mark is not None:
                     pending.mark.wait()
-                self._stage("commit")
+                if self._stage is not None:
+                    self._stage("commit")
             except BaseException as error:
                 pending.ended = self._failure(pending, error)
                 return
-            commit, outcomes = self.kv.commit, pending.outcomes
-            for (index, reservation), answer in zip(reservations.items(), pending.rows, strict=True):
-                outcomes[index] = SpanResult(commit(reservation), answer)
-                copied += len(reservation.copies)
+        refused, rows, commit, copied = pending.refused, iter(pending.rows), self.kv.commit, 0
+        outcomes: list[SpanOutcome] = []
+        for index in range(len(pending.spans)):
+            if index in refused:
+                outcomes.append(refused[index])
+                continue
+            reservation = pending.reservations[index]
+            outcomes.append(SpanResult(commit(reservation), next(rows)))
+            copied += len(reservation.copies)
         now = time.perf_counter()
-        pending.ended = StepResult(
-            outcomes=tuple([each for each in pending.outcomes if each is not None]),
-            forward_s=now - max(pending.began, self._ended_at),  # before, the device was another step's
-            blocks_copied=copied,
-        )
+        forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
+        pending.ended = StepResult(tuple(outcomes), forward_s, copied)
         self._ended_at = now
 
-    def _reserve(self, step: Step, outcomes: list[SpanOutcome | None]) -> dict[int, Reservation]:
-        """Reserve span by span. A refused member takes its atomic group back at once, so that the group's blocks are
-        there for the spans that follow."""
+    def _reserve(self, step: Step) -> tuple[dict[int, ExecutorError], dict[int, Reservation]]:
+        """Reserve span by span: those that were refused and those that were not, by index. A refused member takes its
+        atomic group back at once, so that the group's blocks are there for the spans that follow."""
+        refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
         stage, reserve = self._stage, self.kv.reserve
         for index, (sequence, tokens, start, _, create, ahead) in enumerate(step.spans):
-            if outcomes[index] is not None:
+            if index in refused:
                 continue
             try:
-                stage("reserve")
+                if stage is not None:
+                    stage("reserve")
                 reservations[index] = reserve(sequence, start, len(tokens), create, ahead=ahead)
             except ExecutorError as error:
                 group = next((each for each in step.atomic if index in each), range(index, index + 1))
                 error.position = index - group.start
                 for member in group:
-                    outcomes[member] = error
+                    refused[member] = error
                     if member in reservations:
                         self.kv.rollback(reservations.pop(member))
             except BaseException as error:
@@ -223,35 +220,41 @@ class TorchRunner:
                     log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
                     raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
                 raise
-        return reservations
+        return refused, reservations
 
     def _queue(self, pending: Pending) -> None:
         """The forward pass over reserved spans, up to the copies of its rows; on any failure the cache is as before."""
-        reservations = list(pending.reservations.values())  # in the order of the spans: that is how they were reserved
-        spans = [pending.spans[index] for index in pending.reservations]
+        spans: list[Span] = []
+        starts, lengths, tables, overwritten = [], [], [], []
+        copies: list[tuple[int, int]] = []
+        for index, reservation in pending.reservations.items():
+            span = pending.spans[index]
+            spans.append(span)
+            starts.append(span.start)
+            lengths.append(len(span.tokens))
+            tables.append(reservation.table)
+            copies += reservation.copies
+            if reservation.overwritten.size:
+                overwritten.append(reservation.overwritten)
+        stage = self._stage
         try:
-            self._stage("plan")
-            _, tokens, starts, *_ = zip(*spans, strict=True)
-            geometry = BatchGeometry.build(
-                self.kv.block_size,
-                starts,
-                [len(each) for each in tokens],
-                [reservation.table for reservation in reservations],
-            )
-            overwritten = [each.overwritten for each in reservations if each.overwritten.size]
+            if stage is not None:
+                stage("plan")
+            geometry = BatchGeometry.build(self.kv.block_size, starts, lengths, tables)
             if overwritten:
-                pending.saved = self.store.save(self.compute.to_device(np.concatenate(overwritten)))
-            copies = [pair for each in reservations for pair in each.copies]
+                pending.saved = self.store.save(*self.compute.to_device(np.concatenate(overwritten)))
             if copies:
-                self.store.copy_blocks(self.compute.to_device(np.array(copies, dtype=np.int64)))
-            self._stage("forward")
+                self.store.copy_blocks(*self.compute.to_device(np.array(copies, dtype=np.int64)))
+            if stage is not None:
+                stage("forward")
             hidden = self.compute.forward(spans, geometry)
-            self._stage("select")
-            pending.rows = self.compute.select(spans, geometry, hidden)
+            if stage is not None:
+                stage("select")
+            pending.rows = self.compute.select(spans, hidden)
             pending.mark = self.compute.mark()
             if self.depth > 1:
-                length = self.kv.length
-                pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reservations)
+                length, reserved = self.kv.length, pending.reservations.values()
+                pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reserved)
         except BaseException as error:
             raise self._failure(pending, error) from error
 
@@ -286,7 +289,8 @@ class TorchRunner:
         """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
         with self._operation("truncate"):
             self._settle()
-            self._stage("truncate")
+            if self._stage is not None:
+                self._stage("truncate")
             self.kv.truncate(sequence, length)
         return length
 
@@ -297,7 +301,8 @@ class TorchRunner:
             self._settle()
             try:
                 for child in children:
-                    self._stage("fork")
+                    if self._stage is not None:
+                        self._stage("fork")
                     self.kv.fork(parent, child, at)
                     made.append(child)
             except BaseException:
@@ -312,7 +317,8 @@ class TorchRunner:
         """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
         with self._operation("reserve_kv"):
             self._settle()
-            self._stage("reserve_kv")
+            if self._stage is not None:
+                self._stage("reserve_kv")
             self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -320,7 +326,8 @@ class TorchRunner:
         with self._operation("release"):
             if not self._taken().isdisjoint(sequences):
                 self._settle()
-            self._stage("release")
+            if self._stage is not None:
+                self._stage("release")
             for sequence in sequences:
                 self.kv.release(sequence)
 

@@ -83,6 +83,6 @@ class StagedCompute(Compute):
 
         return self.model.forward(StepInputs(tokens, positions), attend)
 
-    def to_device(self, array: Int64Array) -> Tensor:
+    def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         """See `Compute`; nothing waits."""
-        return to_device(torch.from_numpy(array), self.model.device)
+        return [to_device(torch.from_numpy(each), self.model.device) for each in arrays]

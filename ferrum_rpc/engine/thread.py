@@ -83,7 +83,7 @@ class ModelThread(EngineLoop):
         with self._lock:
             if work.state is not State.QUEUED:
                 return False
-            self._leave(work, State.CANCELLED)
+            self._claimed(work, State.CANCELLED)
             return True
 
     def trouble(self, now: float) -> str | None:
@@ -115,11 +115,7 @@ class ModelThread(EngineLoop):
     def _cancelled(self, work: Submission | Operation) -> bool:
         return work.state is State.CANCELLED
 
-    def _claimed(self, work: Submission | Operation) -> None:
-        self._leave(work, State.CLAIMED)
-
-    def _leave(self, work: Submission | Operation, state: State) -> None:
-        """It leaves the queue. Called with the lock held."""
+    def _claimed(self, work: Submission | Operation, state: State = State.CLAIMED) -> None:
         work.state = state
         if isinstance(work, Submission):
             self.queued_items -= len(work.spans)

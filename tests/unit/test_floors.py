@@ -50,9 +50,9 @@ FLOORS: dict[str, Floor] = {
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.liveness": Floor(),
     "ferrum_rpc.engine.work": Floor("core errors"),
-    "ferrum_rpc.engine.pace": Floor(),
+    "ferrum_rpc.engine.overlap": Floor(),
     "ferrum_rpc.engine.backlog": Floor("engine.work"),
-    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.pace engine.work"),
+    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.overlap engine.work"),
     "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.work engine.loop"),
     "ferrum_rpc.engine.process": Floor(),
     "ferrum_rpc.engine.process.ipc": Floor("core engine.work", "numpy"),

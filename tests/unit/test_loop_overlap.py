@@ -25,7 +25,7 @@ from ferrum_rpc.engine import loop as engine_loop
 from ferrum_rpc.engine.build import BuildConfig, build_runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.pace import LOOK_S, MARGIN, Pace
+from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
 from ferrum_rpc.engine.work import Finished, Operation, Runner, State, Submission
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
@@ -227,7 +227,7 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
     """By the length of a step: the second's begins when the first has ended, however long that took."""
     now = [1000.0]
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Pace, "due", lambda self, now: True)
+    monkeypatch.setattr(Overlap, "due", lambda self, now: True)
     liveness = Liveness(max_step_s=60)
     loop: list[Loop] = []
     seen: dict[str, str | None] = {}
@@ -259,22 +259,22 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
     assert runner.log[:2] == ["begin 1", "begin 2"] and seen["begin 2"] is not None, "in the time of the first"
 
 
-# --- the pace ---------------------------------------------------------------------------------------------------------
+# --- the overlap ------------------------------------------------------------------------------------------------------
 
 
 def test_the_next_step_is_due_when_the_last_ones_length_leaves_time_to_begin_it() -> None:
-    pace = Pace()
-    assert pace.due(5.0), "nothing is known: at once"
-    pace.begun(10.0, 10.25, alone=True)
-    assert pace.turn == 10.0 and pace.due(10.25)
-    pace.begun(10.5, 11.0, alone=False)
-    assert pace.turn == 10.0
-    pace.finished(20.0)
-    assert pace.turn == 20.0
+    overlap = Overlap()
+    assert overlap.due(5.0), "nothing is known: at once"
+    overlap.begun(10.0, 10.25, alone=True)
+    assert overlap.turn == 10.0 and overlap.due(10.25)
+    overlap.begun(10.5, 11.0, alone=False)
+    assert overlap.turn == 10.0
+    overlap.finished(20.0)
+    assert overlap.turn == 20.0
     due = 30.0 - MARGIN * 0.5 - LOOK_S
-    assert not pace.due(due - 1e-3) and pace.due(due + 1e-3)
-    pace.finished(21.0)
-    assert pace.turn == 21.0 and pace.due(22.0 - MARGIN * 0.5), "the last one's length, whatever came before"
+    assert not overlap.due(due - 1e-3) and overlap.due(due + 1e-3)
+    overlap.finished(21.0)
+    assert overlap.turn == 21.0 and overlap.due(22.0 - MARGIN * 0.5), "the last one's length, whatever came before"
 
 
 # --- any history ------------------------------------------------------------------------------------------------------

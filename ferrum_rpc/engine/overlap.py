@@ -16,29 +16,25 @@ MARGIN: Final = 2.0
 """How much longer than the last time beginning a step may take, and the device still finds it when it wants it."""
 
 
-class Pace:
+class Overlap:
     """Of one loop. All times in seconds on one monotonic clock."""
 
     def __init__(self) -> None:
-        self._turn = 0.0
+        self.turn = 0.0
+        """When the device was free for the oldest step under way: when it was begun, or the one before it had ended."""
         self._begin_s = 0.0
         self._step_s = 0.0
-
-    @property
-    def turn(self) -> float:
-        """When the device was free for the oldest step under way: when it was begun, or the one before it had ended."""
-        return self._turn
 
     def begun(self, began: float, now: float, *, alone: bool) -> None:
         """A step was begun between ``began`` and ``now``; ``alone``: none was under way."""
         self._begin_s = now - began
         if alone:
-            self._turn = began
+            self.turn = began
 
     def finished(self, now: float) -> None:
         """The oldest step has ended."""
-        self._step_s, self._turn = now - self._turn, now
+        self._step_s, self.turn = now - self.turn, now
 
     def due(self, now: float) -> bool:
         """Whether a step that is begun now is there when the device wants it, and no sooner than need be."""
-        return now >= self._turn + self._step_s - MARGIN * self._begin_s - LOOK_S
+        return now >= self.turn + self._step_s - MARGIN * self._begin_s - LOOK_S
