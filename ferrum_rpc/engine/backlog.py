@@ -16,24 +16,13 @@ from heapq import heappop, heappush, heapreplace
 from ferrum_rpc.engine.work import Submission
 
 
-class Waiting:
-    """One caller's submissions. ``had``: what it had of steps; a whole step is ``max_step_items * max_step_tokens``."""
-
-    __slots__ = ("caller", "had", "works")
-
-    def __init__(self, caller: int, had: int) -> None:
-        self.caller = caller
-        self.had = had
-        self.works: deque[Submission] = deque()
-
-
 class Backlog:
     """The submissions that wait for a step."""
 
     def __init__(self, max_step_items: int, max_step_tokens: int) -> None:
-        self._item, self._token = max_step_tokens, max_step_items  # what one takes, in units of `Waiting.had`
-        self._waiting: dict[int, Waiting] = {}
-        self._turns: list[tuple[int, int, Waiting]] = []  # a heap: what it had, its place among those who had as much
+        self._item, self._token = max_step_tokens, max_step_items  # what one takes; a whole step is their product
+        self._waiting: dict[int, deque[Submission]] = {}  # by caller
+        self._turns: list[tuple[int, int, int]] = []  # a heap: what a caller had, its place among equals, the caller
         self._level = 0  # where the one stood whose turn it was last
         self._came = 0
 
@@ -42,39 +31,31 @@ class Backlog:
 
     def add(self, work: Submission) -> None:
         """It waits."""
-        waiting = self._waiting.get(work.caller)
-        if waiting is None:
-            waiting = self._waiting[work.caller] = Waiting(work.caller, self._level)
-            heappush(self._turns, self._turn(waiting))
-        waiting.works.append(work)
+        works = self._waiting.get(work.caller)
+        if works is not None:
+            works.append(work)
+            return
+        self._waiting[work.caller] = deque((work,))
+        self._came += 1
+        heappush(self._turns, (self._level, self._came, work.caller))
 
     def first(self) -> Submission | None:
         """The next to go."""
-        return self._turns[0][2].works[0] if self._turns else None
+        return self._waiting[self._turns[0][2]][0] if self._turns else None
 
-    def take(self) -> Submission:
-        """`first`, which goes now and is counted."""
-        waiting = self._turns[0][2]
-        work = waiting.works.popleft()
-        self._level = waiting.had
-        waiting.had += max(len(work.spans) * self._item, work.tokens * self._token)
-        if waiting.works:
-            heapreplace(self._turns, self._turn(waiting))
-        else:
-            self._leave()
-        return work
-
-    def drop(self) -> Submission:
-        """`first`, which was taken back and counts for nothing."""
-        works = self._turns[0][2].works
+    def take(self, *, counted: bool = True) -> Submission:
+        """`first`, which goes now. Not ``counted``: it was cancelled, and its caller had nothing of a step."""
+        had, place, caller = self._turns[0]
+        works = self._waiting[caller]
         work = works.popleft()
-        if not works:
-            self._leave()
+        if counted:
+            self._level = had
+            had += max(len(work.spans) * self._item, work.tokens * self._token)
+            self._came += 1
+            place = self._came
+        if works:
+            heapreplace(self._turns, (had, place, caller))
+        else:
+            heappop(self._turns)
+            del self._waiting[caller]
         return work
-
-    def _turn(self, waiting: Waiting) -> tuple[int, int, Waiting]:
-        self._came += 1
-        return waiting.had, self._came, waiting
-
-    def _leave(self) -> None:
-        del self._waiting[heappop(self._turns)[2].caller]

@@ -141,8 +141,12 @@ class EngineLoop(ABC):
         stopping = False
         try:
             while wait or not self._inbox.empty():  # nobody else takes from it
-                work = self._wait() if wait else self._inbox.get()
-                wait = False
+                if wait:
+                    self.busy_since = 0.0
+                work = self._inbox.get()
+                if wait:
+                    self.busy_since = time.monotonic()
+                    wait = False
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
@@ -153,12 +157,6 @@ class EngineLoop(ABC):
             self._deliver(finished)  # what was done before the thread broke was done
             raise
         return stopping
-
-    def _wait(self) -> Submission | Operation | None:
-        self.busy_since = 0.0
-        work = self._inbox.get()
-        self.busy_since = time.monotonic()
-        return work
 
     def _claim_one(self, work: Submission | Operation) -> bool:
         with self._lock:
@@ -187,7 +185,7 @@ class EngineLoop(ABC):
         with self._lock:
             while (work := self._backlog.first()) is not None:
                 if self._cancelled(work):
-                    self._backlog.drop()
+                    self._backlog.take(counted=False)
                     continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
@@ -195,7 +193,7 @@ class EngineLoop(ABC):
                     break
                 self._claimed(work)
                 if work.deadline is not None and now >= work.deadline:
-                    self._backlog.drop()
+                    self._backlog.take(counted=False)
                     late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
                     finished.append(_refusal(work, late))
                     continue
@@ -290,7 +288,7 @@ class EngineLoop(ABC):
         refused: Finished = []
         try:
             while True:
-                work = self._backlog.drop() if self._backlog else self._inbox.get(block=False)
+                work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
                 if work is None or not self._claim_one(work):
                     continue
                 if isinstance(work, Operation):

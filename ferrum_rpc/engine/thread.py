@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, completed
+from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, deliver
 
 
 class ModelThread(EngineLoop):
@@ -125,9 +125,5 @@ class ModelThread(EngineLoop):
         self._loop.call_soon(self._on_step, timings)  # behind whatever the answers wake: callers do not wait for it
 
     def _deliver(self, finished: Finished) -> None:
-        def run() -> None:
-            for each in finished:
-                completed(self._loop, each)
-
         if finished and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(run)
+            self._loop.call_soon_threadsafe(deliver, self._loop, finished)

@@ -85,7 +85,10 @@ class Submission:
     slot: int = -1
 
     def __post_init__(self) -> None:
-        self.tokens = sum([len(span.tokens) for span in self.spans])
+        tokens = 0
+        for span in self.spans:
+            tokens += len(span.tokens)
+        self.tokens = tokens
         self.arrived = self.arrived or time.monotonic()
 
 
@@ -160,12 +163,13 @@ class Engine(Protocol):
         """Finish what is queued, then end. False: it hung, and did not end by itself."""
 
 
-def completed(loop: asyncio.AbstractEventLoop, done: Callable[..., object], *result: object) -> None:
-    """Tell one caller. What that raises goes to the loop's exception handler: the others are told all the same."""
-    try:
-        done(*result)
-    except Exception as error:
-        loop.call_exception_handler({"message": "an answer of the engine could not be taken", "exception": error})
+def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:
+    """Call all of it. What one raises goes to the loop's exception handler: the others are answered all the same."""
+    for each in finished:
+        try:
+            each()
+        except Exception as error:
+            loop.call_exception_handler({"message": "an answer of the engine could not be taken", "exception": error})
 
 
 def lost(error: BaseException) -> DeviceLost:

@@ -60,7 +60,11 @@ def test_each_caller_is_served_in_its_order_and_nothing_is_lost(
             waiting[caller].append(added)
         elif backlog:
             first = backlog.first()
-            assert (backlog.take() if each == "take" else backlog.drop()) is first is waiting[first.caller].popleft()
+            assert (
+                (backlog.take() if each == "take" else backlog.take(counted=False))
+                is first
+                is waiting[first.caller].popleft()
+            )
     while backlog:
         first = backlog.take()
         assert first is waiting[first.caller].popleft()

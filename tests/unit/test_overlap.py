@@ -257,8 +257,8 @@ def test_blocks_that_a_step_replaced_are_waited_for_before_anybody_is_refused() 
     pair = Pair()
     pair.begin(pair.span(1, 30))
     pair.begin(pair.span(2, 40), pair.span(3, 1))
-    [refused, ran] = pair.under_way[1].pending.outcomes
-    assert isinstance(refused, KvBlocksExhausted) and ran is None
+    refused = pair.under_way[1].pending.refused
+    assert list(refused) == [0] and isinstance(refused[0], KvBlocksExhausted)
     pair.end()
 
 
@@ -286,7 +286,7 @@ def test_a_promise_that_a_commit_renews_is_kept_before_others_take_blocks() -> N
     assert pair.late.cache_state().free_blocks == 1
     pair.begin(pair.span(1, 1, back=7))
     pair.begin(pair.span(4, 1))
-    [refused] = pair.under_way[1].pending.outcomes
+    [refused] = pair.under_way[1].pending.refused.values()
     assert isinstance(refused, KvBlocksExhausted)
     pair.end()
 

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -28,10 +29,11 @@ from ferrum_rpc.engine.work import (
     LOOK_EVERY_S,
     Described,
     EngineCounters,
+    Finished,
     Operation,
     State,
     Submission,
-    completed,
+    deliver,
     lost,
 )
 from ferrum_rpc.errors import Draining, ExecutorError
@@ -222,28 +224,28 @@ class EngineProcess:
             if isinstance(message, Turn):
                 self._on_turn(message)
             elif isinstance(message, Described):
-                completed(self._loop, self._on_ready, message)
+                deliver(self._loop, [partial(self._on_ready, message)])
             else:
                 self._fail(message)
 
     def _on_turn(self, turn: Turn) -> None:
         self.counters, self.cache = turn.counters, turn.cache
         self._slots += turn.freed
+        finished: Finished = []
         if turn.news is not None:
-            completed(self._loop, self._program.on_news, turn.news)
-        for slot, result in turn.results:
-            self._complete(slot, result)
-        for slot, outcomes, timing in turn.answers:
-            self._complete(slot, outcomes, timing)
+            finished.append(partial(self._program.on_news, turn.news))
+        finished += [self._answer(slot, result) for slot, result in turn.results]
+        finished += [self._answer(slot, outcomes, timing) for slot, outcomes, timing in turn.answers]
+        deliver(self._loop, finished)
         timings = [timing for _, _, timing in turn.answers if timing is not None]
         if timings:  # behind whatever the answers wake: callers do not wait for the meters
             self._loop.call_soon(self._on_step, timings)
 
-    def _complete(self, slot: int, *answer: Any) -> None:
+    def _answer(self, slot: int, *answer: Any) -> Callable[[], object]:
         work = self._open.pop(slot)
         work.state = State.CLAIMED
         self._slots.append(slot)
-        completed(self._loop, work.done, *answer)
+        return partial(work.done, *answer)
 
     def _view(self, at: int, count: int) -> npt.NDArray[np.uint8]:
         """Rows in the shared memory, which are released when the last array over them is gone."""
@@ -257,7 +259,7 @@ class EngineProcess:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            completed(self._loop, self._on_failed, error)
+            deliver(self._loop, [partial(self._on_failed, error)])
 
     def _on_end(self) -> None:
         """The engine is gone: answer whatever it owes."""
@@ -269,9 +271,11 @@ class EngineProcess:
             self._fail(EngineDied(f"the engine process ended by itself{self._status()}"))
         self._submitted = self._shared.claimed.tolist()
         error = self._reason()
+        finished: Finished = []
         for slot, work in list(self._open.items()):
             answer = ((error,) * len(work.spans), None) if isinstance(work, Submission) else (error,)
-            self._complete(slot, *answer)
+            finished.append(self._answer(slot, *answer))
+        deliver(self._loop, finished)
 
     def _status(self) -> str:
         """Its socket is closed, so it is dead or about to be; but a driver may take seconds over it."""
