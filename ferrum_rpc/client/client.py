@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import ExitStack
@@ -11,12 +12,10 @@ from types import TracebackType
 import grpc
 from google.protobuf import duration_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import as_list, as_number
-from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
     KEEPALIVE_TIMEOUT_S,
@@ -33,8 +32,6 @@ from ferrum_rpc.client.facts import (
     Health,
     SequenceInfo,
     WarmupReport,
-    executor_state,
-    health_state,
     sequence_from_proto,
     status_from_proto,
     warmup_from_proto,
@@ -49,7 +46,6 @@ from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
-    executor_control_pb2_grpc,
     forward_pb2,
     model_executor_pb2,
 )
@@ -105,37 +101,29 @@ class ExecutorClient:
         keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
         self.target = target
-        self._timeout_s = timeout_s
+        self._way = "session" if session else "unary"
         self._options = (*keepalive_options(keepalive_time_s, keepalive_timeout_s), *channel_options)
         self._credentials = credentials
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._resend = resend
-        self._release_timeout_s = release_timeout_s
-        self._lease = lease
-        self._client_name = client_name
-        self._on_lease_trouble = on_lease_trouble
-        self._steps_in_flight = steps_in_flight if session else None
-        self._channel: grpc.aio.Channel | None = None
+        self._connect = functools.partial(
+            Connection,
+            metadata=() if token is None else (("authorization", f"Bearer {token}"),),
+            resend=resend,
+            timeout_s=timeout_s,
+            release_timeout_s=release_timeout_s,
+            lease=lease,
+            client_name=client_name,
+            on_lease_trouble=on_lease_trouble,
+            steps_in_flight=steps_in_flight if session else None,
+        )
         self._opened: Connection | None = None
 
     def __repr__(self) -> str:
-        way = "unary" if self._steps_in_flight is None else "session"
-        return f"<ExecutorClient {self.target} {way}: {'not open' if self._opened is None else 'open'}>"
+        return f"<ExecutorClient {self.target} {self._way}: {'not open' if self._opened is None else 'open'}>"
 
     async def __aenter__(self) -> ExecutorClient:
-        if self._channel is not None:
+        if self._opened is not None:
             raise RuntimeError("this client is open already")
-        self._channel = open_channel(self.target, self._credentials, self._options)
-        self._opened = Connection(
-            self._channel,
-            Calls(metadata=self._metadata, resend=self._resend),
-            timeout_s=self._timeout_s,
-            release_timeout_s=self._release_timeout_s,
-            lease=self._lease,
-            client_name=self._client_name,
-            on_lease_trouble=self._on_lease_trouble,
-            steps_in_flight=self._steps_in_flight,
-        )
+        self._opened = self._connect(open_channel(self.target, self._credentials, self._options))
         return self
 
     async def __aexit__(
@@ -146,14 +134,9 @@ class ExecutorClient:
     async def close(self) -> None:
         """Release the sequences that are still live, end the session and the lease, then close the connection. Bounded
         by ``release_timeout_s``."""
-        channel, connection = self._channel, self._opened
-        self._channel = self._opened = None
-        if channel is None or connection is None:
-            return
-        try:
+        connection, self._opened = self._opened, None
+        if connection is not None:
             await connection.close()
-        finally:
-            await channel.close()
 
     @property
     def pressure(self) -> Pressure | None:
@@ -164,7 +147,7 @@ class ExecutorClient:
     def lease(self) -> LeaseState | None:
         """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
         until the next sequence, and where the executor offers none."""
-        return None if self._opened is None else self._opened.lending.keeper.state
+        return None if self._opened is None else self._opened.leases.keeper.state
 
     # --- the executor -----------------------------------------------------------------------------------------------
 
@@ -187,9 +170,9 @@ class ExecutorClient:
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
         context = self._context
-        method, message = HealthStub(self._open_channel).Check, HealthCheckRequest(service=service)
+        method, message = context.health.Check, HealthCheckRequest(service=service)
         response = await context.calls.call(method, message, context.deadline(timeout_s), NEVER_RESEND)
-        return health_state(response.status)
+        return Health(response.status)
 
     async def warmup(
         self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None
@@ -199,7 +182,7 @@ class ExecutorClient:
             batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
         )
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._control.Warmup, message, deadline, NEVER_RESEND)
+        response = await self._context.calls.call(self._context.control.Warmup, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return warmup_from_proto(response)
 
@@ -208,7 +191,7 @@ class ExecutorClient:
         hitting a restarted executor."""
         message = executor_control_pb2.ResetRequest(instance_id=instance_id)
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._control.Reset, message, deadline, NEVER_RESEND)
+        response = await self._context.calls.call(self._context.control.Reset, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return response.released_sequences
 
@@ -219,9 +202,9 @@ class ExecutorClient:
             grace.FromNanoseconds(round(grace_s * 1e9))
         message = executor_control_pb2.DrainRequest(grace=grace)
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._control.Drain, message, deadline, NEVER_RESEND)
+        response = await self._context.calls.call(self._context.control.Drain, message, deadline, NEVER_RESEND)
         self._context.calls.draining = True
-        return executor_state(response.state)
+        return ExecutorState(response.state)
 
     async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
         """The live sequences of every caller, oldest first, for an operator. One that begins or ends meanwhile may be
@@ -229,7 +212,7 @@ class ExecutorClient:
         deadline, found = self._context.deadline(timeout_s), list[SequenceInfo]()
         request = executor_control_pb2.ListSequencesRequest()
         while True:
-            page = await self._context.calls.call(self._control.ListSequences, request, deadline, NEVER_RESEND)
+            page = await self._context.calls.call(self._context.control.ListSequences, request, deadline, NEVER_RESEND)
             found += map(sequence_from_proto, page.sequences)
             if not page.next_page_token:
                 return found
@@ -243,16 +226,16 @@ class ExecutorClient:
         """A lease for ``ttl_s`` seconds (default: the executor's), for `sequence` with its ``lease_id``. The caller
         renews and revokes it; the client's own lease needs none of this. Raises `SequencesExhausted` where there are
         too many."""
-        return await self._connection.lending.acquire_lease(ttl_s, client_name, self._context.deadline(timeout_s))
+        return await self._connection.leases.acquire_lease(ttl_s, client_name, self._context.deadline(timeout_s))
 
     async def keep_alive(self, lease_id: str, *, timeout_s: float | None = None) -> float:
         """Renew a lease; returns for how many seconds. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch`
         after a restart of the executor."""
-        return await self._connection.lending.renew_lease(lease_id, self._context.deadline(timeout_s))
+        return await self._connection.leases.renew_lease(lease_id, self._context.deadline(timeout_s))
 
     async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
         """End a lease and free its sequences; returns how many. Raises as `keep_alive`."""
-        return await self._connection.lending.revoke_lease(lease_id, self._context.deadline(timeout_s))
+        return await self._connection.leases.revoke_lease(lease_id, self._context.deadline(timeout_s))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -365,13 +348,3 @@ class ExecutorClient:
         if self._opened is None:
             raise RuntimeError("this client is not open: use it as `async with ExecutorClient(...) as client`")
         return self._opened
-
-    @property
-    def _open_channel(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            raise RuntimeError("this client is not open")
-        return self._channel
-
-    @property
-    def _control(self) -> executor_control_pb2_grpc.ExecutorControlAsyncStub:
-        return executor_control_pb2_grpc.ExecutorControlStub(self._open_channel)

@@ -9,6 +9,7 @@ import itertools
 import time
 
 import grpc
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.facts import ExecutorInfo, info_from_proto, pressure_from_proto
@@ -17,7 +18,7 @@ from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import InstanceMismatch, NotSupported
-from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 
 
@@ -28,6 +29,8 @@ class Context:
         stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
         messages = model_executor_pb2
         self.executor = stub
+        self.control = executor_control_pb2_grpc.ExecutorControlStub(channel)
+        self.health = HealthStub(channel)
         self.calls = calls
         self.prefill = Feed("prefill", stub.Prefill, messages.PrefillRequest, single=True)
         self.decode = Feed("decode", stub.Decode, messages.DecodeRequest, single=True)

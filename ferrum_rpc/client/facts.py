@@ -50,6 +50,11 @@ class ExecutorState(enum.Enum):
     DRAINING = 3
     FAILED = 4
 
+    @classmethod
+    def _missing_(cls, value: object) -> ExecutorState:
+        """What is not known yet."""
+        return cls.UNKNOWN
+
 
 class Health(enum.Enum):
     """``grpc.health.v1.HealthCheckResponse.ServingStatus``; the numbers are the wire's."""
@@ -58,6 +63,11 @@ class Health(enum.Enum):
     SERVING = 1
     NOT_SERVING = 2
     SERVICE_UNKNOWN = 3
+
+    @classmethod
+    def _missing_(cls, value: object) -> Health:
+        """What is not known yet."""
+        return cls.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +227,7 @@ def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorSt
     """Wire to domain."""
     counters = proto.counters
     return ExecutorStatus(
-        state=executor_state(proto.state),
+        state=ExecutorState(proto.state),
         pressure=pressure_from_proto(proto.pressure),
         counters=Counters(
             **_scalars(counters, Counters, leave_out={"forward_s"}), forward_s=seconds(counters.forward_time)
@@ -228,22 +238,6 @@ def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorSt
         leases=proto.leases,
         sessions=proto.sessions,
     )
-
-
-def executor_state(number: int) -> ExecutorState:
-    """The enum of a wire number; what is not known yet is UNKNOWN."""
-    try:
-        return ExecutorState(number)
-    except ValueError:
-        return ExecutorState.UNKNOWN
-
-
-def health_state(number: int) -> Health:
-    """The enum of a wire number; what is not known yet is UNKNOWN."""
-    try:
-        return Health(number)
-    except ValueError:
-        return Health.UNKNOWN
 
 
 def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupReport:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.dispatch import Dispatcher
-from ferrum_rpc.client.lending import LEASE_FIELD, Lending
+from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.release import Releases
 from ferrum_rpc.client.state import Item, SequenceState
@@ -29,10 +29,10 @@ log = logging.getLogger("ferrum_rpc.client")
 class Forwards:
     """The forwards of one client."""
 
-    def __init__(self, context: Context, dispatcher: Dispatcher, lending: Lending, releases: Releases) -> None:
+    def __init__(self, context: Context, dispatcher: Dispatcher, leases: Leases, releases: Releases) -> None:
         self._context = context
         self._dispatcher = dispatcher
-        self._lending = lending
+        self._leases = leases
         self._releases = releases
 
     async def batch(
@@ -63,7 +63,7 @@ class Forwards:
         while True:
             for item in items:
                 if item.handle is None:
-                    await self._lending.lend(item, deadline)
+                    await self._leases.lend(item, deadline)
             transport = self._dispatcher.ready or await self._dispatcher.transport(deadline)
             try:
                 forwarded = await transport.forward(feed, items, deadline, all_or_nothing=all_or_nothing)
@@ -75,7 +75,7 @@ class Forwards:
                     raise
                 if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
                     raise
-                lent_again = any([self._lending.returned(item, error) for item in items])  # noqa: C419 - each of them
+                lent_again = any([self._leases.returned(item, error) for item in items])  # noqa: C419 - each of them
                 if not lent_again:
                     raise
         pressure = self._context.note_pressure(forwarded.pressure)
@@ -85,7 +85,7 @@ class Forwards:
         for item, outcome in zip(items, forwarded.outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
                 self._failed(feed, item, outcome)
-                if not lent_again and isinstance(outcome, LEASE_GONE) and self._lending.returned(item, outcome):
+                if not lent_again and isinstance(outcome, LEASE_GONE) and self._leases.returned(item, outcome):
                     again[len(results)] = item
                 results.append(outcome)
             else:

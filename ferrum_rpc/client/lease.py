@@ -2,7 +2,8 @@
 
 The executor frees a client's sequences when a lease is not renewed in time. So the client renews it every sixth of that
 time, whatever else it does, and reports when it cannot: a scheduler then knows before its sequences are gone.
-Independent of sequences, and of how a renewal is sent.
+`LeaseKeeper` is independent of sequences, and of how a renewal is sent; `Leases` lends its lease to every sequence that
+begins and names no other.
 """
 
 from __future__ import annotations
@@ -12,17 +13,25 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ferrum_rpc.client.policy import LEASE_GONE, Deadline
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.facts import Capability, seconds
+from ferrum_rpc.client.policy import LEASE_GONE, NEVER_RESEND, Deadline
 from ferrum_rpc.client.retry import SingleFlight
+from ferrum_rpc.client.state import Item
 from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.executor.v1 import model_executor_pb2
+from ferrum_rpc.wire.info import set_seconds
 
 MAX_CLIENT_NAME: Final = 128
 FIRST_RETRY: Final = 1 / 16
 """Pause before a failed renewal's first retry, as a share of the period; doubled each time up to a whole one."""
+
+LEASE_FIELD: Final = "create.lease_id"
+"""What a refusal of a whole batch names where one item's lease was the reason."""
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -219,3 +228,80 @@ class LeaseKeeper:
                 self._on_trouble(trouble)
             except Exception:
                 log.exception("on_lease_trouble raised")
+
+
+class Leases:
+    """A client's lease calls, and the lease that its sequences get. Without a ``policy`` they get none, and only the
+    lease that a session has of its own is kept. ``renewal``: how a session renews its own lease, given the id and the
+    deadline; None where it is another lease, or the session is not open."""
+
+    def __init__(
+        self,
+        context: Context,
+        policy: LeasePolicy | None,
+        *,
+        client_name: str,
+        on_trouble: Callable[[LeaseTrouble], None] | None,
+    ) -> None:
+        self.renewal: Callable[[str, Deadline], Awaitable[float] | None] = lambda _, __: None
+        self._context = context
+        self._wanted = policy is not None
+        self.keeper = LeaseKeeper(self, policy or LeasePolicy(), client_name=client_name, on_trouble=on_trouble)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
+        """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
+        context = self._context
+        request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
+        if ttl_s is not None:
+            set_seconds(request.ttl, ttl_s)
+        answer = await context.calls.call(context.executor.AcquireLease, request, deadline)
+        return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
+
+    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
+        """Renew it; returns for how many seconds. Through the session where it is the session's."""
+        context, renewal = self._context, self.renewal(lease_id, deadline)
+        if renewal is not None:
+            return await renewal
+        request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
+        try:
+            answer = await context.calls.call(context.executor.KeepAlive, request, deadline, NEVER_RESEND)
+        except ExecutorError as error:
+            context.note_error(error)
+            raise
+        context.note_pressure(answer.pressure)
+        return seconds(answer.ttl)
+
+    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
+        """End it; returns how many sequences went with it."""
+        context = self._context
+        request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
+        answer = await context.calls.call(context.executor.RevokeLease, request, deadline)
+        context.note_pressure(answer.pressure)
+        return answer.released_sequences
+
+    # --- the client's own -------------------------------------------------------------------------------------------
+
+    async def current(self, deadline: Deadline) -> str:
+        """The lease of the client's sequences; empty where it wants none, or the executor has none."""
+        if not self._wanted or Capability.LEASES not in (await self._context.info(deadline)).capabilities:
+            return ""
+        return await self.keeper.current(deadline)
+
+    async def lend(self, item: Item, deadline: Deadline) -> None:
+        """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
+        one that it went out with: under another it would be another call."""
+        if not item.proto.create.lease_id:
+            lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
+            if lease_id:
+                item.proto.create.lease_id = item.state.lease_id = lease_id
+
+    def returned(self, item: Item, error: ExecutorError) -> bool:
+        """Whether a creation was refused only because the client's own lease is gone: then it may be lent another."""
+        lease_id = item.state.lease_id
+        if item.handle is not None or not lease_id:
+            return False
+        self.keeper.lost(lease_id, error)
+        item.proto.create.lease_id = item.state.lease_id = ""
+        return True

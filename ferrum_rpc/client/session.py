@@ -18,8 +18,7 @@ from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Result, 
 from ferrum_rpc.client.calls import Metadata
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.facts import seconds
-from ferrum_rpc.client.lease import Lease
-from ferrum_rpc.client.lending import Lending
+from ferrum_rpc.client.lease import Lease, Leases
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
 from ferrum_rpc.client.state import Item
@@ -43,13 +42,13 @@ class SessionTransport:
     def __init__(
         self,
         context: Context,
-        lending: Lending,
+        leases: Leases,
         channel: grpc.aio.Channel,
         unary: UnaryTransport,
         steps_in_flight: int,
     ) -> None:
         self._context = context
-        self._lending = lending
+        self._leases = leases
         self._unary = unary
         self._calls = context.calls
         self._channel = channel
@@ -95,12 +94,16 @@ class SessionTransport:
         ]
         return Operated(outcomes, answer.pressure)
 
-    async def renew(self, deadline: Deadline) -> float:
-        """Renew the session's lease; returns for how many seconds. The stream must be open."""
+    def renewal(self, lease_id: str, deadline: Deadline) -> Awaitable[float] | None:
+        """A renewal of the session's own lease, which tells for how many seconds; None where it is another one, or no
+        stream is open."""
         stream = self._stream
-        assert stream is not None  # noqa: S101 - the caller asked `is_open`
-        frame = Frame(keep_alive=session_pb2.SessionKeepAlive())
-        answer = (await stream.say(frame, deadline)).keep_alive
+        if stream is None or stream.over is not None or lease_id != self.lease_id:
+            return None
+        return self._renew(stream, deadline)
+
+    async def _renew(self, stream: SessionStream, deadline: Deadline) -> float:
+        answer = (await stream.say(Frame(keep_alive=session_pb2.SessionKeepAlive()), deadline)).keep_alive
         self._context.note_pressure(answer.pressure)
         return seconds(answer.ttl)
 
@@ -152,7 +155,7 @@ class SessionTransport:
         if stream.over is not None:
             self._calls.note_error(stream.over)
             return None
-        if self.lease_id != self._lending.keeper.lease_id:
+        if self.lease_id != self._leases.keeper.lease_id:
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
             return None
         return stream
@@ -175,15 +178,15 @@ class SessionTransport:
             except LEASE_GONE as error:
                 if not self.lease_id:
                     raise
-                self._lending.keeper.lost(self.lease_id, error)
+                self._leases.keeper.lost(self.lease_id, error)
                 self._context.note_error(error)
                 continue
             await asyncio.sleep(FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
         raise TransportError("the executor knows none of the leases that it grants", metadata={"grpc_code": "INTERNAL"})
 
     async def _hello(self, deadline: Deadline) -> SessionStream:
-        keeper = self._lending.keeper
-        self.lease_id = await self._lending.current(deadline) or keeper.lease_id
+        keeper = self._leases.keeper
+        self.lease_id = await self._leases.current(deadline) or keeper.lease_id
         asked = time.monotonic()
         hello = Frame(
             hello=session_pb2.SessionHello(

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from ferrum_rpc.client.facts import Capability, ExecutorState, Health, executor_state, health_state
+from ferrum_rpc.client.facts import Capability, ExecutorState, Health
 from ferrum_rpc.executor.v1 import info_pb2
 from tests.unit.test_floors import FLOORS
 
@@ -53,7 +53,7 @@ def test_the_clients_enums_are_the_wires() -> None:
     assert {f"CAPABILITY_{each.name}": each.value for each in Capability} == {
         name: number for name, number in info_pb2.Capability.items() if number
     }
-    assert executor_state(99) is ExecutorState.UNKNOWN
+    assert ExecutorState(99) is ExecutorState.UNKNOWN
     known = {f"EXECUTOR_STATE_{each.name}": each.value for each in ExecutorState if each.value}
     assert known == {name: number for name, number in info_pb2.ExecutorState.items() if number}
 
@@ -61,7 +61,7 @@ def test_the_clients_enums_are_the_wires() -> None:
 def test_the_health_enum_is_the_standard_one() -> None:
     from grpc_health.v1 import health_pb2
 
-    assert health_state(99) is Health.UNKNOWN
+    assert Health(99) is Health.UNKNOWN
     assert {each.name: each.value for each in Health} == dict(health_pb2.HealthCheckResponse.ServingStatus.items())
 
 
