@@ -18,8 +18,8 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.native import library
+from ferrum_rpc.selection import AUTO, Candidate, Unsuited, select
 
 
 class AttentionBackend(Protocol):
@@ -58,7 +58,6 @@ class NativeAttention(AttentionBackend, Protocol):
 
 Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]
 
-AUTO: Final = "auto"
 NATIVE: Final = NativePagedAttention.name
 TORCH: Final = TorchPagedAttention.name
 TRITON: Final = "triton"
@@ -72,27 +71,17 @@ def select_backend(
     ``requested`` is ``auto`` (Triton on CUDA, the native kernel on a CPU, torch where that fails) or a backend's name.
     Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
     """
-    names = (AUTO, NATIVE, TRITON, TORCH)
-    if requested not in names:
-        raise InvalidRequest(
-            f"unknown attention backend {requested!r}; there are: {', '.join(names)}", field="attention_backend"
-        )
-    if requested == TORCH:
-        return TORCH, "requested", TorchPagedAttention
-    fast = requested if requested != AUTO else TRITON if device.type == "cuda" else NATIVE
-    factory: Factory | None
-    if fast == TRITON:
-        obstacle, factory = triton_probe.probe(device, specs, dtype), None
-        reason = "one kernel for every span, K and V read in place"
-        if obstacle is None:
-            from ferrum_rpc.attention.triton_paged import TritonPagedAttention  # triton may not be there
 
-            factory = TritonPagedAttention
-    else:
-        obstacle, isa = probe(specs, device, dtype)
-        reason, factory = f"K and V are read in place with {isa}", NativePagedAttention
-    if obstacle is None and factory is not None:
-        return fast, reason, factory
-    if requested == fast:
-        raise InvalidRequest(f"attention backend {requested!r} is not available: {obstacle}", field="attention_backend")
-    return TORCH, f"exact block gather and SDPA on {device.type}; {fast}: {obstacle}", TorchPagedAttention
+    def triton_here() -> Factory:
+        if obstacle := triton_probe.probe(device, specs, dtype):
+            raise Unsuited(obstacle)
+        from ferrum_rpc.attention.triton_paged import TritonPagedAttention  # triton may not be there
+
+        return TritonPagedAttention
+
+    native = Candidate(NATIVE, lambda: probe(specs, device, dtype), "K and V are read in place with {}")
+    triton = Candidate(TRITON, triton_here, "one kernel for every span, K and V read in place")
+    plain = Candidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
+    fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
+    name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)
+    return name, reason, NativePagedAttention if name == NATIVE else made

@@ -23,6 +23,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
+from ferrum_rpc.selection import Unsuited
 
 SHORT: Final = 32
 """Tokens of the longest span that the kernel takes. Measured on two cores with AVX-512 and no matrix unit, bf16 and
@@ -192,11 +193,11 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> tuple[str | None, str]:
-    """``(obstacle, isa)``: why the kernel cannot be used, after a small step whose answer must be torch's."""
-    obstacle = _obstacle(device, dtype)
-    if obstacle is not None:
-        return obstacle, ""
+def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str:
+    """The instruction set that the kernel uses, after a small step whose answer must be torch's. Raises OSError or
+    Unsuited."""
+    if obstacle := _obstacle(device, dtype):
+        raise Unsuited(obstacle)
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         [torch.randn((6, 4, spec.kv_heads, spec.head_dim), generator=generator).to(dtype) for spec in specs]
@@ -204,10 +205,7 @@ def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dty
     )
     tables: list[Any] = [np.array(each, dtype=np.int32) for each in ((5, 1), (3, 2, 4))]
     geometry = BatchGeometry.build(4, [6, 9], [1, 3], tables)
-    try:
-        native = NativePagedAttention(specs, keys, values)
-    except OSError as error:
-        return str(error), ""
+    native = NativePagedAttention(specs, keys, values)
     oracle = TorchPagedAttention(specs, keys, values)
     ours, expected = native.plan(geometry), oracle.plan(geometry)
     tolerance = 8 * torch.finfo(dtype).eps
@@ -216,5 +214,5 @@ def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dty
         query = torch.randn((4, spec.heads, spec.head_dim), generator=generator).to(dtype)
         answer, exact = native.attend(layer, query, ours).float(), oracle.attend(layer, query, expected).float()
         if not torch.allclose(answer, exact, rtol=tolerance, atol=tolerance):
-            return "its answer is not torch's", ""
-    return None, native.isa
+            raise Unsuited("its answer is not torch's")
+    return native.isa

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from ferrum_rpc.attention.backend import AUTO, select_backend
+from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model, read_spec
@@ -27,6 +27,7 @@ from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.native import library
+from ferrum_rpc.selection import AUTO
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"

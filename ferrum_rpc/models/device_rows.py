@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ferrum_rpc.models.row_ops import SILU, RowOps, TorchRowOps, select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.selection import Candidate, Unsuited, select
 
 WIDEST: Final = 16384
 """Numbers of a row that one program holds in its registers."""
@@ -33,34 +34,29 @@ def select_rows_for(
     `select_row_ops` says. ``interpreted``: ask the kernels on a CPU too, as tests do through Triton's interpreter."""
     if device.type != "cuda" and not interpreted:
         return select_row_ops(spec, dtype, device)
-    obstacle = _obstacle(spec, dtype, device)
-    if obstacle is not None:
-        return f"triton: {obstacle}", TorchRowOps(spec, dtype)
+    reason = "one launch each, every row read and written once"
+    triton = Candidate("triton", lambda: _kernels(spec, dtype, device), reason)
+    plain = Candidate(TorchRowOps.name, lambda: TorchRowOps(spec, dtype))
+    return select(triton, plain, what="row operations", field="rows")[1:]
+
+
+def _kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> RowOps:
+    if find_spec("triton") is None:
+        raise Unsuited("it is not installed")
+    if torch.version.hip is not None:
+        raise Unsuited("the kernels are for CUDA, not for ROCm")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Unsuited(f"the kernels do not know {str(dtype).removeprefix('torch.')}")
+    if spec.activation != SILU:
+        raise Unsuited(f"the kernels know the gate of {SILU}, not of {spec.activation}")
+    if spec.hidden_size > WIDEST:
+        raise Unsuited(f"rows of {spec.hidden_size} are wider than {WIDEST}")
+    error, tolerance = _error(spec, dtype, device), max(8 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
+    if not error <= tolerance:  # so that NaN fails too
+        raise Unsuited(f"a small step differs from torch's by {error:.1e}, more than {tolerance:.0e}")
     from ferrum_rpc.models.triton_rows import TritonRowOps
 
-    return "one launch each, every row read and written once", TritonRowOps(spec)
-
-
-def _obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    if find_spec("triton") is None:
-        return "it is not installed"
-    if torch.version.hip is not None:
-        return "the kernels are for CUDA, not for ROCm"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the kernels do not know {str(dtype).removeprefix('torch.')}"
-    if spec.activation != SILU:
-        return f"the kernels know the gate of {SILU}, not of {spec.activation}"
-    if spec.hidden_size > WIDEST:
-        return f"rows of {spec.hidden_size} are wider than {WIDEST}"
-    try:
-        error = _error(spec, dtype, device)
-    except Exception as failure:  # whatever a compiler or a driver may raise: the other way runs without them
-        first_line = str(failure).partition("\n")[0]
-        return f"a small step failed: {type(failure).__name__}: {first_line}"
-    tolerance = max(8 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
-    if not error <= tolerance:  # so that NaN fails too
-        return f"a small step differs from torch's by {error:.1e}, more than {tolerance:.0e}"
-    return None
+    return TritonRowOps(spec)
 
 
 def _error(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> float:

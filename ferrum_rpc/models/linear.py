@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import cpu
+from ferrum_rpc.selection import AUTO, Candidate, Choice, Unsuited, select
 
 
 class Linear(Protocol):
@@ -38,7 +38,6 @@ class Linear(Protocol):
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """(weight [out, in], bias [out] or None) -> Linear. The weight may be dropped by the caller afterwards."""
 
-AUTO = "auto"
 AMX = "amx_bf16"
 
 
@@ -88,79 +87,56 @@ class PackedLinear:
         return self(x).argmax(dim=-1)
 
 
-def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> tuple[str, str, LinearFactory]:
+def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> Choice:
     """``(name, reason, factory)`` for this device and dtype. ``requested``: ``auto``, or what a backend is called:
     ``plain``, ``onednn``, ``native``.
 
     Raises InvalidRequest for another name, or for one whose probe fails.
     """
-    names = (PlainLinear.name, PackedLinear.name, PairFactory.name)
-    if requested not in (AUTO, *names):
-        raise InvalidRequest(
-            f"unknown linear backend {requested!r}; there are: {', '.join((AUTO, *names))}", field="linear_backend"
-        )
-    obstacles = []
-    if requested in (AUTO, PairFactory.name):
-        obstacle, factory = _native(device, dtype)
-        if factory is not None and requested == AUTO and AMX in cpu.flags():
-            obstacle, factory = f"the CPU has {AMX}, which oneDNN uses and it does not", None
-        if factory is not None:
-            return PairFactory.name, "weights in panels: 8 or 32 rows cost little more than reading them", factory
-        obstacles.append(f"{PairFactory.name}: {obstacle}")
-    if requested in (AUTO, PackedLinear.name):
-        obstacle = _packing_obstacle(device, dtype)
-        if obstacle is None:
-            reason = "oneDNN packs this dtype and the packed product agrees"
-            return PackedLinear.name, "; ".join((reason, *obstacles)), PackedLinear
-        obstacles.append(f"{PackedLinear.name}: {obstacle}")
-    if requested not in (AUTO, PlainLinear.name):
-        raise InvalidRequest(f"linear backend not available: {obstacles[-1]}", field="linear_backend")
-    return PlainLinear.name, "; ".join(obstacles) or "requested", PlainLinear
+
+    def pairs() -> LinearFactory:
+        _require(device, dtype, (torch.bfloat16,))
+        factory = _agreeing(PairFactory(), dtype)
+        if requested == AUTO and AMX in cpu.flags():
+            raise Unsuited(f"the CPU has {AMX}, which oneDNN uses and it does not")
+        return factory
+
+    def packed() -> LinearFactory:
+        _require(device, dtype, (torch.bfloat16, torch.float16, torch.float32))
+        return _agreeing(PackedLinear, dtype)
+
+    return select(
+        Candidate(PairFactory.name, pairs, "weights in panels: 8 or 32 rows cost little more than reading them"),
+        Candidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
+        Candidate(PlainLinear.name, lambda: PlainLinear),
+        what="linear backend",
+        field="linear_backend",
+        requested=requested,
+    )
 
 
 def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
     """The factory of 8-bit weights. Raises InvalidRequest where they cannot be used, saying why."""
-    obstacle = f"it runs on a CPU, not on {device.type}" if device.type != "cpu" else None
-    if obstacle is None and dtype != torch.bfloat16:
-        obstacle = f"it multiplies bfloat16 rows, and --dtype is {str(dtype).removeprefix('torch.')}"
-    if obstacle is None:
-        try:
-            obstacle = _disagreement(ByteFactory(), torch.bfloat16, 0.02)
-        except OSError as error:
-            obstacle = str(error)
-    if obstacle is not None:
-        raise InvalidRequest(f"8-bit weights are not available: {obstacle}", field="quantize")
-    return ByteFactory()
+
+    def rounded() -> LinearFactory:
+        _require(device, dtype, (torch.bfloat16,))
+        _agreeing(ByteFactory(), torch.bfloat16, 0.02)
+        return ByteFactory()
+
+    made: ByteFactory = select(Candidate("int8", rounded), what="quantize", field="quantize", requested="int8").made
+    return made
 
 
-def _native(device: torch.device, dtype: torch.dtype) -> tuple[str | None, LinearFactory | None]:
-    """``(obstacle, factory)`` of our own products: one of the two is None."""
+def _require(device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
     if device.type != "cpu":
-        return f"it runs on a CPU, not on {device.type}", None
-    if dtype != torch.bfloat16:
-        return f"it multiplies bfloat16, not {str(dtype).removeprefix('torch.')}", None
-    try:
-        factory = PairFactory()
-    except OSError as error:
-        return str(error), None
-    obstacle = _disagreement(factory, dtype)
-    return obstacle, None if obstacle else factory
+        raise Unsuited(f"it runs on a CPU, not on {device.type}")
+    if dtype not in dtypes:
+        names = [str(each).removeprefix("torch.") for each in (*dtypes, dtype)]
+        raise Unsuited(f"it multiplies {', '.join(names[:-1])}, not {names[-1]}")
 
 
-def _packing_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why packed weights cannot be used, or None if they can."""
-    if device.type != "cpu":
-        return f"weights are packed on a CPU only, not on {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"oneDNN does not pack {dtype}"
-    try:
-        return _disagreement(PackedLinear, dtype)
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return f"oneDNN packing is not available: {str(error).splitlines()[0][:120]}"
-
-
-def _disagreement(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> str | None:
-    """What is wrong with a small product, or None. ``tolerance``: of its root mean square error, relative."""
+def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:
+    """``factory``, if a small product of it is right. ``tolerance``: of its root mean square error, relative."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((88, 128), generator=generator).to(dtype)
     bias = torch.randn(88, generator=generator).to(dtype)
@@ -170,5 +146,5 @@ def _disagreement(factory: LinearFactory, dtype: torch.dtype, tolerance: float |
         expected = F.linear(x.double(), weight.double(), bias.double())
         error = (product(x).double() - expected).norm() / expected.norm()
         if not error < (tolerance or 2 * torch.finfo(dtype).eps):
-            return "its product disagrees with F.linear"
-    return None
+            raise Unsuited("its product disagrees with F.linear")
+    return factory

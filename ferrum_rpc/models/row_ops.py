@@ -20,6 +20,7 @@ from torch import Tensor
 from ferrum_rpc.models.rope import rotate
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
+from ferrum_rpc.selection import Candidate, Unsuited, select
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -157,24 +158,19 @@ class NativeRowOps:
 
 def select_row_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[str, RowOps]:
     """``(reason, ops)``: the native ones where they run here and a small step of theirs agrees with torch's."""
-    plain = TorchRowOps(spec, dtype)
-    obstacle = _obstacle(spec, dtype, device, plain)
-    if obstacle is not None:
-        return f"the native kernel: {obstacle}", plain
-    return "each row is read and written once", NativeRowOps(spec, dtype)
+    native = Candidate(NativeRowOps.name, lambda: _native(spec, dtype, device), "each row is read and written once")
+    plain = Candidate(TorchRowOps.name, lambda: TorchRowOps(spec, dtype))
+    return select(native, plain, what="row operations", field="rows")[1:]
 
 
-def _obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, plain: TorchRowOps) -> str | None:
+def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> RowOps:
     if device.type != "cpu":
-        return f"it runs on a CPU, not on {device.type}"
+        raise Unsuited(f"it runs on a CPU, not on {device.type}")
     if dtype not in (torch.bfloat16, torch.float32):
-        return f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+        raise Unsuited(f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}")
     if spec.activation != SILU:
-        return f"it knows the gate of {SILU}, not of {spec.activation}"
-    try:
-        native = NativeRowOps(spec, dtype)
-    except OSError as error:
-        return str(error)
+        raise Unsuited(f"it knows the gate of {SILU}, not of {spec.activation}")
+    native = NativeRowOps(spec, dtype)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -187,9 +183,9 @@ def _obstacle(spec: ModelSpec, dtype: torch.dtype, device: torch.device, plain: 
     gate_up = draw(2, 2 * spec.intermediate_size)
     answers = [
         (ops.add_norm(hidden.clone(), delta, weight), *ops.heads(qkv.clone(), norm, cos, sin), ops.gate(gate_up))
-        for ops in (plain, native)
+        for ops in (TorchRowOps(spec, dtype), native)
     ]
     tolerance = 4 * torch.finfo(dtype).eps
     if not all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*answers, strict=True)):
-        return "its answer is not torch's"
-    return None
+        raise Unsuited("its answer is not torch's")
+    return native

@@ -32,6 +32,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc": Floor(),
     "ferrum_rpc.errors": Floor(),
     "ferrum_rpc.core": Floor("errors", "numpy"),
+    "ferrum_rpc.selection": Floor("errors"),
     "ferrum_rpc.terminal": Floor(),
     "ferrum_rpc.logs": Floor("terminal", "structlog"),
     "ferrum_rpc.failpoints": Floor("errors logs", "structlog"),
@@ -42,8 +43,8 @@ FLOORS: dict[str, Floor] = {
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
-    "ferrum_rpc.models": Floor("core errors native", "numpy torch transformers triton"),
-    "ferrum_rpc.attention": Floor("core errors native", "numpy torch triton flashinfer"),
+    "ferrum_rpc.models": Floor("core errors native selection", "numpy torch transformers triton"),
+    "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors", "numpy torch triton"),
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
@@ -59,7 +60,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.work engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.work engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
-        "core errors failpoints kv kv.store models attention sampling weights distributed native engine.work",
+        "core errors failpoints kv kv.store models attention sampling weights distributed native selection engine.work",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(

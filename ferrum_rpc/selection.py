@@ -1,0 +1,58 @@
+"""How an implementation is chosen: the first of a list that can be made here and proves right, with the reason.
+
+What may be missing or wrong on a machine (a compiler, an instruction, a driver) is an obstacle that is named in the log
+and in GetInfo: an operator who finds the slow path in use wants to know why. The last of a list runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from ferrum_rpc.errors import InvalidRequest
+
+AUTO: Final = "auto"
+
+
+class Unsuited(Exception):
+    """What stands against a candidate."""
+
+
+class Candidate(NamedTuple):
+    """``make`` returns it, small steps of it tried, or raises what is in the way, `Unsuited` or anything else.
+    ``reason``: what it is good for; ``{}`` in it is what was made."""
+
+    name: str
+    make: Callable[[], Any]
+    reason: str = ""
+
+
+class Choice(NamedTuple):
+    """``reason`` also names the obstacles of better candidates."""
+
+    name: str
+    reason: str
+    made: Any
+
+
+def select(*candidates: Candidate, what: str, field: str, requested: str = AUTO) -> Choice:
+    """The first candidate that is made, or the one that is ``requested`` by name. Raises `InvalidRequest` (of
+    ``field``) where there is none of that name, or where it cannot be made."""
+    names = [AUTO, *(each.name for each in candidates)]
+    if requested not in names:
+        raise InvalidRequest(f"unknown {what} {requested!r}; there are: {', '.join(names)}", field=field)
+    obstacles: list[str] = []
+    for name, make, reason in candidates:
+        if requested in (AUTO, name):
+            try:
+                made = make()
+            except (Unsuited, OSError) as error:  # a library that is missing says what to do
+                obstacles.append(f"{name}: {error}")
+            except Exception as error:  # whatever a compiler or a driver may raise: others run without them
+                obstacles.append(
+                    f"{name}: a small step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
+            else:
+                said = reason.format(made) if requested == AUTO else "requested"
+                return Choice(name, "; ".join(filter(None, (said, *obstacles))), made)
+    raise InvalidRequest(f"{what} {requested!r} is not available: {'; '.join(obstacles)}", field=field)
