@@ -1,0 +1,85 @@
+"""What the docs say of the code is there: files and folders, names in the code, ends of links."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = ("architecture.md", "kernels.md")
+"""The docs that name files and what is in them."""
+FOLDERS = (ROOT, ROOT / "ferrum_rpc", ROOT / "docs", ROOT / "protos" / "ferrum_rpc" / "executor" / "v1")
+SOURCES = ("ferrum_rpc", "ferrum_rpc_kernels", "clients", "protos")
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+NAME = re.compile(r"[A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*(?=\(|$)")
+
+
+def code(text: str) -> list[str]:
+    """What stands between backticks, code blocks aside."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+@cache
+def words() -> frozenset[str]:
+    """Every word of the sources, file names among them, and those of the Makefile."""
+    files = [
+        path for name in SOURCES for path in (ROOT / name).rglob("*") if path.suffix in {".py", ".c", ".h", ".proto"}
+    ]
+    found = set(re.findall(r"\w+", (ROOT / "Makefile").read_text()))
+    for path in files:
+        found |= {path.stem, *re.findall(r"\w+", path.read_text())}
+    return frozenset(found)
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths that no file or folder has. A word is a path where it has a slash in it, or a suffix of ours."""
+    paths = [
+        each for each in code(text) if PATH.fullmatch(each) and re.search(r"/|\.(py|c|h|md|toml|yml|proto)$", each)
+    ]
+    return [each for each in paths if not any(list(folder.glob(each)) for folder in FOLDERS)]
+
+
+def missing_names(text: str) -> list[str]:
+    """Names of which a part occurs nowhere in the sources."""
+    names = [found[0] for each in code(text) if "/" not in each and (found := NAME.match(each))]
+    return [each for each in names if not set(each.split(".")) <= words() | {"py"}]
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_files_and_names_that_the_layout_mentions_exist(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text("utf-8")
+    assert missing_paths(text) == []
+    assert missing_names(text) == []
+
+
+def test_the_picture_mentions_files_that_exist() -> None:
+    [picture] = re.findall(
+        r"^```\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    paths = re.findall(r"(?<![\w/])(?:service|wire|engine|kv|attention|models|sampling|native)/\w*", picture)
+    assert len(paths) > 12
+    assert [each for each in paths if not any((ROOT / "ferrum_rpc").glob(f"{each.rstrip('/')}*"))] == []
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda each: each.name
+)
+def test_links_end_at_files_and_at_headings(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text("utf-8"), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}, target
+
+
+def test_what_is_not_there_is_found() -> None:
+    text = "`service/no_such.py`, `core.py`, `NoSuchName.here`, `Span`, `make stubs`, `tests/unit/no/`"
+    assert missing_paths(text) == ["service/no_such.py", "tests/unit/no/"]
+    assert missing_names(text) == ["NoSuchName.here"]
