@@ -508,7 +508,7 @@ async def test_the_program_runs_as_a_module_and_exits_with_0() -> None:
         program = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "clients.scheduler", "--target", served.target, "--prompt", "hello"),
             *("--greedy", "--max-new-tokens", "4"),
-            cwd=DEMO.parents[2],
+            cwd=DEMO.parents[1],
             stdout=asyncio.subprocess.PIPE,
         )
         out, _ = await program.communicate()
@@ -559,7 +559,7 @@ async def test_a_prompt_that_fails_makes_the_program_fail(capsys: pytest.Capture
 def test_the_scheduler_stands_on_the_client_alone() -> None:
     program = "import sys, clients.scheduler.program; print(chr(10).join(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=DEMO.parents[2]
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=DEMO.parents[1]
     )
     modules = set(done.stdout.split())
     assert not {"torch", "pydantic", "structlog"} & {name.partition(".")[0] for name in modules}
