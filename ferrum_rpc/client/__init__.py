@@ -40,7 +40,7 @@ programs without asyncio.
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError
 from ferrum_rpc.client.client import CacheMode, ExecutorClient
 from ferrum_rpc.client.credentials import ChannelCredentials, read_token, tls
-from ferrum_rpc.client.facts import (
+from ferrum_rpc.client.info import (
     Capability,
     Counters,
     ExecutorInfo,

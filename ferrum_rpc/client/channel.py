@@ -33,7 +33,7 @@ KEEPALIVE_TIMEOUT_S: Final = 5.0
 def service_config() -> str:
     """Retries of UNAVAILABLE, the one code that says that nothing was started, or that no server answered: then the
     request id makes the repetition safe. At most 4 attempts, exponential backoff (gRPC adds the jitter), throttled so
-    that a dead executor is not hammered. Streams are not retried: their owner knows what was in flight."""
+    that a dead executor is not hammered. Streams are not retried: the session has what was in flight."""
     retried = {
         "name": [{"service": service} for service in SERVICES],
         "retryPolicy": {

@@ -25,7 +25,7 @@ from ferrum_rpc.client.channel import (
 )
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.facts import (
+from ferrum_rpc.client.info import (
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
@@ -41,7 +41,7 @@ from ferrum_rpc.client.policy import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.client.transport import FeedRpc
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import (
@@ -324,7 +324,7 @@ class ExecutorClient:
         return await self._batch(self._context.batch_decode, items, all_or_nothing, timeout_s)
 
     async def _batch(
-        self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
+        self, feed: FeedRpc, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
     ) -> list[Answer | ExecutorError]:
         listed: ListOf[Item] = as_list(items, "items")
         for at, item in enumerate(listed):

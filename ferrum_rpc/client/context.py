@@ -1,6 +1,6 @@
 """What every part of a client shares: the executor's stub, what is known of the executor, and the ids of items.
 
-The bottom of the client: it knows neither sessions nor leases. `Connection` puts the parts together.
+The bottom of the client, independent of sessions and leases. `Connection` puts the parts together.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from ferrum_rpc.client.calls import Calls
-from ferrum_rpc.client.facts import ExecutorInfo, info_from_proto, pressure_from_proto
+from ferrum_rpc.client.info import ExecutorInfo, info_from_proto, pressure_from_proto
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
-from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.client.transport import FeedRpc
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import InstanceMismatch, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, types_pb2
@@ -32,12 +32,12 @@ class Context:
         self.control = executor_control_pb2_grpc.ExecutorControlStub(channel)
         self.health = HealthStub(channel)
         self.calls = calls
-        self.prefill = Feed("prefill", stub.Prefill, messages.PrefillRequest, single=True)
-        self.decode = Feed("decode", stub.Decode, messages.DecodeRequest, single=True)
-        self.verify = Feed("verify", stub.ForwardVerify, messages.ForwardVerifyRequest, single=True)
-        self.forward = Feed("forward", stub.UnifiedForward, messages.UnifiedForwardRequest)
-        self.batch_prefill = Feed("batch_prefill", stub.BatchPrefill, messages.BatchPrefillRequest)
-        self.batch_decode = Feed("batch_decode", stub.BatchDecode, messages.BatchDecodeRequest)
+        self.prefill = FeedRpc("prefill", stub.Prefill, messages.PrefillRequest, single=True)
+        self.decode = FeedRpc("decode", stub.Decode, messages.DecodeRequest, single=True)
+        self.verify = FeedRpc("verify", stub.ForwardVerify, messages.ForwardVerifyRequest, single=True)
+        self.forward = FeedRpc("forward", stub.UnifiedForward, messages.UnifiedForwardRequest)
+        self.batch_prefill = FeedRpc("batch_prefill", stub.BatchPrefill, messages.BatchPrefillRequest)
+        self.batch_decode = FeedRpc("batch_decode", stub.BatchDecode, messages.BatchDecodeRequest)
         self.pressure: Pressure | None = None
         self._pressure: types_pb2.KvPressure | None = None
         self._timeout_s = timeout_s

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.facts import Capability
+from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.client.transport import Operation, Transport
@@ -63,7 +63,8 @@ class Dispatcher:
         info = self._context.known_info
         most = max(1, len(operations)) if info is None else info.limits.max_batch_items
         parts = [sent(operations[first : first + most]) for first in range(0, len(operations), most)]
-        return list(itertools.chain(*await asyncio.gather(*parts)))
+        outcomes = [await parts[0]] if len(parts) == 1 else await asyncio.gather(*parts)  # a task for each
+        return list(itertools.chain(*outcomes))
 
     async def close(self, deadline: Deadline) -> None:
         """End the session; requests go as unary calls from now on. Does not raise."""

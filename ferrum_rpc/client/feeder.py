@@ -18,7 +18,7 @@ from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.retry import BusyPauses
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
-from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.client.transport import FeedRpc
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 
@@ -123,14 +123,14 @@ class Feeder:
                 return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
 
     def feed(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self, feed: FeedRpc, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Awaitable[Answer]:
         """One item through a call of its own."""
         send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline)
         return self.surviving(send, deadline, truncate_to)
 
     async def _forward(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self, feed: FeedRpc, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Answer:
         state = self._state
         if state.handle is None:
@@ -190,7 +190,7 @@ class Feeder:
         [refusal] = await operations.truncate(self._connection, [rollback], deadline)
         if refusal is not None:
             raise refusal
-        assert self._context.pressure is not None  # noqa: S101 - the answer told it
+        assert self._context.pressure is not None  # noqa: S101 - the answer had it
         return self._context.pressure
 
     async def _feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:

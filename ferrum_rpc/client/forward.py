@@ -17,7 +17,7 @@ from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.release import Releases
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.client.transport import FeedRpc
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowBlock, Rows, StepTiming
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import forward_pb2
@@ -36,7 +36,7 @@ class Forwards:
         self._releases = releases
 
     async def batch(
-        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> list[Answer | ExecutorError]:
         """As `forward`, with a claim on the sequences."""
         claimed: list[SequenceState] = []
@@ -51,7 +51,7 @@ class Forwards:
 
     async def forward(
         self,
-        feed: Feed,
+        feed: FeedRpc,
         items: Sequence[Item],
         deadline: Deadline,
         *,
@@ -142,9 +142,9 @@ class Forwards:
                 results[index] = replace(again, replayed=True, cached_tokens=answer.cached_tokens)
         return results
 
-    def _failed(self, feed: Feed, item: Item, error: BaseException) -> None:
+    def _failed(self, feed: FeedRpc, item: Item, error: BaseException) -> None:
         async def repeat(later: Deadline) -> list[HandleRef]:
-            """Send a doubtful creation again, to learn what it created."""
+            """Send a doubtful creation again, for the handles of what it created."""
             transport = await self._dispatcher.transport(later)
             outcomes = (await transport.forward(feed, [item], later, all_or_nothing=False)).outcomes
             return [handle_from_proto(each.handle) for each in outcomes if not isinstance(each, ExecutorError)]

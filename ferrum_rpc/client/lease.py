@@ -1,7 +1,7 @@
 """The client's lease: acquired with the first sequence, renewed in the background, with a callback where that fails.
 
 The executor frees a client's sequences when a lease is not renewed in time. So the client renews it every sixth of that
-time, whatever else it does, and reports when it cannot: a scheduler then knows before its sequences are gone.
+time, whatever else it does, and reports when it cannot: a scheduler is warned before its sequences are gone.
 `LeaseKeeper` is independent of sequences, and of how a renewal is sent; `Leases` lends its lease to every sequence that
 begins and names no other.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.facts import Capability, seconds
+from ferrum_rpc.client.info import Capability, seconds
 from ferrum_rpc.client.policy import LEASE_GONE, NEVER_RESEND, Deadline
 from ferrum_rpc.client.retry import SingleFlight
 from ferrum_rpc.client.state import Item

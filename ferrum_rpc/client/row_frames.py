@@ -1,6 +1,6 @@
 """A large answer comes in row frames: here they become the arrays that the answer's row blocks stand for.
 
-Each frame is copied once, from its message into its place. A frame that does not fit is an answer that nobody can read:
+Each frame is copied once, from its message into its place. A frame that does not fit makes the answer unreadable:
 `TransportError`, its step's fate unknown.
 """
 

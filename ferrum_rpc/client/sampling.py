@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.facts import Capability, ExecutorInfo
+from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, TopTokens
 
 Candidates = tuple[npt.NDArray[np.integer], npt.NDArray[np.floating]]

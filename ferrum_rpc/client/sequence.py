@@ -78,7 +78,7 @@ class Sequence:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a call failed without anybody knowing if it ran. The same call made again settles it."""
+        """Whether a call failed and may have run. The same call made again settles it."""
         return self._state.in_doubt
 
     # --- forwards ---------------------------------------------------------------------------------------------------

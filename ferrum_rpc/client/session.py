@@ -17,13 +17,13 @@ import grpc
 from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Result, other_answer
 from ferrum_rpc.client.calls import Metadata
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.facts import seconds
+from ferrum_rpc.client.info import seconds
 from ferrum_rpc.client.lease import Lease, Leases
 from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
-from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, UnaryTransport
+from ferrum_rpc.client.transport import FeedRpc, Forwarded, Operated, Operation, UnaryTransport
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
@@ -65,7 +65,7 @@ class SessionTransport:
     # --- what a transport does ----------------------------------------------------------------------------------
 
     def forward(
-        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> Awaitable[Forwarded]:
         """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time."""
         frame = None
@@ -95,7 +95,7 @@ class SessionTransport:
         return Operated(outcomes, answer.pressure)
 
     def renewal(self, lease_id: str, deadline: Deadline) -> Awaitable[float] | None:
-        """A renewal of the session's own lease, which tells for how many seconds; None where it is another one, or no
+        """A renewal of the session's own lease, for how many seconds; None where it is another lease, or no
         stream is open."""
         stream = self._stream
         if stream is None or stream.over is not None or lease_id != self.lease_id:

@@ -249,7 +249,7 @@ class SessionStream:
         found = answers(step.asks, response, step.rows)
         whole = response.HasField("error")
         if whole and isinstance(found[0], QueueFull) and "steps_in_flight" in found[0].metadata:
-            # The executor counts a step until its answer is written, which it may learn after this client has read it.
+            # The executor counts a step until its answer is written, which may be after this client has read it.
             self._loop.call_later(_AGAIN_S, self._again, response.step_id)
             return
         self._forget(response.step_id)

@@ -24,8 +24,8 @@ from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
 from ferrum_rpc.client.background import ClientFacade, Facade, unwrapped
 from ferrum_rpc.client.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S, ChannelOption
 from ferrum_rpc.client.client import CacheMode
-from ferrum_rpc.client.facts import ExecutorInfo, ExecutorState, ExecutorStatus, Health, SequenceInfo, WarmupReport
 from ferrum_rpc.client.feeder import NO_ROWS
+from ferrum_rpc.client.info import ExecutorInfo, ExecutorState, ExecutorStatus, Health, SequenceInfo, WarmupReport
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.policy import ResendPolicy
 from ferrum_rpc.client.sampling import Sampling
@@ -73,7 +73,7 @@ class Sequence(Facade[async_sequence.Sequence]):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a call failed without anybody knowing if it ran. The same call made again settles it."""
+        """Whether a call failed and may have run. The same call made again settles it."""
         return self._async.in_doubt
 
     def prefill(

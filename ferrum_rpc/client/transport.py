@@ -1,7 +1,7 @@
 """How a client's requests travel: what every way has to offer, and the plain one, a unary call each.
 
 The other is a session (`client.session`). Both take the same messages and give the same answers and errors, so that
-nothing above the dispatcher knows which one it is.
+nothing above the dispatcher depends on which one it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from ferrum_rpc.client.calls import Calls
-from ferrum_rpc.client.facts import timing_from_proto
+from ferrum_rpc.client.info import timing_from_proto
 from ferrum_rpc.client.policy import Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
@@ -24,7 +24,7 @@ from ferrum_rpc.wire.status import error_from_status
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FeedRpc:
     """An RPC that feeds tokens: its name, its method and the constructor of its request, which takes one ``item`` where
     it is ``single``, or else ``items``. In a session they are all one: what their names constrain, the client's own
     methods do."""
@@ -77,7 +77,7 @@ class Transport(Protocol):
     of the answer."""
 
     def forward(
-        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> Awaitable[Forwarded]:
         """Items in one forward pass. The refusal of a single feed's item is raised."""
 
@@ -97,7 +97,7 @@ class UnaryTransport:
         self._calls = calls
 
     async def forward(
-        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> Forwarded:
         """Through the feed's own method."""
         if feed.single:

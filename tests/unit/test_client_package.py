@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from ferrum_rpc.client.facts import Capability, ExecutorState, Health
+from ferrum_rpc.client.info import Capability, ExecutorState, Health
 from ferrum_rpc.executor.v1 import info_pb2
 from tests.unit.test_floors import FLOORS
 
