@@ -319,7 +319,8 @@ class SessionStream:
             return
         ask.future.set_exception(DeadlineExceeded("no step of the session ended in time; nothing was sent"))
         self._give_up(ask)
-        if all(step.given_up for step in self._steps.values() if step.kind is not Kind.URGENT):
+        steps = [step for step in self._steps.values() if step.kind is not Kind.URGENT]
+        if steps and all(step.given_up for step in steps):  # with none in flight it is this client that was busy
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
     def _give_up(self, ask: Ask[Any]) -> None:

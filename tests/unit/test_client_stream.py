@@ -294,7 +294,7 @@ async def until_answered(fake: Executor, stream: SessionStream) -> None:
 
 async def test_a_stream_whose_every_step_was_given_up_is_given_up_itself() -> None:
     async with opened() as (_, stream):
-        for _ in range(SLOTS):
+        while len(stream._steps) < SLOTS:  # a busy machine may not have sent one in time
             with pytest.raises(DeadlineExceeded):
                 await step(stream, within_s=0.01)
         assert stream.alive
