@@ -15,7 +15,7 @@ import torch
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
-from ferrum_rpc.engine.loading import Progress, choose_dtype, load_identity, load_model, read_spec
+from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.errors import InvalidRequest
@@ -24,7 +24,7 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.device_rows import select_rows_for
-from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.native import library
 from ferrum_rpc.selection import AUTO
@@ -166,7 +166,7 @@ def _load(
         if config.quantize != QUANTIZE_NONE:
             raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
         choices.append(("dtype=float32", "the identity model has no other"))
-        return load_identity(config.identity, device)
+        return IdentityModel(config.identity, device)
     checkpoint = Checkpoint.open(config.model)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
@@ -176,8 +176,8 @@ def _load(
     if config.quantize == QUANTIZE_INT8:
         rounding = select_bytes(device, dtype)
         model = load_model(checkpoint, dtype, device, progress, spec=spec, linear=rounding, ops=ops)
-        told = f"requested; rounding the weights changed them by {rounding.error:.2%} (root mean square)"
-        choices.append(("quantize=int8", told))
+        reason = f"requested; rounding the weights changed them by {rounding.error:.2%} (root mean square)"
+        choices.append(("quantize=int8", reason))
         return model
     linear, why, factory = select_linear(device, dtype)
     choices.append((f"linear={linear}", why))

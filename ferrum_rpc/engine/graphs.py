@@ -4,7 +4,7 @@ A decode step of an 8B model is some 400 launches, and Python takes longer to ma
 graph replays all of them in one call, with the same arguments: so everything that changes from step to step is read
 from device memory that stays where it is (`attention.staging`), and steps come in a few *shapes*: all spans have the
 same number of tokens (1 for decode, more for a verify of drafts), and their number is rounded up to a bucket. Rows
-beyond the step's own are padding: token 0 at position 0 of the null block, which nobody owns and nobody reads.
+beyond the step's own are padding: token 0 at position 0 of the null block, which no sequence owns.
 
 What is recorded reaches from the embedding to the final norm, all layers' cache writes among it. The head is not in
 it: which rows are asked for changes from step to step, and its few launches are queued while the layers still run.

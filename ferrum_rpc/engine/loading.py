@@ -17,7 +17,6 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import EMBEDDING, HEAD, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.row_ops import RowOps
@@ -94,11 +93,6 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
         return True
     one, other = (tensor.view(torch.uint8) for _, tensor in checkpoint.tensors((HEAD, EMBEDDING)))
     return not torch.equal(one, other)
-
-
-def load_identity(config: IdentityConfig, device: torch.device) -> Model:
-    """The deterministic model without weights."""
-    return IdentityModel(config, device)
 
 
 def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:

@@ -37,7 +37,7 @@ Work = Submission | Operation | None
 
 
 class Inbox(Protocol):
-    """Where work arrives. Nobody else takes from it while the loop runs."""
+    """Where work arrives. The loop alone takes from it while it runs."""
 
     def get(self, block: bool = True) -> Work:
         """The next. Raises `Empty` where there is none, unless it is to wait for it."""
@@ -140,7 +140,7 @@ class EngineLoop(ABC):
         """Take what has arrived; run operations at once. True: the thread was asked to stop."""
         stopping = False
         try:
-            while wait or not self._inbox.empty():  # nobody else takes from it
+            while wait or not self._inbox.empty():
                 if wait:
                     self.busy_since = 0.0
                 work = self._inbox.get()
@@ -210,9 +210,9 @@ class EngineLoop(ABC):
             if work.all_or_nothing:
                 atomic.append(range(len(spans), len(spans) + len(work.spans)))
             spans += work.spans
-        alone = not self._under_way
+        idle = not self._under_way
         began = time.monotonic()
-        if alone:
+        if idle:
             self.busy_since = began  # another's time begins when the one before it has ended
         try:
             pending = runner.begin(Step(tuple(spans), tuple(atomic)))
@@ -220,7 +220,7 @@ class EngineLoop(ABC):
             self.cache = runner.cache_state()
             self._deliver(self._refused(error, claimed))
             return
-        self._overlap.begun(began, time.monotonic(), alone=alone)
+        self._overlap.begun(began, time.monotonic(), idle=idle)
         self._under_way.append((claimed, pending))
 
     def _finish(self, runner: Runner) -> Finished:
@@ -273,8 +273,8 @@ class EngineLoop(ABC):
         raise error
 
     def _broken(self, error: BaseException, answers: Finished) -> None:
-        """The loop is about to end, and with it what is under way. Whoever hears of it in an answer finds the server's
-        state changed already."""
+        """The loop is about to end, and with it what is under way. ``on_failed`` comes before the answers, so that who
+        is answered finds the server's state changed."""
         self._failure = error
         cut_off = [work for claimed, _ in self._under_way for work in claimed]
         self._under_way.clear()

@@ -19,12 +19,12 @@ _LIMIT_AND_USE: Final = (
 
 
 def total_memory(meminfo: Path = MEMINFO) -> int:
-    """Bytes of memory that the machine has, or 0 where that cannot be told."""
+    """Bytes of memory that the machine has, or 0 where that is not known."""
     return _meminfo(meminfo).get("MemTotal", 0)
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Bytes that can be taken without swapping or breaking the container's limit, or 0 where that cannot be told."""
+    """Bytes that can be taken without swapping or breaking the container's limit, or 0 where that is not known."""
     available = _meminfo(meminfo).get("MemAvailable", 0)
     for limit_name, use_name in _LIMIT_AND_USE:
         limit, use = _number(cgroup / limit_name), _number(cgroup / use_name)

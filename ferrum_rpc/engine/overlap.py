@@ -25,10 +25,10 @@ class Overlap:
         self._begin_s = 0.0
         self._step_s = 0.0
 
-    def begun(self, began: float, now: float, *, alone: bool) -> None:
-        """A step was begun between ``began`` and ``now``; ``alone``: none was under way."""
+    def begun(self, began: float, now: float, *, idle: bool) -> None:
+        """A step was begun between ``began`` and ``now``; ``idle``: none was under way."""
         self._begin_s = now - began
-        if alone:
+        if idle:
             self.turn = began
 
     def finished(self, now: float) -> None:

@@ -11,9 +11,9 @@ behind the host (``depth`` 2), the next step is begun in between. That changes n
   is begun behind another reads and overwrites what that one left, or what its undo put back;
 - steps under way have different sequences. What one writes, replaced or may still restore, it holds the only reference
   to, or one that keeps others from writing there (`kv.manager`), until it is closed;
-- where the books themselves would tell, the older step is finished first: a sequence that is in both, blocks that are
-  short (those that a step replaced are free when it commits), a step that goes back into blocks that a fork shares (its
-  commit may take blocks for what was promised), and any operation but the release of other sequences.
+- where the cache's bookkeeping would differ, the older step is finished first: a sequence that is in both, blocks that
+  are short (those that a step replaced are free when it commits), a step that goes back into blocks that a fork shares
+  (its commit may take blocks for what was promised), and any operation but the release of other sequences.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pending:
     saved: Saved | None = None
     mark: Mark | None = None
     closes_first: bool = False
-    """Whether its commit may take blocks, so that nobody may reserve any before."""
+    """Whether its commit may take blocks, so that no other step may reserve any before."""
     ended: StepResult | ExecutorError | None = None
 
 
@@ -259,23 +259,23 @@ class TorchRunner:
             raise self._failure(pending, error) from error
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
-        """Undo a step that was reserved: what its callers are told. Raises what is no failure of a step."""
+        """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
         self._undo(pending.saved, pending.reservations.values(), error)
-        told: ExecutorError
+        answer: ExecutorError
         if isinstance(error, GONE):
-            told = DeviceLost("the device failed during a step")
+            answer = DeviceLost("the device failed during a step")
         elif isinstance(error, Exception):
             log.exception(
                 "step_failed",
                 sequences=len(pending.reservations),
                 tokens=sum(len(pending.spans[index].tokens) for index in pending.reservations),
-                action="the step was rolled back and its callers told; if it was memory, lower --max-batch-tokens",
+                action="rolled back, and its callers got the error; if it was memory, lower --max-batch-tokens",
             )
-            told = StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed")
+            answer = StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed")
         else:
             raise error
-        told.__cause__ = error
-        return told
+        answer.__cause__ = error
+        return answer
 
     def _undo(self, saved: Saved | None, reservations: Iterable[Reservation], error: BaseException) -> None:
         if saved is not None and not isinstance(error, GONE):
@@ -333,7 +333,7 @@ class TorchRunner:
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
-        """What nobody expected becomes `StepFailed`: the cache's calls change everything or nothing."""
+        """An unexpected error becomes `StepFailed`: the cache's calls change everything or nothing."""
         try:
             yield
         except ExecutorError:

@@ -1,8 +1,7 @@
-"""What is given to an engine and what it tells: submissions, operations, counters, and the interface itself.
+"""The interface of an engine: submissions, operations, counters.
 
-The service floor knows an engine by this file: a queue of spans and commands in front of one runner, which takes no
-other thing. Where the runner lives, a thread (`engine.thread`) or a process of its own (`engine.process`), is nobody
-else's business.
+The service floor knows an engine by this file alone: a queue of spans and commands in front of one runner. The runner
+is in a thread (`engine.thread`) or in a process of its own (`engine.process`).
 """
 
 from __future__ import annotations
@@ -173,5 +172,5 @@ def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:
 
 
 def lost(error: BaseException) -> DeviceLost:
-    """What callers are told of an engine that broke."""
+    """The answer to callers of an engine that broke."""
     return DeviceLost(f"the model thread failed ({type(error).__name__}); the executor must be restarted")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ferrum_rpc.engine.build import BuildConfig, build_runner
-from ferrum_rpc.engine.loading import load_identity
-from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.numerics.harness import CPU, Executor, native, rounded_model
 from tests.numerics.test_native_layers import decoder
@@ -22,8 +21,8 @@ PIECES = [32, 1, 2, 31, 9]
 MODELS = {
     "bfloat16": lambda: decoder(PairFactory),
     "int8": lambda: decoder(ByteFactory),
-    "identity": lambda: load_identity(IdentityConfig(head_dim=32), CPU),
-    "identity, positional": lambda: load_identity(IdentityConfig(head_dim=32, positional=True), CPU),
+    "identity": lambda: IdentityModel(IdentityConfig(head_dim=32), CPU),
+    "identity, positional": lambda: IdentityModel(IdentityConfig(head_dim=32, positional=True), CPU),
 }
 
 

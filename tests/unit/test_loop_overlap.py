@@ -265,9 +265,9 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
 def test_the_next_step_is_due_when_the_last_ones_length_leaves_time_to_begin_it() -> None:
     overlap = Overlap()
     assert overlap.due(5.0), "nothing is known: at once"
-    overlap.begun(10.0, 10.25, alone=True)
+    overlap.begun(10.0, 10.25, idle=True)
     assert overlap.turn == 10.0 and overlap.due(10.25)
-    overlap.begun(10.5, 11.0, alone=False)
+    overlap.begun(10.5, 11.0, idle=False)
     assert overlap.turn == 10.0
     overlap.finished(20.0)
     assert overlap.turn == 20.0

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ferrum_rpc.engine.build import BuildConfig, build_runner
-from ferrum_rpc.engine.loading import choose_dtype, load_identity, load_model, read_spec
+from ferrum_rpc.engine.loading import choose_dtype, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
 
@@ -512,4 +512,4 @@ def test_automatic_dtypes_have_reasons(monkeypatch):
 
 
 def test_the_identity_model_needs_no_folder():
-    assert load_identity(IdentityConfig(), CPU).info("identity").parameters == 0
+    assert IdentityModel(IdentityConfig(), CPU).info("identity").parameters == 0
