@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import struct
 import sys
 import threading
 import time
@@ -240,6 +242,33 @@ async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> N
         assert not await made.engine.stop()
         (outcome,), _ = await done
         assert isinstance(outcome, Draining)
+
+
+async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_path: Path) -> None:
+    async with harness(tmp_path, liveness=Liveness(stall_timeout_s=0.2)) as made:
+        process = await made.do("process")
+        await until(lambda: made.engine.trouble(time.monotonic()) is None)
+        os.kill(process, signal.SIGSTOP)
+        try:
+            _, done = made.submit(span(1))
+            await until(lambda: made.engine.trouble(time.monotonic()) is not None)
+        finally:
+            os.kill(process, signal.SIGCONT)
+        await done
+        await until(lambda: made.engine.trouble(time.monotonic()) is None)
+
+
+async def test_what_cannot_be_read_ends_it_and_answers_what_it_owes(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        _, running = made.submit(span(1, WAIT))
+        _, queued = made.submit(span(2))
+        await made.reached()
+        made.engine._messages._data += struct.pack("<II", 4, 0) + b"none"
+        await made.open()
+        for each in (running, queued):
+            (outcome,), _ = await each
+            assert isinstance(outcome, DeviceLost)
+        assert isinstance(made.failures[0], pickle.UnpicklingError)
 
 
 async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class EngineProcess:
         self._unsent = bytearray()
         self._released: list[int] = []
         self._submitted = [0, 0]  # items and tokens, but for those that were cancelled
+        self._ready = False
+        self._progress_at = 0.0  # when it last got work after it had none, or answered
         self._stopping = False
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
@@ -157,7 +159,10 @@ class EngineProcess:
         """See `Engine`."""
         if self._ended.is_set():
             return "it has ended"
-        return self._liveness.trouble(now, float(self._shared.busy_since[0]))
+        busy_since = float(self._shared.busy_since[0])
+        if self._ready and self._open and not busy_since:  # one that was stopped never reads it
+            busy_since = self._progress_at
+        return self._liveness.trouble(now, busy_since)
 
     async def stop(self) -> bool:
         """See `Engine`. A process that hangs is killed."""
@@ -182,6 +187,8 @@ class EngineProcess:
     def _slot(self, work: Submission | Operation) -> int:
         work.slot = slot = self._slots.popleft()
         self._shared.states[slot] = State.QUEUED
+        if not self._open:
+            self._progress_at = time.monotonic()
         self._open[slot] = work
         return slot
 
@@ -220,16 +227,24 @@ class EngineProcess:
         if not data:
             self._on_end()
             return
-        for message in self._messages.feed(data):
-            if isinstance(message, Turn):
-                self._on_turn(message)
-            elif isinstance(message, Described):
-                deliver(self._loop, [partial(self._on_ready, message)])
-            else:
-                self._fail(message)
+        try:
+            for message in self._messages.feed(data):
+                if isinstance(message, Turn):
+                    self._on_turn(message)
+                elif isinstance(message, Described):
+                    self._ready = True
+                    deliver(self._loop, [partial(self._on_ready, message)])
+                else:
+                    self._fail(message)
+        except Exception as error:  # what is left of the stream means nothing: its callers get their answers by the end
+            self._fail(error)
+            assert self._process is not None  # noqa: S101 - it was started
+            self._process.kill()
+            self._on_end()
 
     def _on_turn(self, turn: Turn) -> None:
         self.counters, self.cache = turn.counters, turn.cache
+        self._progress_at = time.monotonic()
         self._slots += turn.freed
         finished: Finished = []
         if turn.news is not None:
