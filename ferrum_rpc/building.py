@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.work import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -54,42 +55,19 @@ def _demo_folder(model: str) -> str:
         raise InvalidRequest(message, field="model") from None
 
 
-def build(model: str, settings: ServeSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
+def build(settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
     """Load the model and make its runner. This is what imports torch: not before the port is bound and
     health is answered."""
     wait_briefly()
     import torch
 
-    from ferrum_rpc.engine.build import BuildConfig, build_runner, failing_stage
-    from ferrum_rpc.models.identity import IdentityConfig
+    from ferrum_rpc.engine.build import build_runner, failing_stage
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)  # this process is ours
-    config = BuildConfig(
-        model=model_folder(model),
-        name=model if model in BUILT_IN else "",
-        device=settings.device,
-        dtype=settings.dtype,
-        quantize=settings.quantize,
-        attention=settings.attention,
-        cuda_graphs=settings.cuda_graphs,
-        overlap=settings.overlap,
-        block_size=settings.block_size,
-        kv_memory=settings.kv_memory,
-        kv_blocks=settings.kv_blocks,
-        max_sequences=settings.max_sequences,
-        max_context=settings.max_context,
-        identity=IdentityConfig(
-            vocab_size=settings.identity_vocab_size,
-            layers=settings.identity_layers,
-            heads=settings.identity_heads,
-            kv_heads=settings.identity_kv_heads,
-            head_dim=settings.identity_head_dim,
-            max_context=settings.identity_max_context,
-            positional=settings.identity_positional,
-        ),
-    )
-    return build_runner(config, _Progress(), failing_stage(failpoints) if failpoints.rules else None)
+    name = settings.path if settings.path in BUILT_IN else ""
+    found = replace(settings, path=model_folder(settings.path), name=name)
+    return build_runner(found, _Progress(), failing_stage(failpoints) if failpoints.rules else None)
 
 
 class _Progress:

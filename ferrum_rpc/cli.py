@@ -49,10 +49,10 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     serve.add_argument("model", help="a Hugging Face folder, or one that is built in: `demo`, `demo-draft`, `identity`")
     serve.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
     if settings:
-        from ferrum_rpc.config import GROUPS, ServeSettings
+        from ferrum_rpc.config import GROUPS, SETTINGS
 
         group: argparse._ActionsContainer = serve
-        for name, field in ServeSettings.model_fields.items():
+        for name, field in SETTINGS.items():
             if name in GROUPS:
                 group = serve.add_argument_group(GROUPS[name])
             _add_setting(group, name, field)
@@ -153,13 +153,13 @@ def _command(arguments: list[str]) -> NoReturn:
 
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "serve":
-        from ferrum_rpc.config import ServeSettings, load_settings
+        from ferrum_rpc.config import SETTINGS, load_settings
 
-        flags = {name: value for name, value in vars(parsed).items() if name in ServeSettings.model_fields}
-        settings = load_settings(flags, parsed.config)
+        flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
+        settings = load_settings(parsed.model, flags, parsed.config)
         from ferrum_rpc.serve import serve
 
-        return serve(parsed.model, settings)
+        return serve(settings)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError, Unauthenticated

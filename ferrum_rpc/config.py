@@ -6,15 +6,23 @@ wherever it was written: a misspelt limit must not be a default in disguise.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.failpoints import parse_failpoints
@@ -58,7 +66,7 @@ GROUPS: Final = {
     "host": "where it listens, and who may call",
     "device": "the model, and how it computes",
     "kv_memory": "the KV cache",
-    "max_sequences": "limits of a call, and of all callers together",
+    "max_batch_items": "limits of a call, and of all callers together",
     "lease_ttl_s": "leases, idle sequences, quotas",
     "keepalive_time_s": "connections",
     "event_loop": "the process: its start, its end, and steps that hang",
@@ -69,92 +77,42 @@ GROUPS: Final = {
 """Headings of `serve --help`: the first setting of each group, in the order of the settings."""
 
 
-class ServeSettings(BaseSettings):
-    """Every setting of `ferrum-rpc serve`."""
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ModelSettings:
+    """What an engine is built from. ``path`` is ``identity`` or a Hugging Face folder, ``name`` that of a model that is
+    built in. ``block_order`` permutes the cache's physical blocks, which must not change a bit of any answer. What has
+    a description is an option."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
-
-    host: str = Field("127.0.0.1", description="address to listen on, or unix:PATH")
-    port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    tokens: File | None = Field(None, description="file of bearer tokens, `name token [operator]` a line")
-    tls_cert: File | None = Field(None, description="PEM file of the server's certificate chain")
-    tls_key: File | None = Field(None, description="PEM file of its key")
-    tls_client_ca: File | None = Field(None, description="PEM file: ask clients for certificates of these authorities")
-    operators: str = Field("", description="names of client certificates that may use ExecutorControl, with commas")
-    insecure: bool = Field(False, description="listen beyond this machine without TLS and without tokens")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and cache")
-    quantize: Literal["none", "int8"] = Field("none", description="int8: round weights to 8 bits, on a CPU")
-    attention: str = Field("auto", description="attention backend")
-    cuda_graphs: Literal["auto", "off"] = Field("auto", description="on a GPU: record decode steps and replay them")
+    path: str
+    name: str = ""
+    block_order: tuple[int, ...] | None = None
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="type of weights and cache"
+    )
+    quantize: Literal["none", "int8"] = Field(default="none", description="int8: round weights to 8 bits, on a CPU")
+    attention: str = Field(default="auto", description="attention backend")
+    cuda_graphs: Literal["auto", "off"] = Field(
+        default="auto", description="on a GPU: record decode steps and replay them"
+    )
     overlap: Literal["auto", "off"] = Field(
-        "auto", description="on a GPU: begin a step while the one before it computes"
+        default="auto", description="on a GPU: begin a step while the one before it computes"
     )
-    engine: Literal["thread", "process"] = Field(
-        "thread", description="where the model runs: a thread of the server, or a process of its own"
-    )
-    threads: int | None = Field(None, ge=1, description="compute threads (default: torch's own choice)")
+    threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
     kv_memory: Bytes | None = Field(
-        None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
+        default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
     )
-    kv_blocks: int | None = Field(None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
-    block_size: int = Field(16, ge=1, le=1024, description="tokens of a cache block")
-    max_context: int | None = Field(None, ge=1, description="longest sequence (default: the model's)")
-    max_sequences: int = Field(1024, ge=1, description="live sequences")
-    max_batch_items: int = Field(256, ge=1, description="items of a call, and sequences of a step")
-    max_batch_tokens: int = Field(8192, ge=1, description="tokens of a call, and of a step")
-    max_queued_items: int = Field(4096, ge=1, description="items that may wait for a step")
-    max_queued_tokens: int = Field(1 << 18, ge=1, description="tokens that may wait for a step")
-    max_top_tokens: int = Field(1024, ge=1, description="k of top_tokens")
-    max_selected_tokens: int = Field(4096, ge=1, description="ids of selected_tokens")
-    max_request_bytes: Bytes = Field(1 << 20, description="bytes of a request message")
-    max_response_bytes: Bytes = Field(32 << 20, description="bytes of an answer's rows")
-    replay_bytes: Bytes = Field(64 << 20, description="bytes of recorded answers")
-    max_steps_in_flight: int = Field(8, ge=1, le=256, description="steps in flight of one session")
-    session_inline_bytes: Bytes = Field(1 << 20, description="tensors of a session above this come in row frames")
-    max_session_response_bytes: Bytes = Field(256 << 20, description="bytes of an answer's rows in a session")
-    max_unread_bytes: Bytes = Field(512 << 20, description="bytes of answers that may wait to be read, in all")
-    lease_ttl_s: float = Field(30.0, gt=0, description="seconds that a lease lives without renewal, by default")
-    min_lease_ttl_s: float = Field(1.0, gt=0, description="shortest lease that may be asked for, in seconds")
-    max_lease_ttl_s: float = Field(3600.0, gt=0, description="longest lease that may be asked for, in seconds")
-    idle_ttl_s: float = Field(600.0, gt=0, description="seconds that an unused sequence without a lease lives")
-    max_leases: int = Field(1024, ge=1, description="leases at a time")
-    max_sessions: int = Field(4096, ge=1, description="open sessions")
-    caller_share: float = Field(
-        0.5, gt=0, le=1, description="part of each table that one of several callers may hold; 1: all of it"
-    )
-    max_sequences_per_caller: int = Field(0, ge=0, description="live sequences of one caller; 0: its share")
-    max_blocks_per_caller: int = Field(0, ge=0, description="cache blocks of one caller; 0: its share")
-    keepalive_time_s: float = Field(30.0, gt=0, description="seconds of silence after which a client is pinged")
-    keepalive_timeout_s: float = Field(10.0, gt=0, description="seconds that a client has to answer a ping")
-    max_streams: int = Field(
-        4096, ge=1, description="calls that a connection may have open; 16 blunts floods where clients use sessions"
-    )
-    event_loop: Literal["auto", "asyncio", "uvloop"] = Field("auto", description="auto: uvloop where it is installed")
-    warmup: bool = Field(True, description="run typical steps before the first caller does")
-    grace_s: float = Field(30.0, ge=0, description="seconds that owned sequences are served after SIGTERM")
-    stall_timeout_s: float = Field(
-        1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"
-    )
-    max_step_s: float = Field(600.0, gt=0, description="seconds that an honest step may take")
-    metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free one (default: no metrics)"
-    )
-    metrics_host: str = Field("127.0.0.1", description="address of Prometheus metrics")
-    otel_endpoint: str | None = Field(
-        None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
-    )
-    log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal, else json")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
-    failpoints: FailpointRules = Field("", description="failures to be had, e.g. before_commit=error@3; for tests only")
-    failpoint_seed: int = Field(0, description="seed of failpoints with a probability")
-    identity_vocab_size: int = Field(256, ge=1, description="identity model: vocabulary")
-    identity_layers: int = Field(2, ge=1, description="identity model: layers")
-    identity_heads: int = Field(4, ge=1, description="identity model: query heads")
-    identity_kv_heads: int = Field(4, ge=1, description="identity model: key/value heads")
-    identity_head_dim: int = Field(8, ge=1, description="identity model: width of a head")
-    identity_max_context: int = Field(32768, ge=1, description="identity model: longest sequence")
-    identity_positional: bool = Field(False, description="identity model: add a positional term")
+    kv_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens of a cache block")
+    max_context: int | None = Field(default=None, ge=1, description="longest sequence (default: the model's)")
+    max_sequences: int = Field(default=1024, ge=1, description="live sequences")
+    identity_vocab_size: int = Field(default=256, ge=1, description="identity model: vocabulary")
+    identity_layers: int = Field(default=2, ge=1, description="identity model: layers")
+    identity_heads: int = Field(default=4, ge=1, description="identity model: query heads")
+    identity_kv_heads: int = Field(default=4, ge=1, description="identity model: key/value heads")
+    identity_head_dim: int = Field(default=8, ge=1, description="identity model: width of a head")
+    identity_max_context: int = Field(default=32768, ge=1, description="identity model: longest sequence")
+    identity_positional: bool = Field(default=False, description="identity model: add a positional term")
 
     @field_validator("kv_blocks")
     @classmethod
@@ -163,27 +121,100 @@ class ServeSettings(BaseSettings):
             raise ValueError("kv_memory says how large the cache is; set one of the two")
         return value
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`load_settings` merges the sources, so that the precedence stands in one line of ours."""
-        return (init_settings,)
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class ServeSettings:
+    """Every setting of `ferrum-rpc serve`."""
+
+    model: ModelSettings
+    host: str = Field(default="127.0.0.1", description="address to listen on, or unix:PATH")
+    port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    tokens: File | None = Field(default=None, description="file of bearer tokens, `name token [operator]` a line")
+    tls_cert: File | None = Field(default=None, description="PEM file of the server's certificate chain")
+    tls_key: File | None = Field(default=None, description="PEM file of its key")
+    tls_client_ca: File | None = Field(
+        default=None, description="PEM file: ask clients for certificates of these authorities"
+    )
+    operators: str = Field(
+        default="", description="names of client certificates that may use ExecutorControl, with commas"
+    )
+    insecure: bool = Field(default=False, description="listen beyond this machine without TLS and without tokens")
+    max_batch_items: int = Field(default=256, ge=1, description="items of a call, and sequences of a step")
+    max_batch_tokens: int = Field(default=8192, ge=1, description="tokens of a call, and of a step")
+    max_queued_items: int = Field(default=4096, ge=1, description="items that may wait for a step")
+    max_queued_tokens: int = Field(default=1 << 18, ge=1, description="tokens that may wait for a step")
+    max_top_tokens: int = Field(default=1024, ge=1, description="k of top_tokens")
+    max_selected_tokens: int = Field(default=4096, ge=1, description="ids of selected_tokens")
+    max_request_bytes: Bytes = Field(default=1 << 20, description="bytes of a request message")
+    max_response_bytes: Bytes = Field(default=32 << 20, description="bytes of an answer's rows")
+    replay_bytes: Bytes = Field(default=64 << 20, description="bytes of recorded answers")
+    max_steps_in_flight: int = Field(default=8, ge=1, le=256, description="steps in flight of one session")
+    session_inline_bytes: Bytes = Field(
+        default=1 << 20, description="tensors of a session above this come in row frames"
+    )
+    max_session_response_bytes: Bytes = Field(default=256 << 20, description="bytes of an answer's rows in a session")
+    max_unread_bytes: Bytes = Field(default=512 << 20, description="bytes of answers that may wait to be read, in all")
+    lease_ttl_s: float = Field(default=30.0, gt=0, description="seconds that a lease lives without renewal, by default")
+    min_lease_ttl_s: float = Field(default=1.0, gt=0, description="shortest lease that may be asked for, in seconds")
+    max_lease_ttl_s: float = Field(default=3600.0, gt=0, description="longest lease that may be asked for, in seconds")
+    idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without a lease lives")
+    max_leases: int = Field(default=1024, ge=1, description="leases at a time")
+    max_sessions: int = Field(default=4096, ge=1, description="open sessions")
+    caller_share: float = Field(
+        default=0.5, gt=0, le=1, description="part of each table that one of several callers may hold; 1: all of it"
+    )
+    max_sequences_per_caller: int = Field(default=0, ge=0, description="live sequences of one caller; 0: its share")
+    max_blocks_per_caller: int = Field(default=0, ge=0, description="cache blocks of one caller; 0: its share")
+    keepalive_time_s: float = Field(default=30.0, gt=0, description="seconds of silence after which a client is pinged")
+    keepalive_timeout_s: float = Field(default=10.0, gt=0, description="seconds that a client has to answer a ping")
+    max_streams: int = Field(
+        default=4096,
+        ge=1,
+        description="calls that a connection may have open; 16 blunts floods where clients use sessions",
+    )
+    event_loop: Literal["auto", "asyncio", "uvloop"] = Field(
+        default="auto", description="auto: uvloop where it is installed"
+    )
+    engine: Literal["thread", "process"] = Field(
+        default="thread", description="where the model runs: a thread of the server, or a process of its own"
+    )
+    warmup: bool = Field(default=True, description="run typical steps before the first caller does")
+    grace_s: float = Field(default=30.0, ge=0, description="seconds that owned sequences are served after SIGTERM")
+    stall_timeout_s: float = Field(
+        default=1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"
+    )
+    max_step_s: float = Field(default=600.0, gt=0, description="seconds that an honest step may take")
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free one (default: no metrics)"
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="address of Prometheus metrics")
+    otel_endpoint: str | None = Field(
+        default=None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        default="auto", description="auto: console on a terminal, else json"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least level that is logged"
+    )
+    failpoints: FailpointRules = Field(
+        default="", description="failures to be had, e.g. before_commit=error@3; for tests only"
+    )
+    failpoint_seed: int = Field(default=0, description="seed of failpoints with a probability")
 
     def limits(self) -> Limits:
         """The part that the service floor enforces and GetInfo names."""
-        return Limits(
-            **{
-                field.name: getattr(self, field.name)
-                for field in dataclasses.fields(Limits)
-                if field.name != "exact_span_tokens"
-            }
-        )
+        own = {name: getattr(self, name) for name in Limits.__dataclass_fields__ if hasattr(self, name)}
+        return Limits(**own, max_sequences=self.model.max_sequences)
+
+
+SETTINGS: Final[dict[str, FieldInfo]] = {
+    name: field
+    for settings in (ServeSettings, ModelSettings)
+    for name, field in vars(settings)["__pydantic_fields__"].items()
+    if field.description
+}
+"""Every setting by its name in a file, as it is declared."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -196,22 +227,24 @@ def read_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from error
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    _check_names(values, ServeSettings.model_fields, f"config file {path}: no setting")
+    _check_names(values, SETTINGS, f"config file {path}: no setting")
     return values
 
 
-def load_settings(flags: Mapping[str, Any], config_file: Path | None = None) -> ServeSettings:
-    """The settings of a run. ``flags`` holds what was written on the command line; ``config_file`` defaults to
-    FERRUM_CONFIG. Raises `ConfigError`."""
-    variables = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | OTHER_VARIABLES
-    given = [name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)]
-    _check_names(given, variables, "environment: no variable")
+def load_settings(path: str, flags: Mapping[str, Any], config_file: Path | None = None) -> ServeSettings:
+    """The settings of a run that serves the model at ``path``. ``flags`` holds what was written on the command line;
+    ``config_file`` defaults to FERRUM_CONFIG. Raises `ConfigError`."""
+    names = {f"{ENV_PREFIX}{name.upper()}": name for name in SETTINGS}
+    variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    _check_names(variables, names.keys() | OTHER_VARIABLES, "environment: no variable")
     if config_file is None and CONFIG_VARIABLE in os.environ:
         config_file = Path(os.environ[CONFIG_VARIABLE])
     in_file = {} if config_file is None else read_file(config_file)
-    in_environment = EnvSettingsSource(ServeSettings)()
+    in_environment = {names[variable]: value for variable, value in variables.items() if variable in names}
+    given = {**in_file, **in_environment, **flags}
+    of_model = {name: given.pop(name) for name in list(given) if name in ModelSettings.__dataclass_fields__}
     try:
-        return ServeSettings(**{**in_file, **in_environment, **flags})
+        return ServeSettings(model=ModelSettings(path, **of_model), **given)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

@@ -38,7 +38,7 @@ SECOND_SIGNAL_S = 0.2
 """What a second signal waits for the log's reader before it ends the process."""
 
 
-def serve(model: str, settings: ServeSettings) -> int:
+def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 after a graceful stop, 1 if it could not serve."""
     configure_logging(settings.log_format, settings.log_level)
     loop = choose_loop(settings.event_loop)
@@ -46,15 +46,15 @@ def serve(model: str, settings: ServeSettings) -> int:
     log.info("chosen", choice="allocator", reason=keep_freed_memory())
     log.info("chosen", choice="sockets", reason=f"read {polled()}")
     try:
-        model_folder(model)
+        model_folder(settings.model.path)
         with asyncio.Runner(loop_factory=loop.make) as runner:
-            return runner.run(_serve(model, settings))
+            return runner.run(_serve(settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:
         log.error("cannot_serve", error=str(error), action="change the setting or free what it names, then start again")
         return 1
 
 
-async def _serve(model: str, settings: ServeSettings) -> int:
+async def _serve(settings: ServeSettings) -> int:
     failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
     if failpoints.rules:
         log.warning(
@@ -63,7 +63,7 @@ async def _serve(model: str, settings: ServeSettings) -> int:
             action="this server fails on purpose; take --failpoints or FERRUM_FAILPOINTS away to serve",
         )
     server = ExecutorServer(
-        _engine(model, settings, failpoints),
+        _engine(settings, failpoints),
         settings.limits(),
         host=settings.host,
         port=settings.port,
@@ -110,13 +110,13 @@ async def warm_up(server: ExecutorServer) -> None:
         log.warning("warm_up_refused", error=str(error), action=action)
 
 
-def _engine(model: str, settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:
+def _engine(settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:
     """Where the model runs: what builds its runner, here or in a process of its own."""
     if settings.engine == "thread":
-        return partial(build, model, settings, failpoints)
+        return partial(build, settings.model, failpoints)
     if not hasattr(os, "memfd_create"):
         raise InvalidRequest("an engine in a process of its own shares memory as only Linux does", field="engine")
-    return Program((sys.executable, "-m", "ferrum_rpc.worker"), (model, settings), failpoints.fired.update)
+    return Program((sys.executable, "-m", "ferrum_rpc.worker"), settings, failpoints.fired.update)
 
 
 def _security(settings: ServeSettings) -> Security:

@@ -21,14 +21,13 @@ def main() -> int:
     """Serve until the server says stop, or is gone."""
     fired: dict[str, int] = {}
 
-    def made(setup: tuple[str, ServeSettings]) -> Runner:
+    def made(settings: ServeSettings) -> Runner:
         nonlocal fired
-        model, settings = setup
         configure_logging(settings.log_format, settings.log_level)
         keep_freed_memory()
         failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
         fired = failpoints.fired
-        runner = build(model, settings, failpoints)
+        runner = build(settings.model, failpoints)
         gc.collect()
         gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
         return runner

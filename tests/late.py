@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Rows, Span
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.sampling.transfer import Mark
@@ -64,7 +65,7 @@ class LateCompute(Compute):
         self.last = mark
 
 
-def late_runner(config: BuildConfig, stage: Stage | None = None) -> TorchRunner:
+def late_runner(config: ModelSettings, stage: Stage | None = None) -> TorchRunner:
     """The runner of ``config`` over a late device, with two steps under way."""
     plain = build_runner(config)
     return TorchRunner(

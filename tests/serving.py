@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import structlog
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Limits
-from ferrum_rpc.engine.build import BuildConfig, build_runner, failing_stage
+from ferrum_rpc.engine.build import build_runner, failing_stage
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
 
@@ -99,7 +99,7 @@ class Gate:
 
 @asynccontextmanager
 async def serve_model(
-    config: BuildConfig,
+    config: ModelSettings,
     *,
     stage: Stage | None = None,
     failpoints: Failpoints = NO_FAILPOINTS,
@@ -142,13 +142,13 @@ async def serve_identity(
 ) -> AsyncIterator[Served]:
     """Serve the identity model. ``options`` that are limits change `LIMITS`, the others go to `IdentityConfig`."""
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
-    config = BuildConfig(
-        model="identity",
+    config = ModelSettings(
+        path="identity",
         device="cpu",
         kv_blocks=kv_blocks,
         block_size=block_size,
         max_context=max_context,
-        identity=IdentityConfig(**options),
+        **{f"identity_{name}": value for name, value in options.items()},
     )
     async with serve_model(config, stage=stage, failpoints=failpoints, security=security, **limits) as served:
         yield served

@@ -21,7 +21,7 @@ from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round
 from benchmarks.engines.grpc import last_rows
 from ferrum_rpc.building import build
-from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import OutputSpec, Span, SpanResult, Step
 from ferrum_rpc.engine.runner import TorchRunner
 
@@ -49,9 +49,9 @@ class Inside:
     @asynccontextmanager
     async def open(cls, model: str, cells: Sequence[Cell], threads: int, device: str = "") -> AsyncIterator[Inside]:
         """Load the model as `ferrum-rpc serve` does."""
-        loading = ServeSettings(**settings(cells, threads, device))
+        loading = ModelSettings(model, **settings(cells, threads, device))
         with ThreadPoolExecutor(1, thread_name_prefix="in-process") as pool:
-            runner = await asyncio.get_running_loop().run_in_executor(pool, build, model, loading)
+            runner = await asyncio.get_running_loop().run_in_executor(pool, build, loading)
             assert isinstance(runner, TorchRunner)
             side = cls(runner, pool)
             del runner

@@ -5,14 +5,14 @@ Called in the model thread. The one place that puts models, weights, cache and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ferrum_rpc.attention.backend import select_backend
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
@@ -27,7 +27,6 @@ from ferrum_rpc.models.device_rows import select_rows_for
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.native import library
-from ferrum_rpc.selection import AUTO
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
@@ -38,33 +37,7 @@ CPU_MOST: Final = 4 << 30
 CUDA_SHARE: Final = 0.85
 
 
-@dataclass(frozen=True, slots=True)
-class BuildConfig:
-    """What to load and where.
-
-    ``model`` is ``identity`` or a Hugging Face folder. The cache has ``kv_blocks`` blocks, or as many as fit
-    ``kv_memory`` bytes; with neither it is sized from the memory that is left. ``block_order`` permutes the physical
-    blocks, which must not change a bit of any answer.
-    """
-
-    model: str
-    name: str = ""
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: str = QUANTIZE_NONE
-    attention: str = AUTO
-    cuda_graphs: str = "auto"
-    overlap: str = "auto"
-    block_size: int = 16
-    kv_memory: int | None = None
-    kv_blocks: int | None = None
-    max_sequences: int = 1024
-    max_context: int | None = None
-    identity: IdentityConfig = field(default_factory=IdentityConfig)
-    block_order: Sequence[int] | None = None
-
-
-def build_runner(config: BuildConfig, progress: Progress | None = None, stage: Stage | None = None) -> TorchRunner:
+def build_runner(config: ModelSettings, progress: Progress | None = None, stage: Stage | None = None) -> TorchRunner:
     """Load the model and make its runner. Raises typed errors that say what to do."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices)
@@ -76,13 +49,13 @@ def build_runner(config: BuildConfig, progress: Progress | None = None, stage: S
 
 
 def _assemble(
-    config: BuildConfig, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage | None
+    config: ModelSettings, model: Model, device: torch.device, choices: list[tuple[str, str]], stage: Stage | None
 ) -> TorchRunner:
-    info = model.info(config.name or Path(config.model).name)
+    info = model.info(config.name or Path(config.path).name)
     if config.quantize == QUANTIZE_INT8:
         info = replace(info, weight_dtype=QUANTIZE_INT8)
-    if config.model != IDENTITY and not config.name:
-        info = replace(info, folder=str(Path(config.model).absolute()))
+    if config.path != IDENTITY and not config.name:
+        info = replace(info, folder=str(Path(config.path).absolute()))
     if config.max_context is not None:
         most = info.max_context
         info = replace(info, max_context=min(most, config.max_context))
@@ -136,8 +109,6 @@ def _assemble(
 
 def _choose_device(requested: str, choices: list[tuple[str, str]]) -> torch.device:
     available = torch.cuda.is_available()
-    if requested not in ("auto", "cpu", "cuda"):
-        raise InvalidRequest(f"device {requested!r} is none of auto, cpu, cuda", field="device")
     if requested == "cuda" and not available:
         raise InvalidRequest("device cuda was asked for and torch finds no CUDA device", field="device")
     if requested != "auto":
@@ -158,16 +129,14 @@ def _check_kernels(choices: list[tuple[str, str]]) -> None:
 
 
 def _load(
-    config: BuildConfig, device: torch.device, choices: list[tuple[str, str]], progress: Progress | None
+    config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], progress: Progress | None
 ) -> Model:
-    if config.quantize not in (QUANTIZE_NONE, QUANTIZE_INT8):
-        raise InvalidRequest(f"quantize {config.quantize!r} is none of none, int8", field="quantize")
-    if config.model == IDENTITY:
+    if config.path == IDENTITY:
         if config.quantize != QUANTIZE_NONE:
             raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
         choices.append(("dtype=float32", "the identity model has no other"))
-        return IdentityModel(config.identity, device)
-    checkpoint = Checkpoint.open(config.model)
+        return IdentityModel(_identity(config), device)
+    checkpoint = Checkpoint.open(config.path)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     spec = read_spec(checkpoint)
@@ -184,8 +153,14 @@ def _load(
     return load_model(checkpoint, dtype, device, progress, spec=spec, linear=factory, ops=ops)
 
 
+def _identity(config: ModelSettings) -> IdentityConfig:
+    prefix = "identity_"
+    given = {name.removeprefix(prefix): value for name, value in vars(config).items() if name.startswith(prefix)}
+    return IdentityConfig(**given)
+
+
 def _size_cache(
-    config: BuildConfig, bytes_per_token: int, max_context: int, device: torch.device, choices: list[tuple[str, str]]
+    config: ModelSettings, bytes_per_token: int, max_context: int, device: torch.device, choices: list[tuple[str, str]]
 ) -> int:
     """Blocks of the cache, the null block not counted."""
     bytes_per_block = bytes_per_token * config.block_size

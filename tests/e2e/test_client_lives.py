@@ -14,15 +14,20 @@ import pytest_asyncio
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
 from ferrum_rpc.client.policy import fate_unknown
 from ferrum_rpc.client.session import OPENINGS
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError
-from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.service import state
 from ferrum_rpc.service.server import ExecutorServer
 from tests.serving import LIMITS, Served, serve_identity
 
 BOTH_WAYS = pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
-IDENTITY = BuildConfig("identity", device="cpu", kv_blocks=64, block_size=4, identity=IdentityConfig())
+IDENTITY = ModelSettings(
+    "identity",
+    device="cpu",
+    kv_blocks=64,
+    block_size=4,
+)
 
 
 async def counts(client: ExecutorClient) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 from clients.scheduler.driver import Driver
 from clients.scheduler.policy import Budget
 from ferrum_rpc.client import Answer, ExecutorClient, ExecutorInfo, FullLogits, OutputSpec, Positions, Sampler, Sampling
-from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
 from tests.e2e.test_scheduler_runs import DEMO, Watcher, prompts, requests
@@ -30,7 +30,7 @@ async def exact(monkeypatch: pytest.MonkeyPatch, **options: int) -> AsyncIterato
         pytest.skip("the demo model has not been built")
     flags = cpu.flags() - {linear.AMX}
     monkeypatch.setattr(cpu, "flags", lambda: flags)
-    config = BuildConfig(model=str(DEMO), device="cpu", dtype="bfloat16", **options)
+    config = ModelSettings(path=str(DEMO), device="cpu", dtype="bfloat16", **options)
     async with serve_model(config) as served, ExecutorClient(served.target) as client:
         if (await client.info()).limits.exact_span_tokens == 0:
             pytest.skip("this CPU does not multiply bfloat16 in vectors, or nothing was compiled")

@@ -27,7 +27,7 @@ from ferrum_rpc.client import (
     Sequence,
     TopTokens,
 )
-from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.executor.v1 import types_pb2
 from tests.checkpoints import make_checkpoint
@@ -81,7 +81,7 @@ LONG = some_tokens(8, 300)
 class Model:
     """A checkpoint, its server and its oracle."""
 
-    config: BuildConfig
+    config: ModelSettings
     dtype: torch.dtype
     served: Served
     oracle: Oracle
@@ -102,7 +102,7 @@ async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     family, overrides = MODELS[name]
     seed = zlib.crc32(name.encode())
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), family, dtype=dtype, seed=seed, shards=2, **overrides)
-    config = BuildConfig(
+    config = ModelSettings(
         str(folder),
         device="cpu",
         dtype=str(dtype).removeprefix("torch."),

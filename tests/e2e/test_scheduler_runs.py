@@ -20,7 +20,8 @@ from clients.scheduler.program import main, serve
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy, Sampler, Sampling
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import Unauthenticated
 from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied
@@ -460,7 +461,7 @@ async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling:
 async def demo(**options: Any) -> AsyncIterator[Served]:
     if not (DEMO / "model.safetensors").is_file():
         pytest.skip("the demo model has not been built")
-    async with serve_model(BuildConfig(model=str(DEMO), device="cpu", dtype="float32", **options)) as served:
+    async with serve_model(ModelSettings(path=str(DEMO), device="cpu", dtype="float32", **options)) as served:
         yield served
 
 
@@ -491,7 +492,7 @@ async def test_the_program_serves_prompts_and_sums_up(capsys: pytest.CaptureFixt
 
 @BOTH_WAYS
 async def test_the_program_reaches_an_executor_on_a_unix_socket(tmp_path: Path, session: bool) -> None:
-    config = BuildConfig(model="identity", device="cpu", kv_blocks=64, block_size=4)
+    config = ModelSettings(path="identity", device="cpu", kv_blocks=64, block_size=4)
     server = ExecutorServer(lambda: build_runner(config), LIMITS, host=f"unix:{tmp_path / 'socket'}")
     await server.start()
     try:

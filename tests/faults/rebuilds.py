@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence
-from ferrum_rpc.engine.build import BuildConfig
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
 from ferrum_rpc.service.records import Ending
@@ -34,7 +34,7 @@ async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
     hidden = cpu.flags() - {linear.AMX}  # a CPU with a matrix unit would choose products that promise nothing
     flags, cpu.flags = cpu.flags, lambda: hidden
     try:
-        async with serve_model(BuildConfig(model=str(DEMO), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
+        async with serve_model(ModelSettings(path=str(DEMO), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
             for _ in range(size.rebuilt_histories):
                 await _lost_and_rebuilt(served.target, dice, outcomes, "bfloat16", lambda: _forget(served, dice))
     finally:

@@ -18,7 +18,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
@@ -41,7 +42,7 @@ LONG_AGO: Final = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
 @asynccontextmanager
 async def secured(security: Security) -> AsyncIterator[ExecutorServer]:
     """An identity server with these settings, on a free port."""
-    config = BuildConfig(model="identity", device="cpu", kv_blocks=64, block_size=4)
+    config = ModelSettings(path="identity", device="cpu", kv_blocks=64, block_size=4)
     server = ExecutorServer(lambda: build_runner(config), LIMITS, host="localhost", security=security)
     await server.start()
     try:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
@@ -25,7 +26,7 @@ from ferrum_rpc.core import (
     Step,
     TopTokens,
 )
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
@@ -58,7 +59,7 @@ def rows(runner: TorchRunner, *spans: Span) -> list[np.ndarray]:
 
 
 def test_identity_on_the_device_is_the_formula() -> None:
-    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4))
+    runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4))
     assert runner.device.kind == "cuda"
     [first] = rows(runner, span(1, TOKENS[:40], 0))
     [second] = rows(runner, span(1, TOKENS[40:], 40))
@@ -75,7 +76,7 @@ def test_families_on_the_device_against_float64(tmp_path: Path, family: str, dty
     expected = reference_logits(reference, TOKENS, torch.float64).numpy()
     own = np.sqrt(np.mean((reference_logits(reference, TOKENS, dtype).numpy() - expected) ** 2))
     name = str(dtype).removeprefix("torch.")
-    runner = build_runner(BuildConfig(model=str(path), device="cuda", dtype=name, kv_blocks=64, block_size=4))
+    runner = build_runner(ModelSettings(path=str(path), device="cuda", dtype=name, kv_blocks=64, block_size=4))
     chunks = [rows(runner, span(1, TOKENS[a:b], a))[0] for a, b in ((0, 33), (33, 34), (34, 90))]
     error = np.concatenate(chunks).astype(np.float64) - expected
     if dtype is torch.float32:
@@ -94,7 +95,7 @@ def test_a_failed_step_on_the_device_restores_what_it_overwrote() -> None:
         if failing and name == "commit":
             raise ValueError(name)
 
-    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
+    runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
     rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:30], 0))
     failing = True
     with pytest.raises(StepFailed):
@@ -106,14 +107,14 @@ def test_a_failed_step_on_the_device_restores_what_it_overwrote() -> None:
 
 
 def test_the_cache_is_sized_from_what_the_device_has_left() -> None:
-    runner = build_runner(BuildConfig(model="identity", device="cuda", max_sequences=1 << 20))
+    runner = build_runner(ModelSettings(path="identity", device="cuda", max_sequences=1 << 20))
     free, total = torch.cuda.mem_get_info()
     used = runner.kv.total_blocks * 16 * runner.info.kv_bytes_per_token
     assert 0.5 * total < used < total and free > 0
 
 
 def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
-    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64))
+    runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64))
     with runner.context():
         greedy = Span(1, np.array([5], dtype=np.int32), 0, OutputSpec(Positions.LAST, Greedy()), create=True)
         [outcome] = runner.forward(Step((greedy,))).outcomes
@@ -126,8 +127,8 @@ def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:
     path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
     replaying, eager = (
         build_runner(
-            BuildConfig(
-                model=path, device="cuda", dtype="float32", kv_blocks=64, block_size=4, max_sequences=8, cuda_graphs=way
+            ModelSettings(
+                path=path, device="cuda", dtype="float32", kv_blocks=64, block_size=4, max_sequences=8, cuda_graphs=way
             )
         )
         for way in ("auto", "off")
@@ -151,7 +152,7 @@ def test_a_failed_replay_restores_what_it_overwrote() -> None:
         if failing and name == "select":
             raise ValueError(name)
 
-    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
+    runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4), stage=stage)
     rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:30], 0))
     rows(runner, span(1, [3], 30), span(2, [3], 30))
     failing = True
@@ -165,7 +166,7 @@ def test_a_failed_replay_restores_what_it_overwrote() -> None:
 
 @pytest.mark.parametrize("kind", [FullLogits(), Greedy(), Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5))])
 def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: OutputKind) -> None:
-    config = BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4)
+    config = ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4)
     overlapped, alone = build_runner(config), build_runner(replace(config, overlap="off"))
     choices = [dict(runner.device.choices) for runner in (overlapped, alone)]
     assert "overlap=2" in choices[0] and choices[1]["overlap=off"] == "requested"
@@ -192,7 +193,7 @@ def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: O
 
 def test_nothing_in_begin_waits_for_the_device() -> None:
     """Torch raises where the host would wait. Each step has rows of its own, an undo, and a copy of a shared block."""
-    runner = build_runner(BuildConfig(model="identity", device="cuda", kv_blocks=64, block_size=4))
+    runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4))
     rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:9], 0))
     kinds: list[OutputKind] = [Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5)), FullLogits()]
     for child, kind in enumerate(kinds, start=3):

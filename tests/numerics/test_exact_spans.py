@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.numerics.harness import CPU, Executor, native, rounded_model
@@ -71,7 +72,7 @@ def test_nothing_is_promised_of_products_that_are_not_ours(dtype, linear):
 
 
 def test_the_build_tells_what_its_choices_promise():
-    config = BuildConfig(model="identity", device="cpu", kv_blocks=8, identity=IdentityConfig(head_dim=32))
+    config = ModelSettings(path="identity", device="cpu", kv_blocks=8, identity_head_dim=32)
     runner = build_runner(config)
     assert runner.device.exact_span_tokens == runner.compute.exact_span_tokens
     promised = {"native": 32, "torch": 0}

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
@@ -269,7 +270,7 @@ async def test_starting_is_unavailable_and_health_says_not_serving() -> None:
 
     def build() -> Any:
         release.wait(30)
-        return build_runner(BuildConfig(model="identity", kv_blocks=8))
+        return build_runner(ModelSettings(path="identity", kv_blocks=8))
 
     server = ExecutorServer(build, LIMITS)
     await server.start()

@@ -17,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
-from ferrum_rpc.config import ENV_PREFIX, ServeSettings
+from ferrum_rpc.config import ENV_PREFIX, SETTINGS
 from tools.wheels import lists, normal
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def test_image_and_compose_file_start_the_same_server() -> None:
 
 @pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
 def test_every_variable_of_the_executor_is_one_of_its_settings(name: str) -> None:
-    known = {f"{ENV_PREFIX}{field.upper()}" for field in ServeSettings.model_fields}
+    known = {f"{ENV_PREFIX}{field.upper()}" for field in SETTINGS}
     given = compose(name)["services"]["executor"]["environment"]
     assert {variable for variable in given if variable.startswith(ENV_PREFIX)} <= known
 
@@ -132,7 +132,7 @@ def test_metrics_are_on_the_network_of_the_stack_and_not_on_the_host() -> None:
 
 
 def test_engine_waits_longer_than_the_calls_in_flight_may_take() -> None:
-    grace = ServeSettings.model_fields["grace_s"].default
+    grace = SETTINGS["grace_s"].default
     assert seconds(service("executor")["stop_grace_period"]) >= grace + 10
 
 

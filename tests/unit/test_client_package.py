@@ -22,7 +22,7 @@ import ferrum_rpc.client
 print("\\n".join(sorted(sys.modules)))
 """
 
-SERVER_ONLY = {"torch", "pydantic", "pydantic_settings", "structlog", "safetensors", "psutil", "transformers"}
+SERVER_ONLY = {"torch", "pydantic", "structlog", "safetensors", "psutil", "transformers"}
 CLIENT_FLOORS = {"client", "core", "errors", "executor", "wire"}
 
 

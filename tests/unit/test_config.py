@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 from ferrum_rpc.cli import main
-from ferrum_rpc.config import GROUPS, ServeSettings, load_settings, parse_bytes
+from ferrum_rpc.config import GROUPS, SETTINGS, load_settings, parse_bytes
 from ferrum_rpc.usage import ConfigError
 
 
@@ -24,15 +25,15 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch
     file.write_text('port = 1\nblock-size = 8\nhost = "::1"\n')
     monkeypatch.setenv("FERRUM_PORT", "2")
     monkeypatch.setenv("FERRUM_BLOCK_SIZE", "32")
-    settings = load_settings({"port": "3"}, file)
-    assert (settings.port, settings.block_size, settings.host, settings.max_batch_items) == (3, 32, "::1", 256)
+    settings = load_settings("identity", {"port": "3"}, file)
+    assert (settings.port, settings.model.block_size, settings.host, settings.max_batch_items) == (3, 32, "::1", 256)
 
 
 def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ferrum.toml"
     file.write_text('kv_memory = "64MiB"\n')
     monkeypatch.setenv("FERRUM_CONFIG", str(file))
-    assert load_settings({}).kv_memory == 64 << 20
+    assert load_settings("identity", {}).model.kv_memory == 64 << 20
 
 
 def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(
@@ -41,11 +42,11 @@ def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(
     file = tmp_path / "ferrum.toml"
     file.write_text("blok_size = 8\n")
     with pytest.raises(ConfigError, match=r"ferrum\.toml.*'blok_size' \(did you mean 'block_size'\?\)"):
-        load_settings({}, file)
+        load_settings("identity", {}, file)
     with monkeypatch.context() as patch:
         patch.setenv("FERRUM_DEVISE", "cpu")
         with pytest.raises(ConfigError, match=r"FERRUM_DEVISE.*did you mean 'FERRUM_DEVICE'"):
-            load_settings({})
+            load_settings("identity", {})
     for arguments, nearest in (
         (["serve", "identity", "--blok-size", "8"], "--block-size"),
         (["serv", "identity"], "serve"),
@@ -59,17 +60,19 @@ def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(
 
 def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535"):
-        load_settings({"port": "70000"})
+        load_settings("identity", {"port": "70000"})
     with pytest.raises(ConfigError, match="device"):
-        load_settings({"device": "tpu"})
+        load_settings("identity", {"device": "tpu"})
+    with pytest.raises(ConfigError, match=r"quantize: .*'none' or 'int8'"):
+        load_settings("identity", {"quantize": "int4"})
     with pytest.raises(ConfigError, match="no number of bytes"):
-        load_settings({"kv_memory": "5 bananas"})
+        load_settings("identity", {"kv_memory": "5 bananas"})
     with pytest.raises(ConfigError, match="missing"):
-        load_settings({}, tmp_path / "missing.toml")
+        load_settings("identity", {}, tmp_path / "missing.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("port = = 1")
     with pytest.raises(ConfigError, match="broken"):
-        load_settings({}, broken)
+        load_settings("identity", {}, broken)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +85,17 @@ def test_bytes_are_written_with_units(text: str, number: int) -> None:
 
 def test_a_cache_sized_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^kv_blocks: kv_memory says how large the cache is; set one of the two"):
-        load_settings({"kv_memory": "1MiB", "kv_blocks": "5"})
+        load_settings("identity", {"kv_memory": "1MiB", "kv_blocks": "5"})
     monkeypatch.setenv("FERRUM_KV_MEMORY", "1MiB")
     with pytest.raises(ConfigError, match="set one of the two"):
-        load_settings({"kv_blocks": "5"})
+        load_settings("identity", {"kv_blocks": "5"})
 
 
 def test_paths_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_settings({"tokens": "mine"}).tokens == tmp_path / "mine"
+    assert load_settings("identity", {"tokens": "mine"}).tokens == tmp_path / "mine"
     with pytest.raises(ConfigError, match=str(tmp_path / "gone.toml")):
-        load_settings({}, Path("gone.toml"))
+        load_settings("identity", {}, Path("gone.toml"))
 
 
 def test_the_settings_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +104,7 @@ def test_the_settings_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     blocks = {block.partition(":\n")[0]: block for block in text.split("\n\n")}
     assert set(GROUPS.values()) <= set(blocks)
-    assert set(GROUPS) <= set(ServeSettings.model_fields)
+    assert set(GROUPS) <= set(SETTINGS)
     assert "--tokens" in blocks[GROUPS["host"]] and "--max-context" in blocks[GROUPS["kv_memory"]]
     assert "--identity-heads" in blocks[GROUPS["identity_vocab_size"]]
     assert len(blocks["options"].splitlines()) < 5  # what is in no group
@@ -112,11 +115,11 @@ def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    for name, field in ServeSettings.model_fields.items():
+    for name, field in SETTINGS.items():
         assert "--" + name.replace("_", "-") in text
         assert field.description
 
 
 def test_settings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load_settings({}).port = 1  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        load_settings("identity", {}).port = 1  # type: ignore[misc]

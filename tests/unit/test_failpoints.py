@@ -124,11 +124,11 @@ def test_a_crash_is_sigkill_after_its_log_line() -> None:
 )
 def test_a_setting_that_is_wrong_says_what_would_be_right(text: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="failpoints: ") as caught:
-        load_settings({"failpoints": text})
+        load_settings("identity", {"failpoints": text})
     assert hint in str(caught.value)
 
 
 def test_a_setting_that_is_right_is_kept_as_written() -> None:
     text = "before_commit=error@3;after_forward=crash@10+; fork=delay:20@p0.5;"
-    assert load_settings({"failpoints": text}).failpoints == text
+    assert load_settings("identity", {"failpoints": text}).failpoints == text
     assert len(parse_failpoints(text)) == 3

@@ -36,6 +36,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.terminal": Floor(),
     "ferrum_rpc.logs": Floor("terminal", "structlog"),
     "ferrum_rpc.failpoints": Floor("errors logs", "structlog"),
+    "ferrum_rpc.usage": Floor(),
+    "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic"),
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
@@ -60,7 +62,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.work engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.work engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
-        "core errors failpoints kv kv.store models attention sampling weights distributed native selection engine.work",
+        "config core errors failpoints kv kv.store models attention sampling weights distributed native selection "
+        "engine.work",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(
@@ -70,8 +73,6 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
     # programs
-    "ferrum_rpc.usage": Floor(),
-    "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic pydantic_settings"),
     "ferrum_rpc.event_loop": Floor("usage", "uvloop"),
     "ferrum_rpc.allocator": Floor(),
     "ferrum_rpc.openmp": Floor(),

@@ -20,15 +20,15 @@ import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import CacheState, FullLogits, OutputSpec, Positions, Span, SpanResult, Step, StepResult
 from ferrum_rpc.engine import loop as engine_loop
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
 from ferrum_rpc.engine.work import Finished, Operation, Runner, State, Submission
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
-from ferrum_rpc.models.identity import IdentityConfig
 from tests.late import late_runner
 
 
@@ -279,12 +279,14 @@ def test_the_next_step_is_due_when_the_last_ones_length_leaves_time_to_begin_it(
 
 # --- any history ------------------------------------------------------------------------------------------------------
 
-CONFIG = BuildConfig(
-    model="identity",
+CONFIG = ModelSettings(
+    path="identity",
     device="cpu",
     block_size=4,
     kv_blocks=24,
-    identity=IdentityConfig(vocab_size=32, layers=1, positional=True),
+    identity_vocab_size=32,
+    identity_layers=1,
+    identity_positional=True,
 )
 STAGES = ("reserve", "plan", "forward", "select", "commit", "truncate", "fork", "release")
 

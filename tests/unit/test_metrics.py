@@ -21,7 +21,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
-from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.config import ModelSettings, ServeSettings
 from ferrum_rpc.core import CacheState, StepTiming
 from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
@@ -47,7 +47,7 @@ def context(*metadata: tuple[str, str]) -> Any:
 
 def observed() -> tuple[ServerState, CallLog, StepMeter, CollectorRegistry]:
     """The books of a server in which every family has a sample."""
-    state, calls, steps = ServerState(ServeSettings().limits()), CallLog(), StepMeter()
+    state, calls, steps = ServerState(ServeSettings(model=ModelSettings("identity")).limits()), CallLog(), StepMeter()
     thread: Any = SimpleNamespace(
         cache=CacheState(block_size=16, total_blocks=100, free_blocks=60, sequences=0),
         counters=EngineCounters(),

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
@@ -29,20 +30,21 @@ from ferrum_rpc.core import (
     StepResult,
     TopTokens,
 )
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import Pending, TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
-from ferrum_rpc.models.identity import IdentityConfig
 from tests.late import LateCompute, late_runner
 
 SIZE = 4
-CONFIG = BuildConfig(
-    model="identity",
+CONFIG = ModelSettings(
+    path="identity",
     device="cpu",
     block_size=SIZE,
     kv_blocks=14,
-    identity=IdentityConfig(vocab_size=32, layers=2, positional=True),
+    identity_vocab_size=32,
+    identity_layers=2,
+    identity_positional=True,
 )
 KINDS: tuple[OutputKind, ...] = (
     FullLogits(),
@@ -77,7 +79,7 @@ class UnderWay(NamedTuple):
 class Pair:
     """A runner with two steps under way, and one that runs each of them when the other begins it."""
 
-    def __init__(self, config: BuildConfig = CONFIG) -> None:
+    def __init__(self, config: ModelSettings = CONFIG) -> None:
         self._armed: str | None = None
         self._commit_fails: set[int] = set()
         self.late = late_runner(config, self._stage)

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
     FullLogits,
     OutputSpec,
@@ -29,11 +30,10 @@ from ferrum_rpc.core import (
     StepResult,
     TopTokens,
 )
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
-from ferrum_rpc.models.identity import IdentityConfig
 from tests.checkpoints import make_checkpoint
 from tests.kv.kv_world import everything
 
@@ -49,12 +49,14 @@ ROWS = OutputSpec(Positions.ALL, FullLogits())
 LAST = OutputSpec(Positions.LAST, FullLogits())
 SILENT = OutputSpec(Positions.NONE)
 
-IDENTITY = BuildConfig(
-    model="identity",
+IDENTITY = ModelSettings(
+    path="identity",
     device="cpu",
     block_size=SIZE,
     kv_blocks=24,
-    identity=IdentityConfig(vocab_size=64, layers=LAYERS, positional=True),
+    identity_vocab_size=64,
+    identity_layers=LAYERS,
+    identity_positional=True,
 )
 
 
@@ -132,7 +134,7 @@ class Saboteur:
 class Twins:
     """A runner that can be made to fail and one that cannot, in the same state; and what every sequence holds."""
 
-    def __init__(self, config: BuildConfig = IDENTITY) -> None:
+    def __init__(self, config: ModelSettings = IDENTITY) -> None:
         self.saboteur = Saboteur()
         self.runner = build_runner(config, stage=self.saboteur)
         self.saboteur.infiltrate(self.runner)
@@ -425,7 +427,7 @@ SHARED = {
 """Their steps write into a part of a block that others hold too: it is copied."""
 
 
-def run_scenario(scenario: Callable[[Twins], Step], config: BuildConfig = IDENTITY) -> Counter[str]:
+def run_scenario(scenario: Callable[[Twins], Step], config: ModelSettings = IDENTITY) -> Counter[str]:
     """Rehearse, to learn how often each point is passed; then fail at every passage, and run the step at last."""
     rehearsal = Twins(config)
     step = scenario(rehearsal)
@@ -459,14 +461,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_decoder_with_weights_is_as_before_too(
     checkpoint: Path, scenario: Callable[[Twins], Step], dtype: str
 ) -> None:
-    run_scenario(scenario, BuildConfig(str(checkpoint), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=24))
+    run_scenario(scenario, ModelSettings(str(checkpoint), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=24))
 
 
 @pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
 def test_layers_in_c_that_stop_half_way_leave_everything_as_before(
     checkpoint: Path, scenario: Callable[[Twins], Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twins = Twins(BuildConfig(str(checkpoint), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24))
+    twins = Twins(ModelSettings(str(checkpoint), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24))
     if twins.twin.compute._native is None:
         pytest.skip("layers do not run in C here")
     del twins.runner.attention.native_step

@@ -479,14 +479,16 @@ def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkey
 
     monkeypatch.setenv("FERRUM_TOKEN", "a-token")
     with capture_logs() as logs:
-        assert _security(load_settings({})) == Security()
+        assert _security(load_settings("identity", {})) == Security()
     assert [each["event"] for each in logs] == ["token_variable_ignored"] and "a-token" not in str(logs)
     monkeypatch.setenv("FERRUM_TOKENS", "/run/tokens")
     with capture_logs() as logs:
-        assert _security(load_settings({"tls_cert": "c", "tls_key": "k"})) == Security(
+        assert _security(load_settings("identity", {"tls_cert": "c", "tls_key": "k"})) == Security(
             tokens=Path("/run/tokens"), tls_cert=Path("c").absolute(), tls_key=Path("k").absolute()
         )
     assert logs == []
     monkeypatch.delenv("FERRUM_TOKENS")
-    settings = load_settings({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "operators": "root, ops ,"})
+    settings = load_settings(
+        "identity", {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "operators": "root, ops ,"}
+    )
     assert _security(settings).operators == {"root", "ops"}

@@ -11,22 +11,23 @@ import pytest
 import structlog
 import torch
 
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.device import select_compute, select_depth
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
-from ferrum_rpc.models.identity import IdentityConfig
 from tests.kernels.rerun import Rerun
 from tests.kernels.worlds import PlannedTorch
 
-CONFIG = BuildConfig(
-    model="identity",
+CONFIG = ModelSettings(
+    path="identity",
     device="cpu",
     attention="torch",
     block_size=4,
     kv_blocks=80,
-    identity=IdentityConfig(vocab_size=64, max_context=64),
+    identity_vocab_size=64,
+    identity_max_context=64,
 )
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ferrum_rpc.engine.build import BuildConfig, build_runner
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.loading import choose_dtype, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
@@ -426,7 +427,7 @@ def test_sizes_that_are_not_those_of_the_tensors_cost_nothing(single, tmp_path, 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | giant))
     with Largest() as seen, pytest.raises(InvalidRequest):
-        build_runner(BuildConfig(str(folder), device="cpu", dtype=dtype))
+        build_runner(ModelSettings(str(folder), device="cpu", dtype=dtype))
     assert seen.nbytes < 100_000
 
 
@@ -437,7 +438,7 @@ def test_a_weight_that_is_not_finite_is_named(single, tmp_path, stored, value, q
     folder = shutil.copytree(single, tmp_path / "poisoned")
     names = ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight")
     good = {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
-    config = BuildConfig(str(folder), device="cpu", dtype="bfloat16", kv_blocks=4, quantize=quantize)
+    config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", kv_blocks=4, quantize=quantize)
     for name in names:
         bad = good[name].clone()
         bad.view(-1)[7] = value
