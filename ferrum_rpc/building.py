@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.work import Runner
+from ferrum_rpc.engine.api import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.openmp import wait_briefly

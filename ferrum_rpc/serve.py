@@ -17,9 +17,9 @@ from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build, model_folder
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import NO_KERNELS
+from ferrum_rpc.engine.api import Described, Runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import Program
-from ferrum_rpc.engine.work import Described, Runner
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush, heapreplace
 
-from ferrum_rpc.engine.work import Submission
+from ferrum_rpc.engine.api import Submission
 
 
 class Backlog:

@@ -27,9 +27,9 @@ from queue import Empty
 from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
+from ferrum_rpc.engine.api import EngineCounters, Finished, Operation, Runner, Submission, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
-from ferrum_rpc.engine.work import EngineCounters, Finished, Operation, Runner, Submission, lost
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
 
 Work = Submission | Operation | None

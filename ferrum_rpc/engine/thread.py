@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ferrum_rpc.core import StepTiming
+from ferrum_rpc.engine.api import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, deliver
 from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.work import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, deliver
 
 
 class ModelThread(EngineLoop):

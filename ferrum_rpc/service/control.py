@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
-from ferrum_rpc.engine.work import Command, Engine, Operation, Submission
+from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.records import Ending, SequenceRecord

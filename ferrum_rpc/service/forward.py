@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ferrum_rpc.core import ItemAnswer, ItemOutcome, Span, SpanOutcome, StepTiming, WorkItem, named
-from ferrum_rpc.engine.work import Submission
+from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
 from ferrum_rpc.service.admission import Admitted, Sound, admit, has_room, queue_full, sound_items, too_large
 from ferrum_rpc.service.auth import ARRIVED

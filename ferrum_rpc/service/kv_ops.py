@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer
-from ferrum_rpc.engine.work import Command, Operation
+from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.records import Ending, SequenceRecord

@@ -19,10 +19,10 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ferrum_rpc.core import Limits
+from ferrum_rpc.engine.api import Described, Engine, Runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.thread import ModelThread
-from ferrum_rpc.engine.work import Described, Engine, Runner
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2_grpc,

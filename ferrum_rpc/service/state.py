@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, named
-from ferrum_rpc.engine.work import Command, Engine, Operation
+from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable

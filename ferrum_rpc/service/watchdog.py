@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from ferrum_rpc.engine.work import Engine
+from ferrum_rpc.engine.api import Engine
 from ferrum_rpc.service.health import HealthBoard
 from ferrum_rpc.service.supervisor import Background, Supervisor
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.core import OutputSpec, Span
+from ferrum_rpc.engine.api import State, Submission
 from ferrum_rpc.engine.backlog import Backlog
-from ferrum_rpc.engine.work import State, Submission
 from tests.unit.test_loop_overlap import Fake, Loop, Script
 
 ITEMS, TOKENS = 8, 64

@@ -28,6 +28,7 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
+from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.engine.process.ipc import (
     INLINE_BYTES,
     KEPT_BYTES,
@@ -36,7 +37,6 @@ from ferrum_rpc.engine.process.ipc import (
     SharedMemory,
     dump,
 )
-from ferrum_rpc.engine.work import EngineCounters
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 

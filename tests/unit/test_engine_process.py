@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import FullLogits, OutputSpec, SelectedTokens, Span, SpanResult
+from ferrum_rpc.engine.api import Command, Operation, Submission
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
-from ferrum_rpc.engine.work import Command, Operation, Submission
 from ferrum_rpc.errors import (
     DeadlineExceeded,
     DeviceLost,

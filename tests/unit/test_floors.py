@@ -52,22 +52,22 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.liveness": Floor(),
-    "ferrum_rpc.engine.work": Floor("core errors"),
+    "ferrum_rpc.engine.api": Floor("core errors"),
     "ferrum_rpc.engine.overlap": Floor(),
-    "ferrum_rpc.engine.backlog": Floor("engine.work"),
-    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.overlap engine.work"),
-    "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.work engine.loop"),
+    "ferrum_rpc.engine.backlog": Floor("engine.api"),
+    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.overlap engine.api"),
+    "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.api engine.loop"),
     "ferrum_rpc.engine.process": Floor(),
-    "ferrum_rpc.engine.process.ipc": Floor("core engine.work", "numpy"),
-    "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.work engine.process.ipc", "numpy"),
-    "ferrum_rpc.engine.process.child": Floor("core engine.work engine.loop engine.process.ipc"),
+    "ferrum_rpc.engine.process.ipc": Floor("core engine.api", "numpy"),
+    "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
+    "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
         "config core errors failpoints kv kv.store models attention sampling weights distributed native selection "
-        "engine.work",
+        "engine.api",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints executor wire engine.liveness engine.work engine.thread "
+        "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",
         "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
@@ -79,11 +79,11 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.polling": Floor(),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.building": Floor(
-        "errors failpoints models engine engine.work config usage openmp terminal", "structlog torch"
+        "errors failpoints models engine engine.api config usage openmp terminal", "structlog torch"
     ),
-    "ferrum_rpc.worker": Floor("failpoints engine.work engine.process.child building logs config allocator"),
+    "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config allocator"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.work service building logs "
+        "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
         "config usage event_loop allocator polling",
         "structlog",
     ),
@@ -301,8 +301,8 @@ VIOLATIONS = {
     ),
     "models import the engine": (
         "models/base.py",
-        "from ferrum_rpc.engine.work import State",
-        "models.base:1 imports ferrum_rpc.engine.work",
+        "from ferrum_rpc.engine.api import State",
+        "models.base:1 imports ferrum_rpc.engine.api",
     ),
     "models import attention, which they must not know": (
         "models/base.py",

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import CacheState, FullLogits, OutputSpec, Positions, Span, SpanResult, Step, StepResult
 from ferrum_rpc.engine import loop as engine_loop
+from ferrum_rpc.engine.api import Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
-from ferrum_rpc.engine.work import Finished, Operation, Runner, State, Submission
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from tests.late import late_runner
 

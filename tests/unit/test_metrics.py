@@ -23,7 +23,7 @@ from prometheus_client import Histogram as TheirHistogram
 
 from ferrum_rpc.config import ModelSettings, ServeSettings
 from ferrum_rpc.core import CacheState, StepTiming
-from ferrum_rpc.engine.work import EngineCounters
+from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
 from ferrum_rpc.service import metrics, telemetry
 from ferrum_rpc.service.bind import PortInUse

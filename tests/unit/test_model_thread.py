@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import CacheState, OutputSpec, Span, SpanResult, Step, StepResult
+from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.thread import ModelThread
-from ferrum_rpc.engine.work import Operation, Submission
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, KvBlocksExhausted, StepFailed
 
 

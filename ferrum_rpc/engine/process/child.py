@@ -20,9 +20,9 @@ from queue import Empty
 from typing import Any, Final
 
 from ferrum_rpc.core import SpanOutcome, StepTiming
+from ferrum_rpc.engine.api import Described, Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
-from ferrum_rpc.engine.work import Described, Finished, Operation, Runner, State, Submission
 
 READ_BYTES: Final = 64 << 10
 OURS: Final = ("ferrum_rpc", "builtins")

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import CacheState, OutputSpec, RowBlock, RowKind, Rows, Span, SpanOutcome, SpanResult, StepTiming
-from ferrum_rpc.engine.work import EngineCounters
+from ferrum_rpc.engine.api import EngineCounters
 
 INLINE_BYTES: Final = 16 << 10
 """Larger columns of rows go through the shared memory."""

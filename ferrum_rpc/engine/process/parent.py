@@ -23,9 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import CacheState, StepTiming
-from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
-from ferrum_rpc.engine.work import (
+from ferrum_rpc.engine.api import (
     LOOK_EVERY_S,
     Described,
     EngineCounters,
@@ -36,6 +34,8 @@ from ferrum_rpc.engine.work import (
     deliver,
     lost,
 )
+from ferrum_rpc.engine.liveness import Liveness, process_clock
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
 from ferrum_rpc.errors import Draining, ExecutorError
 
 READ_BYTES: Final = 64 << 10
