@@ -36,6 +36,9 @@ from ferrum_rpc.engine.process.ipc import (
     Messages,
     SharedMemory,
     dump,
+    dump_turn,
+    pack_spans,
+    unpack_spans,
 )
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
@@ -70,7 +73,7 @@ def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
 
 @given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
 def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
-    arrived = fed(b"".join(map(dump, sent)), sizes)
+    arrived = map(unpack_spans, fed(b"".join([dump(pack_spans(each)) for each in sent]), sizes))
     for spans, wanted in zip(arrived, sent, strict=True):
         for found, span in zip(spans, wanted, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
@@ -129,7 +132,7 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
         return len(placed) - 1
 
     about = EngineCounters(1, 2, 3, 4, 0.5), CacheState(16, 10, 9, 2**40)
-    (message,) = fed(dump((answers, *about), place), sizes, lambda at, count: placed[at][:count])
+    (message,) = fed(dump_turn((answers, *about), place), sizes, lambda at, count: placed[at][:count])
     found, *facts = message
     assert tuple(facts) == about and type(facts[1]) is CacheState
     again: dict[int, Any] = {}
@@ -154,7 +157,7 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
 def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
     """Recorded answers live long, and a read brings 64 KiB."""
     block = token_rows(np.array([7], dtype=np.uint32))
-    (outcome,) = fed(dump(SpanResult(3, Rows(block, 0, 1))), [])
+    (outcome,) = fed(dump_turn(SpanResult(3, Rows(block, 0, 1)), lambda _: None), [])
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
     assert memoryview(outcome.rows.block["token_ids"].base).nbytes == 4  # type: ignore[arg-type]
 

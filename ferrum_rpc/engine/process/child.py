@@ -22,7 +22,7 @@ from typing import Any, Final
 from ferrum_rpc.core import SpanOutcome, StepTiming
 from ferrum_rpc.engine.api import Described, Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump_turn, unpack_spans
 
 READ_BYTES: Final = 64 << 10
 OURS: Final = ("ferrum_rpc", "builtins")
@@ -95,7 +95,7 @@ class ChildLoop(EngineLoop):
         slot, what, *rest = work
         if not rest:
             return Operation(what, lambda result: self._results.append((slot, result)), slot=slot)
-        submission = Submission(what, lambda *answer: self._answers.append((slot, *answer)), *rest)
+        submission = Submission(unpack_spans(what), lambda *answer: self._answers.append((slot, *answer)), *rest)
         submission.slot = slot
         return submission
 
@@ -145,7 +145,7 @@ class ChildLoop(EngineLoop):
         self._send(error)
 
     def _send(self, message: object) -> None:
-        self._socket.sendall(dump(message, self._shared.place))
+        self._socket.sendall(dump_turn(message, self._shared.place))
 
 
 def work(build: Callable[[Any], Runner], arguments: Sequence[str], news: Callable[[], object] = lambda: None) -> int:

@@ -35,7 +35,7 @@ from ferrum_rpc.engine.api import (
     lost,
 )
 from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump, pack_spans
 from ferrum_rpc.errors import Draining, ExecutorError
 
 READ_BYTES: Final = 64 << 10
@@ -128,8 +128,8 @@ class EngineProcess:
             return
         self._submitted[0] += len(submission.spans)
         self._submitted[1] += submission.tokens
-        work = submission
-        self._send((self._slot(work), work.spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
+        work, slot = submission, self._slot(submission)
+        self._send((slot, pack_spans(work.spans), work.all_or_nothing, work.deadline, work.caller, work.arrived))
 
     def operate(self, operation: Operation) -> None:
         """See `Engine`."""
