@@ -1,8 +1,8 @@
 """What an attention backend is, and how one is chosen.
 
 A backend writes K and V of a step's new tokens to where the store keeps them, and reads there, by block tables, for
-whatever mix of spans the step has. A choice is made once, at start, by a probe that says why,
-because an operator who finds the slow path in use wants to know the reason and not the absence of the fast one.
+any mix of spans. The choice is made once, at start, by a probe that gives its reason: an operator who finds the slow
+path in use needs to know why.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class AttentionBackend(Protocol):
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put ``key`` and ``value`` [T, kv_heads, head_dim], their last axis dense, into ``slots`` (int64 [T]) of the
-        layer. A slot may occur twice only if nobody reads it (padding in the null block): which of the two stays is
-        undefined."""
+        layer. A slot may occur twice only if it is never read (padding in the null block): which of the two
+        stays is undefined."""
 
     def attend(self, layer: int, query: Tensor, plan: Any) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim] over each row's own sequence; the same shape and dtype.

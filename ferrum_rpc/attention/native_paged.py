@@ -1,10 +1,10 @@
-"""Paged attention on a CPU by our own C kernel: K and V are read once, in place.
+"""Paged attention on a CPU by C kernels: K and V are read once, in place.
 
 What torch offers needs the blocks gathered first, so that every byte of the cache is read, written and read again; at
-32 sequences that is more than half of a decode step. The kernel (``native/src/paged.c``) follows the block table. It
+32 sequences that is more than half of a decode step. ``native/src/attention_decode.c`` follows the block table. It
 takes the spans that are bound by memory: single tokens and short runs, as in decode and verification. Longer ones are
-bound by arithmetic. In bfloat16 they go to a second kernel (``native/src/flash.c``), 7 times as fast as torch's at 512
-tokens, where the CPU multiplies bfloat16 in vectors; else to `TorchPagedAttention`, which is the oracle of both.
+bound by arithmetic. In bfloat16 they go to ``native/src/attention_prefill.c``, 7 times as fast as torch at 512 tokens,
+where the CPU multiplies bfloat16 in vectors; else to `TorchPagedAttention`, which is the oracle of both.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Spans:
         by_span = geometry.by_span
         if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
             by_span = np.ascontiguousarray(by_span[:, chosen])
-        arrays = torch.from_numpy(by_span), torch.from_numpy(geometry.blocks)  # numpy is slow to tell an address
+        arrays = torch.from_numpy(by_span), torch.from_numpy(geometry.blocks)  # an array's address takes numpy 1 us
         first, row = arrays[0].data_ptr(), by_span.strides[0]
-        step = library.Step(
+        step = library.SpanArrays(
             geometry.spans if chosen is None else len(chosen),
             geometry.block_size,
             torch.get_num_threads(),

@@ -1,8 +1,8 @@
-"""Integers of a step on their way to the device: one page-locked buffer, one copy, whatever they are.
+"""A step's integers and their copy to the device: one page-locked buffer, one copy.
 
 A copy to a GPU costs microseconds however small it is, and one from ordinary memory waits for the device as well. So
-everything that a step tells the device in integers (token ids, positions, slots, the attention's plan) lies in one
-buffer, which is copied once and without waiting; on the device it is read through views.
+all integers that a step sends (token ids, positions, slots, the attention's plan) lie in one buffer, which is copied
+once and without waiting; on the device it is read through views.
 
 Where a view begins never depends on what is in it: a CUDA graph that was captured over the views of a `Layout` reads
 whatever was sent last. What a section has room for and an array does not fill is zero, so that zero must mean nothing:

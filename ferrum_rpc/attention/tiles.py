@@ -48,7 +48,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class QueryTile:
     """Query rows ``first .. last`` of a span against the gathered keys ``low .. high``; causal at the lower right."""
 
     first: int
@@ -58,34 +58,34 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class LongSpan:
     """A span of several tokens at rows ``first .. last`` of the step, its blocks (int64) and its tiles."""
 
     first: int
     last: int
     blocks: Tensor
-    tiles: tuple[Tile, ...]
+    tiles: tuple[QueryTile, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class PatternWork:
     """What the layers of one pattern do in a step."""
 
-    groups: list[DecodeGroup] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    decode_groups: list[DecodeGroup] = field(default_factory=list)
+    long_spans: list[LongSpan] = field(default_factory=list)
 
 
 class Planner:
-    """Makes the `Work` of a pattern. ``block_bytes`` is the size of one block's keys in the largest layer."""
+    """Makes the `PatternWork` of a pattern. ``block_bytes`` is the size of one block's keys in the largest layer."""
 
     def __init__(self, block_size: int, block_bytes: int, device: torch.device) -> None:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._device = device
 
-    def work(self, geometry: BatchGeometry, pattern: MaskPattern, spans: Iterable[int]) -> Work:
+    def work(self, geometry: BatchGeometry, pattern: MaskPattern, spans: Iterable[int]) -> PatternWork:
         """Groups, tiles and block ids of the spans with these indices."""
-        size, window, work = self._block_size, pattern.window, Work()
+        size, window, work = self._block_size, pattern.window, PatternWork()
         by_blocks: dict[int, list[int]] = {}
         rows, starts, lengths, tables = geometry.by_span.tolist()
         for span in spans:
@@ -98,12 +98,12 @@ class Planner:
             row, table = rows[span], tables[span]
             blocks = self._to_device(geometry.blocks[table + first : table + end])
             whole = pattern.square and start == 0 and (window is None or length <= window)
-            tiles = (Tile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
-            work.runs.append(Run(row, row + length - start, blocks, tiles))
+            tiles = (QueryTile(0, length, 0, length),) if whole else _tiles(start, length, first * size, window)
+            work.long_spans.append(LongSpan(row, row + length - start, blocks, tiles))
         for count, alike in by_blocks.items():
             together = max(1, GROUP_BYTES // (count * self._block_bytes))
             for group in range(0, len(alike), together):
-                work.groups.append(self._group(geometry, alike[group : group + together], count, pattern))
+                work.decode_groups.append(self._group(geometry, alike[group : group + together], count, pattern))
         return work
 
     def _group(self, geometry: BatchGeometry, spans: list[int], count: int, pattern: MaskPattern) -> DecodeGroup:
@@ -131,14 +131,14 @@ class Planner:
         return torch.from_numpy(indices.astype(np.int64)).to(self._device, non_blocking=True)
 
 
-def _tiles(start: int, length: int, offset: int, window: int | None) -> tuple[Tile, ...]:
+def _tiles(start: int, length: int, offset: int, window: int | None) -> tuple[QueryTile, ...]:
     """Tiles of the queries ``start .. length``; key indices count from position ``offset``."""
     tokens = length - start
     tiles = []
     for first in range(0, tokens, TILE_ROWS):
         last = min(first + TILE_ROWS, tokens)
         low = offset if window is None else max(offset, start + first - window + 1)
-        tiles.append(Tile(first, last, low - offset, start + last - offset))
+        tiles.append(QueryTile(first, last, low - offset, start + last - offset))
     return tuple(tiles)
 
 

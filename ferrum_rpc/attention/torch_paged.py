@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.tiles import BandMask, DecodeGroup, MaskPattern, Planner, Run, Work
+from ferrum_rpc.attention.tiles import BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
 
-TorchPlan = dict[MaskPattern, Work]
+TorchPlan = dict[MaskPattern, PatternWork]
 
 
 class TorchPagedAttention:
@@ -70,10 +70,10 @@ class TorchPagedAttention:
     def attend_into(self, layer: int, query: Tensor, plan: TorchPlan, output: Tensor) -> None:
         """As `attend`, into the rows of ``output`` [T, heads, head_dim] that the plan's spans own."""
         spec, work = self._specs[layer], plan[self._patterns[layer]]
-        for group in work.groups:
+        for group in work.decode_groups:
             self._attend_group(spec, layer, query, group, output)
-        for run in work.runs:
-            self._attend_run(spec, layer, query[run.first : run.last], run, output[run.first : run.last])
+        for long in work.long_spans:
+            self._attend_long(spec, layer, query[long.first : long.last], long, output[long.first : long.last])
 
     def _attend_group(self, spec: AttentionSpec, layer: int, query: Tensor, work: DecodeGroup, output: Tensor) -> None:
         group = len(work.rows)
@@ -86,7 +86,7 @@ class TorchPagedAttention:
         result = _sdpa(spec, folded, key, value, work.mask)
         output.index_copy_(0, work.rows, result.reshape(group, spec.heads, spec.head_dim))
 
-    def _attend_run(self, spec: AttentionSpec, layer: int, query: Tensor, work: Run, output: Tensor) -> None:
+    def _attend_long(self, spec: AttentionSpec, layer: int, query: Tensor, work: LongSpan, output: Tensor) -> None:
         key, value = self._gather(layer, work.blocks)
         # KV heads are the batch and the group is the head axis, over which K and V have stride 0: nothing is repeated.
         grouped = query.view(len(query), spec.kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)

@@ -69,7 +69,7 @@ def attend_kernel(
     table = tables + tl.load(item + 6)
     part = tl.load(item + 7)
 
-    # Rows behind the item's last one repeat it: no lane computes with what nobody owns.
+    # Rows behind the item's last one repeat it: no lane reads rows of other spans.
     index = tl.arange(0, ROWS)
     row = first_row + tl.minimum(index, rows - 1)
     position = start + row // GROUP

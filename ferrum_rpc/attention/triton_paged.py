@@ -3,10 +3,10 @@
 `triton_plan` decides in integers what each program does, `triton_kernels` does it, and this file launches. A plan is a
 few sections of integers on the device. `draft` says what they are for a step as it is; `reserve` gives their size for
 any step up to a size, and `fill` what they are for one: then the launches, and where they read, stay the same, as a
-CUDA graph needs, and what is left of the grid ends at once. Who sends the sections is the caller's business, so that
-they travel with whatever else a step sends; `plan` is for callers that have nothing else.
+CUDA graph needs, and what is left of the grid ends at once. The caller sends the sections, together with the other
+inputs of a step; `plan` is for callers that have no others.
 
-This file imports triton: whoever chooses backends asks `triton_probe` first.
+This file imports triton: `triton_probe` says whether it can be imported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ferrum_rpc.attention.triton_plan import (
     FIELDS,
     Int32s,
     Launch,
-    Limits,
-    Room,
-    Sight,
-    Tile,
+    LayerKind,
+    PlanCapacity,
+    SplitLimits,
+    TileShape,
     cut,
     padded_dim,
     sections_of,
@@ -49,20 +49,20 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class BoundLaunch:
     """One launch of a plan, on the device: int32 ``items`` and ``merges`` [n, 8], in tiles of ``tile``."""
 
-    tile: Tile
+    tile: TileShape
     items: Tensor
     merges: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What the layers of a step share: the block ``tables`` (int32) and each sight's launches, all on the device."""
+class TritonPlan:
+    """The block ``tables`` (int32) of a step and the launches of each kind of layer, all on the device."""
 
     tables: Tensor
-    work: dict[Sight, list[Work]]
+    work: dict[LayerKind, list[BoundLaunch]]
 
 
 class TritonPagedAttention:
@@ -80,20 +80,20 @@ class TritonPagedAttention:
         values: list[Tensor],
         *,
         processors: int | None = None,
-        tiles: tuple[Tile, Tile] | None = None,
+        tiles: tuple[TileShape, TileShape] | None = None,
     ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         if keys[0].stride(-1) != 1 or any(each.stride() != keys[0].stride() for each in (*keys, *values)):
             raise ValueError("keys and values must have one layout, with a dense last axis")
         self._specs, self._keys, self._values = tuple(specs), keys, values
-        self._sights = [Sight(spec.heads // spec.kv_heads, spec.window) for spec in specs]
+        self._kinds = [LayerKind(spec.heads // spec.kv_heads, spec.window) for spec in specs]
         _, self._block_size, self._kv_heads, self._head_dim = keys[0].shape
         self._device = keys[0].device
         device_processors, shared_bytes = _device_facts(self._device)
         self._tiles = tiles or tile_shapes(self._head_dim, keys[0].itemsize, shared_bytes)
         self._limits = [
-            Limits(max(1, (processors or device_processors) * each // self._kv_heads))
+            SplitLimits(max(1, (processors or device_processors) * each // self._kv_heads))
             for each in PROGRAMS_PER_PROCESSOR
         ]
         # the split tiles of a launch leave their parts here, and so may the next launch: they run one after the other
@@ -103,59 +103,59 @@ class TritonPagedAttention:
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
-    def plan(self, geometry: BatchGeometry) -> Plan:
-        """A plan for this step alone, with one copy to the device that nothing waits for."""
-        room, sections = self.draft(geometry)
+    def plan(self, geometry: BatchGeometry) -> TritonPlan:
+        """A plan for this step, with one asynchronous copy to the device."""
+        capacity, sections = self.draft(geometry)
         staging = Staging(self._device)
-        layout = Layout(tuple((np.int32, size) for size in room.sizes))
-        plan = self.bind(room, staging.open(layout))
+        layout = Layout(tuple((np.int32, size) for size in capacity.sizes))
+        plan = self.bind(capacity, staging.open(layout))
         staging.send(layout, sections)
         return plan
 
-    def draft(self, geometry: BatchGeometry) -> tuple[Room, list[Int32s]]:
-        """How large a plan this step needs, and what is in its sections: for whoever has more to send than a plan."""
-        found = {sight: self._launches(geometry, sight) for sight in dict.fromkeys(self._sights)}
-        room = {
-            sight: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
-            for sight, launches in found.items()
+    def draft(self, geometry: BatchGeometry) -> tuple[PlanCapacity, list[Int32s]]:
+        """The capacity that this step needs, and what is in the sections of its plan."""
+        found = {kind: self._launches(geometry, kind) for kind in dict.fromkeys(self._kinds)}
+        capacity = {
+            kind: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
+            for kind, launches in found.items()
         }
         sections = sections_of([each for some in found.values() for _, each in some], geometry.blocks)
-        return Room(room, geometry.blocks.size), sections
+        return PlanCapacity(capacity, geometry.blocks.size), sections
 
-    def reserve(self, spans: int, tokens: int, blocks: int) -> Room:
-        """Room for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths need ``blocks``
-        blocks in all. What is bound to it keeps its launches, as a CUDA graph needs: `fill` says what is sent there.
+    def reserve(self, spans: int, tokens: int, blocks: int) -> PlanCapacity:
+        """The capacity for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths need
+        ``blocks`` blocks in all. What is bound to it keeps its launches, as a CUDA graph needs.
         """
-        room = {}
-        for sight in dict.fromkeys(self._sights):
-            kind = int(tokens * sight.group > self._tiles[0].rows)
-            tile, limits = self._tiles[kind], self._limits[kind]
-            tiles = spans * -(-tokens * sight.group // tile.rows)
-            room[sight] = [(tile, tiles + limits.parts, min(tiles, limits.merges))]
-        return Room(room, blocks)
+        capacity = {}
+        for kind in dict.fromkeys(self._kinds):
+            large = tokens * kind.group > self._tiles[0].rows
+            tile, limits = self._tiles[large], self._limits[large]
+            tiles = spans * -(-tokens * kind.group // tile.rows)
+            capacity[kind] = [(tile, tiles + limits.parts, min(tiles, limits.merges))]
+        return PlanCapacity(capacity, blocks)
 
-    def fill(self, room: Room, geometry: BatchGeometry) -> list[Int32s]:
-        """What is in the sections of a reserved plan for this step. Raises ValueError where the step has no room."""
+    def fill(self, capacity: PlanCapacity, geometry: BatchGeometry) -> list[Int32s]:
+        """What is in the sections of a reserved plan for this step. Raises ValueError where the step does not fit."""
         launches = [
-            cut(geometry, range(geometry.spans), sight, tile, self._limits[self._tiles.index(tile)])
-            for sight, [(tile, *_)] in room.launches.items()
+            cut(geometry, range(geometry.spans), kind, tile, self._limits[self._tiles.index(tile)])
+            for kind, [(tile, *_)] in capacity.launches.items()
         ]
         sections = sections_of(launches, geometry.blocks)
-        for section, size in zip(sections, room.sizes, strict=True):
+        for section, size in zip(sections, capacity.sizes, strict=True):
             if section.size > size:
                 raise ValueError(f"the step needs {section.size} integers where its plan has {size} reserved")
         return sections
 
-    def bind(self, room: Room, sections: Sequence[Tensor]) -> Plan:
-        """The plan that reads ``sections`` (int32 on the device, in the sizes of ``room``, each at a record's border).
+    def bind(self, capacity: PlanCapacity, sections: Sequence[Tensor]) -> TritonPlan:
+        """The plan that reads ``sections`` (int32 on the device, of the sizes of ``capacity``, aligned to records).
         Sections of zeros are a plan that does nothing."""
         *records, tables = sections
         views = iter([each.view(-1, FIELDS) for each in records])
         work = {
-            sight: [Work(tile, next(views), next(views)) for tile, *_ in launches]
-            for sight, launches in room.launches.items()
+            kind: [BoundLaunch(tile, next(views), next(views)) for tile, *_ in launches]
+            for kind, launches in capacity.launches.items()
         }
-        return Plan(tables, work)
+        return TritonPlan(tables, work)
 
     def warm_up(self) -> None:
         """Compile what any step may launch, so that none waits for a compiler (seconds each, the first time)."""
@@ -164,19 +164,19 @@ class TritonPagedAttention:
                 (1, self._specs[layer].heads, self._head_dim), dtype=self._keys[0].dtype, device=self._device
             )
             for tokens in (1, self._tiles[1].rows):
-                room = self.reserve(1, tokens, 1)
-                nothing = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in room.sizes]
-                self.attend(layer, query, self.bind(room, nothing))
+                capacity = self.reserve(1, tokens, 1)
+                nothing = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.sizes]
+                self.attend(layer, query, self.bind(capacity, nothing))
 
-    def _launches(self, geometry: BatchGeometry, sight: Sight) -> list[tuple[Tile, Launch]]:
+    def _launches(self, geometry: BatchGeometry, kind: LayerKind) -> list[tuple[TileShape, Launch]]:
         """Spans whose rows fit one small tile, then the others."""
         small: list[int] = []
         large: list[int] = []
         for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
-            fits = (length - start) * sight.group <= self._tiles[0].rows
+            fits = (length - start) * kind.group <= self._tiles[0].rows
             (small if fits else large).append(span)
         kinds = zip((small, large), self._tiles, self._limits, strict=True)
-        return [(tile, cut(geometry, spans, sight, tile, limits)) for spans, tile, limits in kinds if spans]
+        return [(tile, cut(geometry, spans, kind, tile, limits)) for spans, tile, limits in kinds if spans]
 
     # --- the layers -------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class TritonPagedAttention:
         """See `AttentionBackend`."""
         store(self._keys[layer], self._values[layer], slots, key, value)
 
-    def attend(self, layer: int, query: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, query: Tensor, plan: TritonPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`. Rows that the plan's spans do not
         own are not written."""
         spec, key, value = self._specs[layer], self._keys[layer], self._values[layer]
@@ -198,7 +198,7 @@ class TritonPagedAttention:
             "HEAD_DIM": self._head_dim,
             "PADDED_DIM": padded_dim(self._head_dim),
         }
-        for work in plan.work[self._sights[layer]]:
+        for work in plan.work[self._kinds[layer]]:
             tile = work.tile
             attend_kernel[(len(work.items) * self._kv_heads,)](
                 query,

@@ -6,7 +6,7 @@ many is decided from the lengths and the number of programs that the device runs
 of many (prefill) take different tile shapes, hence two lists of items, each one launch.
 
 The split depends on the whole step, so that a row's last bits may depend on its neighbours. What a split costs and how
-much it can add is bounded, whatever the lengths: `Limits` says by what, and that sizes the buffers.
+much it can add is bounded, whatever the lengths: `SplitLimits` says by what, and that sizes the buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileShape:
     """A launch's shape: query ``rows`` and ``keys`` of a program, its ``warps`` and pipeline ``stages``, and the least
     ``part`` of keys that is worth a program of its own."""
 
@@ -38,7 +38,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class LayerKind:
     """What planning needs of a layer: query heads per KV head, and the last ``window`` tokens seen (None: all)."""
 
     group: int
@@ -46,7 +46,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SplitLimits:
     """``wanted``: items that fill the device (programs that run at once, over the KV heads).
 
     Rounding gives a tile of x times the mean share floor(x + 1/2) parts; it is split from x = 3/2 on, and the x add up
@@ -80,11 +80,11 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
-    """How large a plan is: of each sight its launches' ``(tile, items, merges)``, and how many ``blocks`` the tables
-    have in all."""
+class PlanCapacity:
+    """How large a plan is: the ``(tile, items, merges)`` of each launch, by kind of layer, and how many ``blocks`` the
+    tables have in all."""
 
-    launches: dict[Sight, list[tuple[Tile, int, int]]]
+    launches: dict[LayerKind, list[tuple[TileShape, int, int]]]
     blocks: int
 
     @property
@@ -94,13 +94,13 @@ class Room:
         return [*(count * FIELDS for count in counts), self.blocks]
 
 
-def cut(geometry: BatchGeometry, spans: Iterable[int], sight: Sight, tile: Tile, limits: Limits) -> Launch:
+def cut(geometry: BatchGeometry, spans: Iterable[int], kind: LayerKind, tile: TileShape, limits: SplitLimits) -> Launch:
     """The work of ``spans`` (indices) in tiles of ``tile``.
 
     By loops, however many there are. Numpy takes 7 times as long for a lone decode (143 us instead of 22), and half as
     long for 256 (300 us instead of 720), whose step is much longer.
     """
-    group, window = sight.group, sight.window
+    group, window = kind.group, kind.window
     query_start, starts, lengths, table_start = geometry.by_span.tolist()
     tiles, keys = [], 0
     for span in spans:
@@ -136,11 +136,11 @@ def _records(rows: Sequence[tuple[int, ...]]) -> Int32s:
 
 
 def sections_of(launches: list[Launch], tables: Int32s) -> list[Int32s]:
-    """In the order of `Room.sizes`."""
+    """In the order of `PlanCapacity.sizes`."""
     return [*(records for launch in launches for records in (launch.items, launch.merges)), tables]
 
 
-def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[Tile, Tile]:
+def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileShape, TileShape]:
     """``(small, large)`` for spans of few rows and of many, such that a program's shared memory is within
     ``shared_bytes``.
 
@@ -152,10 +152,10 @@ def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[Tile, 
     row_bytes = padded_dim(head_dim) * itemsize
     if itemsize > 2:  # float32 takes three products in TensorFloat-32, and three times the registers
         keys = 32 if row_bytes <= 512 else 16
-        shapes = (Tile(16, keys, warps=4, stages=3, part=128), Tile(32, keys, warps=4, stages=3, part=512))
+        shapes = (TileShape(16, keys, warps=4, stages=3, part=128), TileShape(32, keys, warps=4, stages=3, part=512))
     else:
         keys = 64 if row_bytes <= 256 else 32
-        shapes = (Tile(16, keys, warps=4, stages=5, part=128), Tile(128, keys, warps=8, stages=3, part=512))
+        shapes = (TileShape(16, keys, warps=4, stages=5, part=128), TileShape(128, keys, warps=8, stages=3, part=512))
     return _fit(shapes[0], row_bytes, shared_bytes), _fit(shapes[1], row_bytes, shared_bytes)
 
 
@@ -164,7 +164,7 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _fit(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
+def _fit(tile: TileShape, row_bytes: int, shared_bytes: int) -> TileShape:
     """``tile``, with fewer stages or keys where queries, weights and the K and V under way would not fit. Generous by
     one tile of K and V, which asynchronous matrix products and TensorFloat-32 take."""
     while True:

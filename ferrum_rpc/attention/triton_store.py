@@ -19,7 +19,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     """Write ``key`` and ``value`` [T, kv_heads, head_dim] to ``slots`` (int64 [T]) of one layer's ``keys`` and
     ``values`` [num_blocks, block_size, kv_heads, head_dim], in their dtype.
 
-    A slot may occur twice only if nobody reads it: which of the two stays is undefined. Raises ValueError where blocks
+    A slot may occur twice only if it is never read: which of the two stays is undefined. Raises ValueError where blocks
     of the layer do not follow each other densely or the last axis of what is written is not dense.
     """
     heads, head_dim = keys.shape[2:]

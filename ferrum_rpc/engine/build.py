@@ -23,7 +23,7 @@ from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.device_rows import select_rows_for
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import select_bytes, select_linear
 from ferrum_rpc.native import library
@@ -140,7 +140,7 @@ def _load(
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     spec = read_spec(checkpoint)
-    reason, ops = select_rows_for(spec, dtype, device)
+    reason, ops = select_fused_ops(spec, dtype, device)
     choices.append((f"rows={ops.name}", reason))
     if config.quantize == QUANTIZE_INT8:
         rounding = select_bytes(device, dtype)

@@ -17,9 +17,9 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.layout import EMBEDDING, HEAD, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
-from ferrum_rpc.models.row_ops import RowOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
 from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
@@ -47,12 +47,12 @@ def load_model(
     *,
     spec: ModelSpec | None = None,
     linear: LinearFactory | None = None,
-    ops: RowOps | None = None,
+    ops: FusedOps | None = None,
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
     ``spec`` is what `read_spec` said of the checkpoint, where it was asked. ``linear`` says how matrices are held
-    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_row_ops` does). Raises what
+    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_fused_ops` does). Raises what
     `read_spec` does, and InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)

@@ -1,8 +1,8 @@
-"""Room that was promised to a sequence: spare blocks that nobody else can take.
+"""Capacity that was promised to a sequence: spare blocks that no other can take.
 
-A remote scheduler admits a sequence when it knows that it can finish. `KvManager.ensure_capacity` is that promise, and
-this file keeps it: how many spares it takes, and that they fit again whenever a length or a sharing changes. It must
-not know transactions: it is asked when no reservation is open on the sequence.
+A remote scheduler admits a sequence when it can be sure that it will finish. `KvManager.ensure_capacity` is that
+promise. This file computes how many spares it takes, and fits them again when a length or the sharing of a block
+changes. It must not know transactions: it is called while no reservation is open on the sequence.
 """
 
 from __future__ import annotations

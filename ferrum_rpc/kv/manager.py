@@ -3,19 +3,19 @@
 Every change of a cache is `reserve`, the forward pass, then `commit` or `rollback`; several are open at once, of
 different sequences that may share blocks. One rule makes that safe:
 
-    A block is written only by the holder of its only reference, and whoever may still need what is in a block holds a
-    reference to it until his reservation is closed.
+    A block is written only by the holder of its only reference, and a sequence or reservation that may still need the
+    content of a block holds a reference to it.
 
 So a shared block is replaced, never written. The block that a reservation replaced keeps that reference until `commit`:
-it can be a copy source, and `rollback` finds it as it was, because until then it is neither free nor anybody's own. Two
-forks that write behind a shared block in the same step therefore both copy it. What is overwritten in place is private,
-and its old content is the runner's undo log (`Reservation.overwritten`). What one open reservation copies into, saves
-or writes, no other touches: their order does not matter.
+it can be a copy source, and `rollback` finds it as it was, because until then it is neither free nor private to another
+sequence. Two forks that write behind a shared block in the same step therefore both copy it. What is overwritten in
+place is private, and its old content is the runner's undo log (`Reservation.overwritten`). What one open reservation
+copies into, saves or writes, no other touches: their order does not matter.
 
 Nothing on the way of a decode step grows with the length of a sequence or with the number of sequences: a reservation
 edits the table in place and remembers the few entries that it replaced.
 
-This file knows integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
+This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
 """
 
@@ -227,7 +227,7 @@ class KvManager:
         return self._pool.free_blocks
 
     def state(self) -> CacheState:
-        """A snapshot for whoever asks how full the cache is."""
+        """A snapshot of how full the cache is."""
         return CacheState(self.block_size, self._pool.total_blocks, self._pool.free_blocks, len(self._sequences))
 
     def check(self) -> None:

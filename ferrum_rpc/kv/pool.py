@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 NULL_BLOCK = 0
-"""The block that nobody owns: padding points at it, and it is never allocated."""
+"""The null block: padding points at it, and it is never allocated."""
 
 Int32Array = npt.NDArray[np.int32]
 """Block ids, int32 [n]."""
@@ -29,7 +29,7 @@ class BlockPool:
 
     The free list is a stack (last in, first out): a freed block is the next one handed out, so a small working set
     stays in the caches of the machine, pages of the store that were never needed are never touched, and allocating and
-    releasing leaves no trace, which makes rollback easy to believe. A fresh pool hands out blocks in ``order`` (a
+    releasing leaves no trace, which makes rollback easy to check. A fresh pool hands out blocks in ``order`` (a
     permutation of the usable ones; rising by default), so that a test can permute physical blocks.
 
     Raises ValueError where ``num_blocks`` leaves no usable block or ``order`` is not a permutation.
@@ -53,7 +53,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks without a reference."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:

@@ -43,7 +43,7 @@ class Reservation:
     # The rest is for undoing it.
     created: bool = False
     replaced: Sequence[tuple[int, int]] = ()
-    """(index in the table, the block that stood there): still referenced, so that nobody writes into it."""
+    """(index in the table, the block that stood there): still referenced, so that it is not written."""
     fresh: Sequence[int] = ()
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
     spares_used: int = 0

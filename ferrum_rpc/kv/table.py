@@ -1,7 +1,7 @@
 """A sequence's blocks in order, kept so that one more token costs the same at length 100 and at length 100,000.
 
 A Python list would have to be turned into an array at every step. This is the array: it grows by doubling, and the step
-planner reads it in place. It must not know the pool, references or who else holds a block.
+planner reads it in place. It must not know the pool or references.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockTable:
 
     @property
     def whole(self) -> Int32Array:
-        """`view` of all entries, made once for as long as there are as many: a decode asks at every token."""
+        """`view` of all entries, kept until their number changes: a decode reads it at every token."""
         if self._whole is None:
             self._whole = self._entries[: self._size]
         return self._whole

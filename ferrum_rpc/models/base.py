@@ -1,7 +1,7 @@
-"""What the engine asks of a model: the one interface of the native decoder, the identity model and whatever follows.
+"""The interface between the engine and a model: the native decoder, the identity model and those to come.
 
 A model turns a step's `StepInputs` into hidden rows, and hidden rows into logits. It calls ``attend`` once per layer,
-in order, with that layer's query, key and value. Where K and V are kept, and what a row sees of them, it does not know.
+in order, with that layer's query, key and value. Where K and V are kept and what a row sees of them is not known here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Model(Protocol):
         """Whether, attention aside, a row depends on nothing but itself, bit for bit: not on how many there are."""
 
     def info(self, name: str) -> ModelInfo:
-        """The facts that a scheduler needs, under the name that the operator gave the model."""
+        """What a scheduler must know of the model, under the operator's ``name``."""
 
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         """Hidden rows [T, hidden] after the final norm."""
@@ -62,7 +62,7 @@ class Model(Protocol):
         """int64 [R]: of each row of `logits` the token of its largest element, the first of several."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 [R, vocab] of the hidden rows [R, hidden] that somebody asked for."""
+        """Logits float32 [R, vocab] of hidden rows [R, hidden]."""
 
     def expected_tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Every checkpoint tensor that `load` needs, by name, with its shape. Empty: no weights."""

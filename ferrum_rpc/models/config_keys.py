@@ -1,9 +1,9 @@
 """Which keys of a ``config.json`` are honoured, and which need not be.
 
-A key that a spec asks for is read. Of the others a key must be here, or be null; else it is refused by its name: a
-key that nobody knows may be one that changes every number (a soft cap, a scale, a norm more), and a model that answers
-wrongly tells nobody. What stands here was looked up in transformers 5.23, whose classes for the supported families
-read no such key in a forward pass, and in the configurations that are published for them.
+A key that a spec does not read must be listed here, or be null; else it is refused by its name: an unknown key may be
+one that changes every number (a soft cap, a scale, another norm), and wrong answers look like right ones. The lists
+were looked up in transformers 5.23, whose classes for the supported families read no such key in a forward pass, and in
+the configurations that are published for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IRRELEVANT: Final = frozenset(
         # where the file comes from, and who wrote it
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed"),
         *("auto_map", "_auto_class", "transformers.js_config", "is_llama_config", "model_name", "paddlenlp_version"),
-        # how somebody else's code runs; code that comes with a checkpoint is never run here
+        # how transformers runs; code that comes with a checkpoint is never run here
         *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript"),
         *("chunk_size_feed_forward", "pretraining_tp", "gradient_checkpointing", "use_bfloat16", "is_decoder"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
@@ -42,7 +42,7 @@ IRRELEVANT: Final = frozenset(
         *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values"),
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens"),
         *("num_assistant_tokens_schedule", "tie_last_hidden_states"),
-        # the context before scaling, where no scaling asks for it
+        # the context before scaling, where no scaling reads it
         "original_max_position_embeddings",
     )
 )
@@ -70,7 +70,7 @@ ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
 
 
 def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise NotSupported for the first key that nobody asked for and that might mean something."""
+    """Raise NotSupported for the first key that was not read and is in neither list."""
     for key, value in fields.unread().items():
         if key in irrelevant or any(value == each and type(value) is type(each) for each in neutral.get(key, ())):
             continue

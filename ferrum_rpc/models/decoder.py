@@ -2,8 +2,8 @@
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
 checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
-the products is `row_ops`; both are put together by `layers`. Nothing here knows sequences, blocks or which rows are
-sampled: attention is a callback.
+the products is `fused_ops`; both are put together by `layers`. Sequences, blocks and which
+rows are sampled are not known here: attention is a callback.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, StepInputs
+from ferrum_rpc.models.fused_ops import FusedOps
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.rope import Rotary
-from ferrum_rpc.models.row_ops import RowOps, select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
@@ -38,7 +39,7 @@ class Loaded:
 
 
 class Decoder:
-    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` who does what lies between
+    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` computes what lies between
     the products (default: the best of this machine).
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
@@ -50,7 +51,7 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         linear: LinearFactory = PlainLinear,
-        ops: RowOps | None = None,
+        ops: FusedOps | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -58,7 +59,7 @@ class Decoder:
         self.attention_specs = spec.attention_specs
         self._wide = torch.promote_types(dtype, torch.float32)
         self._rotary = Rotary(spec.rope, spec.head_dim, device)
-        self._ops = select_row_ops(spec, dtype, device)[1] if ops is None else ops
+        self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
         self._linear = linear
         self._layout = layout(spec)
         self._shapes = parameter_shapes(self._layout)
@@ -139,7 +140,7 @@ class Decoder:
 
     @property
     def rowwise(self) -> bool:
-        """See `Model.rowwise`. No other products but ours say so."""
+        """See `Model.rowwise`. Only the native products give this."""
         return self.native
 
     @property
@@ -150,7 +151,7 @@ class Decoder:
     def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
         """See `NativeModel.forward_native`."""
         loaded = self._require()
-        assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - whoever calls has asked
+        assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
         hidden = loaded.embedding.index_select(0, inputs.token_ids)
         delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention)
         return self._ops.add_norm(hidden, delta, loaded.norm)

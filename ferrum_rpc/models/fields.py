@@ -1,7 +1,7 @@
-"""Typed reading of a configuration that somebody else wrote.
+"""Typed reading of an untrusted configuration.
 
-``config.json`` comes from the internet: every field is checked where it is read, and the error names the field. What
-was asked for is remembered, so that the rest can be refused. Nothing here knows what the fields mean.
+``config.json`` comes from the internet: every field is checked where it is read, and the error names the field. The
+names that were read are kept, so that the rest can be refused. What fields mean is not known here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fields:
         return self._data.get(field)
 
     def unread(self) -> dict[str, object]:
-        """What nobody asked for yet and is not null."""
+        """The fields that were not read yet and are not null."""
         return {field: value for field, value in self._data.items() if field not in self._read and value is not None}
 
     def integer(self, field: str, default: int | _Required = REQUIRED, *, low: int = 1, high: int = LARGEST) -> int:

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
-from ferrum_rpc.models.row_ops import Heads, NativeRowOps, RowOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
@@ -40,7 +40,7 @@ class Layers(Protocol):
     before has yet to add to it."""
 
     def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `RowOps.heads`."""
+        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `FusedOps.heads`."""
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
@@ -49,7 +49,7 @@ class Layers(Protocol):
 class PlainLayers:
     """Any linears and row operations."""
 
-    def __init__(self, layers: Sequence[Layer], ops: RowOps) -> None:
+    def __init__(self, layers: Sequence[Layer], ops: FusedOps) -> None:
         self._layers, self._ops = layers, ops
 
     def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
@@ -68,7 +68,7 @@ class PlainLayers:
 class NativeLayers:
     """On a CPU in bfloat16, with native linears and row operations throughout. ``ops`` says how wide vectors are."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeRowOps) -> None:
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
         self._spec = spec
         self._held = tuple(layers)
         self._rotating = spec.heads + spec.kv_heads
@@ -140,10 +140,10 @@ class NativeLayers:
             raise MemoryError("no memory for a layer's buffers")
 
 
-def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: RowOps) -> Layers:
+def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps) -> Layers:
     """In one call each where every part is native."""
     linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    if isinstance(ops, NativeRowOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
+    if isinstance(ops, NativeFusedOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
         return NativeLayers(spec, layers, ops)
     return PlainLayers(layers, ops)
 

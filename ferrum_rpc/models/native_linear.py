@@ -110,7 +110,7 @@ class PairFactory:
         self._space = Workspace(library.PAIRS)
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
-        """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too: no model that we know has one."""
+        """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
         weight = F.pad(weight, (0, weight.shape[1] % 2))
         n, k = weight.shape
         panels = _panels(n, k, 2, torch.bfloat16)

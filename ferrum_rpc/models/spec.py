@@ -65,7 +65,7 @@ field of that name is read."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything that the decoder needs to know. ``windows`` has one entry per layer: the tokens that a query sees,
+    """The shape and options of a decoder. ``windows`` has one entry per layer: the tokens that a query sees,
     itself included, or None for all. ``dtype`` is the checkpoint's, as written there, or None."""
 
     architecture: str

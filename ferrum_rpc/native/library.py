@@ -23,7 +23,7 @@ _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.s
 """A mapped runtime in /proc/self/maps: five columns, then the path, which may have spaces in it."""
 
 
-class Step(ctypes.Structure):
+class SpanArrays(ctypes.Structure):
     """``struct step`` of attention.h: what all layers of a step share. Pointers are to int32 arrays."""
 
     _fields_ = (
@@ -32,8 +32,8 @@ class Step(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
-    """``struct rows`` of rows.h: one task for every row. Pointers are to the tensors' elements."""
+class RowTask(ctypes.Structure):
+    """``struct rows`` of norm_rope_gate.h: one task for every row. Pointers are to the tensors' elements."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width", "heads", "head_dim")),
@@ -74,26 +74,26 @@ class AttentionLayer(ctypes.Structure):
 
 
 class AttentionStep(ctypes.Structure):
-    """``struct attention_step`` of attention.h: attention of a step in all layers. Pointers are to two `Step`, to an
-    `AttentionLayer` for each layer, and to the tokens' slots, int64."""
+    """``struct attention_step`` of attention.h: attention of a step in all layers. Pointers are to two `SpanArrays`, to
+    an `AttentionLayer` for each layer, and to the tokens' slots, int64."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("short_spans", "long_spans", "layers", "slots"))
 
 
-STRUCTS: Final = (Step, Rows, Matrix, LayerWeights, AttentionLayer, AttentionStep)
+STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep)
 ABI_VERSION: Final = 4
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
 
 ADD_NORM, ROTATE, GATE = 0, 1, 2
-"""``enum task`` of rows.h."""
+"""``enum task`` of norm_rope_gate.h."""
 
 PAIRS, BYTES = 0, 1
 """``enum kind`` of linear.h."""
 
 FLASH_UNIT: Final = 16
-"""What flash.c needs a head's width to be a multiple of."""
+"""What attention_prefill.c needs a head's width to be a multiple of."""
 
 HUGE_PAGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14  # linux/mman.h
@@ -194,7 +194,7 @@ def _allocated(handle: int | None, function: Any, arguments: tuple[Any, ...]) ->
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for pages of 2 MB under a large tensor that nothing was written to yet. Reading weights in order, they gained
+    """Ask for pages of 2 MB under a large tensor that was not written to yet. Reading weights in order, they gained
     5 % (40 against 38 GB/s on two cores); a cache's new tokens, which touch a page in 56 places each, were stored in a
     fifth of the time. No Linux, or a kernel that says no: as it was."""
     start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
@@ -210,7 +210,7 @@ def mapped_runtimes(maps: str) -> list[str]:
 
 
 def _openmp_of_torch() -> Path | None:
-    """The OpenMP runtime that torch computes with, if this process can tell."""
+    """The OpenMP runtime that torch computes with, if /proc shows it."""
     torch.get_num_threads()  # torch is loaded, and so is its runtime
     try:
         found = mapped_runtimes(Path("/proc/self/maps").read_text())

@@ -1,1 +1,1 @@
-"""What becomes of a row of logits on the device. Knows rows, not sequences."""
+"""From rows of logits to answers, on the device. Sequences are not known here."""

@@ -1,4 +1,4 @@
-"""From hidden rows to packed answers: the head on the rows that were asked for, then what each asked for.
+"""From hidden rows to packed answers: the head on the requested rows, then what each request wants of them.
 
 Rows of one kind stand together, so that the head runs once over all rows of a step whatever their kinds (reading the
 head's weights is most of its cost), and each kind leaves the device as one packed block. The head runs over slices of
@@ -59,7 +59,7 @@ def select_rows(
     share a block, in the order of the requests. From a GPU their contents are on their way, and there when a
     `sampling.transfer.Mark` that is made afterwards is passed.
     """
-    if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a lone decode
+    if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a single decode
         _, count, kind = requests[0]
         if largest is not None and kind == _GREEDY:
             return [Rows(_to_host(kind, (largest(hidden),)), 0, count)]

@@ -1,7 +1,7 @@
 """Between the host and a GPU without waiting: page-locked memory, and a mark that says when a step's copies are there.
 
 A copy from or to ordinary memory waits for the device by itself, each one. The page-locked memory is torch's to reuse
-once nobody holds it any more: rows on their way to a caller keep theirs. On a CPU nothing is copied.
+once no tensor refers to it: rows on their way to a caller keep theirs. On a CPU nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model folder on disk: its configuration and its tensors, from one file or many shards.
 
 Only safetensors is read: other formats run code when they are opened. Nothing outside the folder is read either: shard
-names come from an index file that somebody else wrote, so they must be plain names, and links must stay inside (the
+names come from an untrusted index file, so they must be plain names, and links must stay inside (the
 blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by reading
 headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. Which tensors a model wants is
 not known here.

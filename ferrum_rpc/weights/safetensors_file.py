@@ -59,7 +59,7 @@ def broken(file: Path, what: str) -> InvalidRequest:
 
 
 def forbidden(error: PermissionError) -> InvalidRequest:
-    """The error that tells what may not be read from what is missing, by its whole path."""
+    """The error for a file that may not be read, as opposed to one that is missing, by its whole path."""
     return InvalidRequest(f"{error.filename}: {error.strerror}: this process may not read it", field="model")
 
 

@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
-from ferrum_rpc.attention.triton_plan import Tile, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
 from ferrum_rpc.attention.triton_store import store_kernel
-from ferrum_rpc.models.triton_rows import add_norm_kernel, gate_kernel, rotate_kernel
+from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel, rotate_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
@@ -59,7 +59,7 @@ def usage(
     window: int = 0,
     cap: bool = False,
     block_size: int = 16,
-    tiles: tuple[Tile, ...] | None = None,
+    tiles: tuple[TileShape, ...] | None = None,
 ) -> list[Usage]:
     """Compile every launch shape of layers like this one for ``capability`` (90 is Hopper)."""
     common = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim(head_dim)}

@@ -20,18 +20,18 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.attention.triton_plan import Tile
+from ferrum_rpc.attention.triton_plan import TileShape
 from ferrum_rpc.core import AttentionSpec
 from tests.kernels.cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
 
 SMALL = AttentionSpec(4, 2, 16, 0.25)
-FINE = (Tile(16, 16, 4, 3, 16), Tile(32, 16, 4, 3, 32))
+FINE = (TileShape(16, 16, 4, 3, 16), TileShape(32, 16, 4, 3, 32))
 """Small tiles, so that short sequences have many and are split often."""
 
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[Tile, Tile] | None = None):
+def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[TileShape, TileShape] | None = None):
     return TritonPagedAttention([step.spec], [step.keys], [step.values], processors=processors, tiles=tiles)
 
 

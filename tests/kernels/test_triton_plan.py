@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.triton_plan import Launch, Limits, Sight, Tile, cut, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_plan import Launch, LayerKind, SplitLimits, TileShape, cut, padded_dim, tile_shapes
 
 BLOCK = 4
-TILE = Tile(rows=16, keys=16, warps=4, stages=3, part=16)
+TILE = TileShape(rows=16, keys=16, warps=4, stages=3, part=16)
 
 spans_strategy = st.lists(
     st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 3000)), st.one_of(st.just(1), st.integers(1, 90))),
@@ -26,24 +26,24 @@ def geometry_of(spans: list[tuple[int, int]], spare: int = 0) -> BatchGeometry:
     return BatchGeometry.build(BLOCK, [start for start, _ in spans], [count for _, count in spans], tables)
 
 
-def pairs(launch: Launch, sight: Sight, tokens: int) -> np.ndarray:
+def pairs(launch: Launch, kind: LayerKind, tokens: int) -> np.ndarray:
     """How often each (packed row, head of the group) is met by an item, per part, and by how many keys in all."""
-    keys = np.zeros((tokens, sight.group), dtype=np.int64)
+    keys = np.zeros((tokens, kind.group), dtype=np.int64)
     for token, first, rows, start, low, high, _, _ in launch.items.tolist():
         for row in range(first, first + rows):
-            position = start + row // sight.group
-            lowest = 0 if sight.window is None else max(0, position - sight.window + 1)
-            keys[token + row // sight.group, row % sight.group] += max(0, min(high, position + 1) - max(low, lowest))
+            position = start + row // kind.group
+            lowest = 0 if kind.window is None else max(0, position - kind.window + 1)
+            keys[token + row // kind.group, row % kind.group] += max(0, min(high, position + 1) - max(low, lowest))
     return keys
 
 
 @given(spans_strategy, st.integers(1, 9), st.sampled_from([None, 1, 7, 64]), st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_every_row_meets_every_key_that_it_sees_once(spans, group, window, wanted):
-    geometry, sight, limits = geometry_of(spans), Sight(group, window), Limits(wanted)
-    launch = cut(geometry, range(len(spans)), sight, TILE, limits)
+    geometry, kind, limits = geometry_of(spans), LayerKind(group, window), SplitLimits(wanted)
+    launch = cut(geometry, range(len(spans)), kind, TILE, limits)
     seen = geometry.positions + 1 if window is None else np.minimum(geometry.positions + 1, window)
-    assert (pairs(launch, sight, geometry.tokens) == seen[:, None]).all()
+    assert (pairs(launch, kind, geometry.tokens) == seen[:, None]).all()
 
     items, merges = launch.items, launch.merges
     assert (items[:, 4] < items[:, 5]).all() and (np.diff(items[:, 5] - items[:, 4]) <= 0).all()
@@ -61,7 +61,7 @@ def test_every_row_meets_every_key_that_it_sees_once(spans, group, window, wante
 @settings(max_examples=30, deadline=None)
 def test_items_find_their_spans_blocks_without_what_is_reserved_for_later(spans, spare):
     geometry = geometry_of(spans, spare)
-    launch = cut(geometry, range(len(spans)), Sight(2, None), TILE, Limits(4))
+    launch = cut(geometry, range(len(spans)), LayerKind(2, None), TILE, SplitLimits(4))
     first = np.cumsum([0, *(-(-(start + count) // BLOCK) + spare for start, count in spans)])
     for token, _, _, _, low, high, table, _ in launch.items.tolist():
         span = int(np.searchsorted(geometry.query_start, token, side="right")) - 1
@@ -71,19 +71,19 @@ def test_items_find_their_spans_blocks_without_what_is_reserved_for_later(spans,
 
 
 def test_one_long_sequence_fills_the_device_and_many_are_left_whole():
-    limits = Limits(wanted=32)
-    tile = Tile(rows=16, keys=64, warps=4, stages=3, part=128)
-    one = cut(geometry_of([(32767, 1)]), range(1), Sight(4, None), tile, limits)
+    limits = SplitLimits(wanted=32)
+    tile = TileShape(rows=16, keys=64, warps=4, stages=3, part=128)
+    one = cut(geometry_of([(32767, 1)]), range(1), LayerKind(4, None), tile, limits)
     assert len(one.items) == 32 and len(one.merges) == 1
-    many = cut(geometry_of([(4095, 1)] * 64), range(64), Sight(4, None), tile, limits)
+    many = cut(geometry_of([(4095, 1)] * 64), range(64), LayerKind(4, None), tile, limits)
     assert len(many.items) == 64 and len(many.merges) == 0
-    short = cut(geometry_of([(99, 1)]), range(1), Sight(4, None), tile, limits)
+    short = cut(geometry_of([(99, 1)]), range(1), LayerKind(4, None), tile, limits)
     assert len(short.items) == 1, "no part is shorter than what is worth a program"
 
 
 def test_the_longest_of_unequal_sequences_is_split_and_starts_first():
     spans = [(50, 1)] * 20 + [(9999, 1)]
-    launch = cut(geometry_of(spans), range(21), Sight(4, None), TILE, Limits(wanted=16))
+    launch = cut(geometry_of(spans), range(21), LayerKind(4, None), TILE, SplitLimits(wanted=16))
     assert set(launch.merges[:, 0].tolist()) == {20}
     assert launch.items[0, 0] == 20 and launch.items[-1, 0] != 20
 

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
-#include "rows.h"
+#include "norm_rope_gate.h"
 
 #define ROWS 7
 #define DIM 32

@@ -16,9 +16,9 @@ import torch
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention
 from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.models.fused_ops import NativeFusedOps
 from ferrum_rpc.models.layers import Layer, NativeLayers
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
-from ferrum_rpc.models.row_ops import NativeRowOps
 from ferrum_rpc.native import library
 
 SPEC = SimpleNamespace(hidden_size=64, intermediate_size=64, heads=2, kv_heads=1, head_dim=32, norm_eps=1e-6)
@@ -50,7 +50,7 @@ def layers():
     factory, norm = PairFactory(), torch.ones(64).bfloat16()
     linears = [factory(draw(rows, 64), None) for rows in (128, 64, 128, 64)]
     layer = Layer(norm, linears[0], None, linears[1], norm, linears[2], linears[3])
-    whole = NativeLayers(SPEC, [layer], NativeRowOps(SPEC, torch.bfloat16))
+    whole = NativeLayers(SPEC, [layer], NativeFusedOps(SPEC, torch.bfloat16))
     hidden, cos, sin = draw(3, 64), torch.ones(3, 1, 32), torch.ones(3, 1, 16)
     return *whole.before(0, hidden, None, cos, sin), whole.after(0, hidden, draw(3, 2, 32))
 

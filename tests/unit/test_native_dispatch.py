@@ -18,7 +18,7 @@ import pytest
 from ferrum_rpc.native import library
 
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
-FILES = ("paged.c", "rows.c", "linear.c", "flash.c")
+FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 KERNELS = {
     "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_attention_supported(b"avx512", 64)),

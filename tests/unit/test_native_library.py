@@ -76,7 +76,7 @@ def test_what_python_declares_again_changes_with_its_version():
 
 def test_make_builds_again_after_a_source_changed(tmp_path):
     """`make setup` is what the refusal says to run."""
-    source, installed = "ferrum_rpc_kernels/src/rows.c", ".venv/.server"
+    source, installed = "ferrum_rpc_kernels/src/norm_rope_gate.c", ".venv/.server"
     for name in ("pyproject.toml", "constraints.txt", source, installed, ".venv/.dev"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

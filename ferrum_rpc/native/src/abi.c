@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
-#include "rows.h"
+#include "norm_rope_gate.h"
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION

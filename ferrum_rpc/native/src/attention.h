@@ -1,4 +1,4 @@
-/* Attention over a paged KV cache (attention.c), and the kernels behind it (paged.c, flash.c). */
+/* Attention over a paged KV cache (attention.c), and the kernels behind it (attention_decode.c, attention_prefill.c). */
 
 #ifndef FERRUM_ATTENTION_H
 #define FERRUM_ATTENTION_H

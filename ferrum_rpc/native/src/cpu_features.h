@@ -24,7 +24,7 @@
 
 #endif
 
-/* Whether this machine has the set of each_set.h whose vectors hold so many floats. */
+/* Whether this machine has the set of for_each_isa.h whose vectors hold so many floats. */
 static inline int lanes_supported(int lanes)
 {
 #if defined(__x86_64__)

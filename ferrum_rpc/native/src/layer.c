@@ -14,10 +14,10 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
-#include "room.h"
-#include "rows.h"
+#include "buffer.h"
+#include "norm_rope_gate.h"
 
-/* Buffers of room.h: what lies within a half of a layer, and what lies between the two. */
+/* Buffers of buffer.h: what lies within a half of a layer, and what lies between the two. */
 struct ferrum_layers {
     struct ferrum_linears *linears;
     char *buffer, *heads;
@@ -49,7 +49,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
                             int32_t threads)
 {
     const int width = weights->qkv->k;
-    if (!room_for(&self->buffer, &self->size, (size_t)count * width * 2))
+    if (!reserve_buffer(&self->buffer, &self->size, (size_t)count * width * 2))
         return -1;
     struct rows rows = {
         .task = ADD_NORM,
@@ -88,7 +88,7 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
 {
     const int width = weights->output->n, inner = weights->down->k;
     const size_t row = rounded((size_t)count * width * 2), wide = rounded((size_t)count * 2 * inner * 2);
-    if (!room_for(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
+    if (!reserve_buffer(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
         return -1;
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
     if (ferrum_linear(self->linears, weights->output, attended, weights->output->k, count, delta, 0, threads))
@@ -120,7 +120,7 @@ int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights
                           const float *cos, const float *sin, int64_t count, int32_t threads)
 {
     const size_t all = rounded((size_t)count * weights->qkv->n * 2);
-    if (!room_for(&self->heads, &self->heads_size, all + (size_t)count * weights->output->k * 2))
+    if (!reserve_buffer(&self->heads, &self->heads_size, all + (size_t)count * weights->output->k * 2))
         return -1;
     char *qkv = self->heads, *attended = qkv + all;
     for (int32_t layer = 0; layer < layers; layer++) {

@@ -2,17 +2,17 @@
  *
  * A decode step reads every weight for a handful of rows: it ends when memory has been read, if the arithmetic keeps up.
  * oneDNN's does at one row; at 8 rows it took 1.3 times as long as reading takes, and at 32 2.9 times (two cores with
- * AVX-512 BF16, Qwen3-0.6B's layers: 28 ms of reading; 37 and 81). Here one layout of panels (dots.h) serves every
+ * AVX-512 BF16, Qwen3-0.6B's layers: 28 ms of reading; 37 and 81). Here one layout of panels (gemm_tile.h) serves every
  * number of rows: a job is four panels and a slab of rows; while a job's later rows are multiplied, the next job's
  * weights are fetched.
  *
  * Where only the largest element of a row is wanted (the next token of a greedy row), the row is not written: 32 rows of
- * a 152k vocabulary are 19 MB of floats that somebody would read again.
+ * a 152k vocabulary are 19 MB of floats that would be read again.
  *
  * 8-bit weights are blocks of 64 elements of a column with a scale each; rows are rounded to 8 bits in blocks of
  * 64 as well, because the instruction multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
  *
- * No Python and no torch headers: ferrum_rpc/models/native_linear.py calls it on data pointers. OpenMP: see paged.c.
+ * No Python and no torch headers: ferrum_rpc/models/native_linear.py calls it on data pointers. OpenMP: see attention_decode.c.
  */
 
 #include <stddef.h>
@@ -21,9 +21,9 @@
 #include <string.h>
 
 #include "cpu_features.h"
-#include "dots.h"
+#include "gemm_tile.h"
 #include "linear.h"
-#include "room.h"
+#include "buffer.h"
 
 #if defined(__x86_64__)
 
@@ -39,7 +39,7 @@ struct best {
     int32_t column;
 };
 
-/* Buffers of room.h. */
+/* Buffers of buffer.h. */
 struct ferrum_linears {
     float *sums;      /* [threads][SLAB][DOT_WIDTH] */
     char *rows;       /* bytes: [m][k] */
@@ -247,18 +247,18 @@ static int32_t run(struct ferrum_linears *self, const struct linear *linear, con
         product.unit /= 2;
     const int64_t jobs = (int64_t)((product.panels + product.unit - 1) / product.unit) * product.slabs;
     const size_t sums = (size_t)(count < SLAB ? count : SLAB) * DOT_WIDTH;
-    if (!room_for(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
+    if (!reserve_buffer(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
         return -1;
     if (product.ranked) {
-        if (!room_for(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
+        if (!reserve_buffer(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
             return -1;
         for (int64_t i = 0; i < threads * count; i++)
             self->best[i] = (struct best){-__builtin_inff(), INT32_MAX};
     }
     if (!pairs) {
-        if (!room_for(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
-            !room_for(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
-            !room_for(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
+        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
+            !reserve_buffer(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
+            !reserve_buffer(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
             return -1;
         product.rows = self->rows;
         product.row_bytes = linear->k;

@@ -19,7 +19,7 @@
 
 #include "attention.h"
 #include "cpu_features.h"
-#include "room.h"
+#include "buffer.h"
 
 #define MAX_DIM 256
 #define CHUNK 512    /* positions of a unit */
@@ -49,8 +49,8 @@ struct work {
     float *partials;
 };
 
-#define BODY "paged_isa.h"
-#include "each_set.h"
+#define BODY "attention_decode_isa.h"
+#include "for_each_isa.h"
 
 typedef void (*run_unit)(const struct work *, const struct unit *, int, int, float *);
 typedef void (*run_join)(const struct work *, const struct unit *, int);
@@ -62,7 +62,7 @@ struct set {
     run_join join;
 };
 
-/* Buffers of room.h. */
+/* Buffers of buffer.h. */
 struct ferrum_attention {
     const struct set *set;
     struct unit *units;
@@ -182,10 +182,10 @@ int32_t ferrum_attend_short(const struct attention_layer *layer, const struct st
     const size_t rows = (size_t)tokens * group * heads;
     const size_t scratch = (rows * (2 * dim + 2) + 2 * (size_t)tokens * group + 31) / 16 * 16;
     const size_t partials = partial_tokens * layer->heads;
-    if (!room_for(&self->units, &self->units_size, count * sizeof *self->units) ||
-        !room_for(&self->scratch, &self->scratch_size, scratch * threads * sizeof(float)) ||
-        !room_for(&self->partial_rows, &self->partial_rows_size, partials * sizeof(struct row)) ||
-        !room_for(&self->partials, &self->partials_size, partials * dim * sizeof(float)))
+    if (!reserve_buffer(&self->units, &self->units_size, count * sizeof *self->units) ||
+        !reserve_buffer(&self->scratch, &self->scratch_size, scratch * threads * sizeof(float)) ||
+        !reserve_buffer(&self->partial_rows, &self->partial_rows_size, partials * sizeof(struct row)) ||
+        !reserve_buffer(&self->partials, &self->partials_size, partials * dim * sizeof(float)))
         return -1;
     cut(step, tokens, layer->window, self->units, &partial_tokens, &slots);
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ferrum_rpc.models.fused_ops import NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.rope import RopeSpec, Rotary
-from ferrum_rpc.models.row_ops import NativeRowOps, TorchRowOps, select_row_ops
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from tests.checkpoints import TINY
@@ -29,10 +30,10 @@ TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=st
 
 
 def every_way(dtype, spec=SPEC):
-    yield TorchRowOps(spec, dtype)
+    yield TorchFusedOps(spec, dtype)
     for lanes in (16, 8, 4):
         with suppress(OSError):
-            yield NativeRowOps(spec, dtype, lanes)
+            yield NativeFusedOps(spec, dtype, lanes)
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -120,14 +121,23 @@ def test_what_is_not_a_number_stays_none():
     ids=["dtype", "activation", "width"],
 )
 def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype, why):
-    reason, ops = select_row_ops(spec, dtype, CPU)
+    reason, ops = select_fused_ops(spec, dtype, CPU)
     assert ops.name == "torch" and why in reason
 
 
 def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch, tmp_path):
-    assert select_row_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
+    assert select_fused_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
-    reason, ops = select_row_ops(SPEC, torch.bfloat16, CPU)
+    reason, ops = select_fused_ops(SPEC, torch.bfloat16, CPU)
     assert ops.name == "torch" and "compiler" in reason
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+@pytest.mark.parametrize("name", ["add_norm", "gate"])
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, factor):
+    right = getattr(NativeFusedOps, name)
+    monkeypatch.setattr(NativeFusedOps, name, lambda *arguments: right(*arguments) * factor)
+    reason, ops = select_fused_ops(SPEC, torch.bfloat16, CPU)
+    assert ops.name == "torch" and "differs from torch's" in reason

@@ -9,8 +9,8 @@
  * Up to 6 rows and 4 panels are kept in registers: 24 sums, 4 vectors of weights, a broadcast.
  */
 
-#ifndef FERRUM_DOTS_H
-#define FERRUM_DOTS_H
+#ifndef FERRUM_GEMM_TILE_H
+#define FERRUM_GEMM_TILE_H
 
 #if defined(__x86_64__)
 

@@ -1,14 +1,14 @@
 /* Buffers that grow and are kept, so that a steady step allocates nothing. */
 
-#ifndef FERRUM_ROOM_H
-#define FERRUM_ROOM_H
+#ifndef FERRUM_BUFFER_H
+#define FERRUM_BUFFER_H
 
 #include <stddef.h>
 #include <stdlib.h>
 
 /* Make `buffer` (the address of a pointer, of `size` bytes so far) hold `wanted` bytes; what it held is lost. 0 where there
  * is no memory, with the buffer as it was. */
-static inline int room_for(void *buffer, size_t *size, size_t wanted)
+static inline int reserve_buffer(void *buffer, size_t *size, size_t wanted)
 {
     void **held = buffer, *larger = NULL;
     if (wanted <= *size)

@@ -1,7 +1,7 @@
-/* What a decoder does row by row between its matrix products, for one instruction set: included by rows.c once per set
- * (see vectors.h). All of it is computed in float32 and rounded once. */
+/* What a decoder does row by row between its matrix products, for one instruction set: included by norm_rope_gate.c once per set
+ * (see simd.h). All of it is computed in float32 and rounded once. */
 
-#include "vectors.h"
+#include "simd.h"
 
 /* Root mean square normalisation of n elements: their factor, from the sum of their squares. */
 INLINE float ISA(inverse_rms)(FV squares, int n, float eps)

@@ -1,4 +1,4 @@
-/* Attention of long spans over a paged KV cache on a CPU, by products of bfloat16 pairs (dots.h).
+/* Attention of long spans over a paged KV cache on a CPU, by products of bfloat16 pairs (gemm_tile.h).
  *
  * A prompt's attention is arithmetic, not reading: torch's kernel did 70 GFLOP/s of it where the products of its layers
  * ran at 800 (512 tokens, two cores with AVX-512 BF16), and took two fifths of a prompt's time. Here K and V are put
@@ -7,7 +7,7 @@
  * parallel loops). Positions lie on a fixed grid of 64 and a row's sums run in their order, so that a row's answer does
  * not depend on where its span was cut, on the other spans or on the threads.
  *
- * OpenMP, and who calls: see paged.c.
+ * Callers and OpenMP: see attention_decode.c.
  */
 
 #include <stddef.h>
@@ -17,8 +17,8 @@
 
 #include "attention.h"
 #include "cpu_features.h"
-#include "dots.h"
-#include "room.h"
+#include "gemm_tile.h"
+#include "buffer.h"
 
 struct ferrum_flash {
     char *scratch;
@@ -31,7 +31,7 @@ struct ferrum_flash {
 #define ISA(name) JOINED(name, _flash)
 #define TARGET COMPILED_FOR(AVX512_BF16)
 #define LANES 16
-#include "vectors.h"
+#include "simd.h"
 
 #define MAX_DIM 256
 #define KEYS DOT_WIDTH /* positions at a time: four panels */
@@ -310,7 +310,7 @@ int32_t ferrum_attend_long(const struct attention_layer *layer, const struct ste
     const int tile = job.group < TILE_ROWS ? TILE_ROWS / job.group : 1;
     struct buffers buffers;
     const size_t bytes = lay_out(&job, tile * job.group, NULL, &buffers), wanted = bytes * step->threads;
-    if (!room_for(&self->scratch, &self->size, wanted))
+    if (!reserve_buffer(&self->scratch, &self->size, wanted))
         return -1;
     int64_t tiles = 0;
     for (int span = 0; span < step->spans; span++)

@@ -9,12 +9,12 @@
 #include <string.h>
 
 #include "cpu_features.h"
-#include "rows.h"
+#include "norm_rope_gate.h"
 
 #define LARGE 131072 /* elements above which rows are shared out to threads */
 
-#define BODY "rows_isa.h"
-#include "each_set.h"
+#define BODY "norm_rope_gate_isa.h"
+#include "for_each_isa.h"
 
 /* The lanes of the widest set of this machine whose vectors divide `elements`, or 0. */
 int32_t ferrum_rows_lanes(int32_t elements)

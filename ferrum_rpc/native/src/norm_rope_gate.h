@@ -1,7 +1,7 @@
-/* What is done row by row (rows.c). */
+/* What is done row by row (norm_rope_gate.c). */
 
-#ifndef FERRUM_ROWS_H
-#define FERRUM_ROWS_H
+#ifndef FERRUM_NORM_ROPE_GATE_H
+#define FERRUM_NORM_ROPE_GATE_H
 
 #include <stdint.h>
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from ferrum_rpc.models import triton_rows
-from ferrum_rpc.models.device_rows import select_rows_for
-from ferrum_rpc.models.row_ops import TorchRowOps
+from ferrum_rpc.models import triton_fused_ops
+from ferrum_rpc.models.fused_ops import TorchFusedOps
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.spec import ModelSpec
-from ferrum_rpc.models.triton_rows import TritonRowOps
+from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 from tests.checkpoints import TINY
 
 SPEC = replace(
@@ -48,7 +48,7 @@ def test_the_sum_is_kept_and_normed(device, dtype):
     hidden = draw(device, 3, 96, dtype=dtype) * 3
     total = hidden + delta
     for each in (delta, None):
-        normed = TritonRowOps(SPEC).add_norm(hidden, each, weight)
+        normed = TritonFusedOps(SPEC).add_norm(hidden, each, weight)
         assert torch.equal(hidden, total)
         exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()
         close(normed, exact * weight.double())
@@ -68,7 +68,7 @@ def test_query_and_key_are_normed_and_rotated_and_value_is_left(device, dtype, n
     first, second = wide[..., :20], wide[..., 20:]
     c, s = cos[..., :20].double(), sin.double()
     expected = torch.cat([first * c - second * s, second * c + first * s], -1)
-    query, key, value = TritonRowOps(SPEC).heads(qkv, norm, cos, sin)
+    query, key, value = TritonFusedOps(SPEC).heads(qkv, norm, cos, sin)
     close(query, expected[:, :7])
     close(key, expected[:, 7:])
     assert torch.equal(value, heads[:, 9:])
@@ -78,11 +78,11 @@ def test_query_and_key_are_normed_and_rotated_and_value_is_left(device, dtype, n
 def test_the_gate_is_rounded_once(device, dtype):
     gate_up = draw(device, 2, 3000, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, -1)
-    close(TritonRowOps(SPEC).gate(gate_up), F.silu(gate) * up)
+    close(TritonFusedOps(SPEC).gate(gate_up), F.silu(gate) * up)
 
 
 def test_no_rows_are_no_launch(device):
-    ops = TritonRowOps(SPEC)
+    ops = TritonFusedOps(SPEC)
     empty = draw(device, 0, 96)
     assert ops.add_norm(empty, empty, draw(device, 96)).shape == (0, 96)
     assert ops.gate(draw(device, 0, 3000)).shape == (0, 1500)
@@ -95,19 +95,19 @@ def test_no_rows_are_no_launch(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels_that_agree_with_torch_are_taken(device, dtype):
-    reason, ops = select_rows_for(SPEC, dtype, device, interpreted=True)
-    assert isinstance(ops, TritonRowOps), reason
+    reason, ops = select_fused_ops(SPEC, dtype, device, interpreted=True)
+    assert isinstance(ops, TritonFusedOps), reason
 
 
 def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
-    right = TritonRowOps.gate
-    monkeypatch.setattr(TritonRowOps, "gate", lambda self, rows: right(self, rows) * 1.01)
-    reason, ops = select_rows_for(SPEC, torch.float32, device, interpreted=True)
-    assert "differs from torch's" in reason and isinstance(ops, TorchRowOps)
-    monkeypatch.setattr(triton_rows, "gate_kernel", None)
-    monkeypatch.setattr(TritonRowOps, "gate", right)
-    reason, ops = select_rows_for(SPEC, torch.float32, device, interpreted=True)
-    assert reason.startswith("triton: a small step failed: TypeError") and isinstance(ops, TorchRowOps)
+    right = TritonFusedOps.gate
+    monkeypatch.setattr(TritonFusedOps, "gate", lambda self, rows: right(self, rows) * 1.01)
+    reason, ops = select_fused_ops(SPEC, torch.float32, device, interpreted=True)
+    assert "differs from torch's" in reason and isinstance(ops, TorchFusedOps)
+    monkeypatch.setattr(triton_fused_ops, "gate_kernel", None)
+    monkeypatch.setattr(TritonFusedOps, "gate", right)
+    reason, ops = select_fused_ops(SPEC, torch.float32, device, interpreted=True)
+    assert reason.startswith("triton: a small step failed: TypeError") and isinstance(ops, TorchFusedOps)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
     ],
 )
 def test_what_the_kernels_do_not_know_is_a_reason(device, spec, dtype, word):
-    reason, ops = select_rows_for(spec, dtype, device, interpreted=True)
-    assert word in reason and isinstance(ops, TorchRowOps)
+    reason, ops = select_fused_ops(spec, dtype, device, interpreted=True)
+    assert word in reason and isinstance(ops, TorchFusedOps)
 
 
 def test_on_a_cpu_the_choice_is_not_theirs():
-    _, ops = select_rows_for(SPEC, torch.float32, torch.device("cpu"))
-    assert not isinstance(ops, TritonRowOps)
+    _, ops = select_fused_ops(SPEC, torch.float32, torch.device("cpu"))
+    assert not isinstance(ops, TritonFusedOps)

@@ -2,8 +2,8 @@
 
 Everything is computed in float32 (or wider) and rounded once, which is closer to the exact result than rounding after
 every operation. In torch that takes several passes over every row and a dispatch for each: of a decode step of the 0.6B
-shape at 32 rows about a tenth. On a CPU a C kernel of ours (``native/src/rows.c``) does each in one pass; the torch
-way runs everywhere else and is its oracle.
+shape at 32 rows about a tenth. On a CPU a C kernel (``native/src/norm_rope_gate.c``) does each in one pass, on CUDA a
+kernel in Triton (`triton_fused_ops`). Torch runs everywhere, and is the oracle of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 from ferrum_rpc.models.rope import rotate
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
-from ferrum_rpc.selection import Candidate, Unsuited, select
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -39,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By `ModelSpec.activation`."""
 
 
-class RowOps(Protocol):
+class FusedOps(Protocol):
     """Rows are contiguous and of the model's dtype."""
 
     name: str
@@ -56,7 +55,7 @@ class RowOps(Protocol):
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]."""
 
 
-class TorchRowOps:
+class TorchFusedOps:
     """On any device, in any dtype."""
 
     name = "torch"
@@ -68,13 +67,13 @@ class TorchRowOps:
         self._activation = ACTIVATIONS[spec.activation]
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         if delta is not None:
             hidden.add_(delta)
         return F.rms_norm(hidden, weight.shape, weight, self._spec.norm_eps)
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         spec = self._spec
         heads = qkv.view(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
         rotating = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
@@ -84,12 +83,12 @@ class TorchRowOps:
         return rotated[:, : spec.heads], rotated[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
 
 
-class NativeRowOps:
+class NativeFusedOps:
     """On a CPU, in bfloat16 or float32, with silu. Raises OSError where the kernel is not built or a width is not a
     multiple of any vector."""
 
@@ -105,7 +104,7 @@ class NativeRowOps:
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         out = torch.empty_like(hidden)
         self._run(
             library.ADD_NORM,
@@ -118,7 +117,7 @@ class NativeRowOps:
         return out
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         spec = self._spec
         rotating = spec.heads + spec.kv_heads
         self._run(
@@ -134,14 +133,14 @@ class NativeRowOps:
         return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // 2))
         self._run(library.GATE, gate_up, out.shape[-1], out=out.data_ptr())
         return out
 
     def _run(self, task: int, rows: Tensor, width: int, *, heads: int = 0, **pointers: int | None) -> None:
-        """``rows`` and what the pointers name must be contiguous; whoever calls holds them until this returns."""
-        job = library.Rows(
+        """``rows`` and what the pointers name must be contiguous, and alive until this returns."""
+        job = library.RowTask(
             task=task,
             wide=self._wide,
             threads=torch.get_num_threads(),
@@ -154,38 +153,3 @@ class NativeRowOps:
             **pointers,
         )
         self._library.ferrum_rows(ctypes.addressof(job), self.lanes)
-
-
-def select_row_ops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[str, RowOps]:
-    """``(reason, ops)``: the native ones where they run here and a small step of theirs agrees with torch's."""
-    native = Candidate(NativeRowOps.name, lambda: _native(spec, dtype, device), "each row is read and written once")
-    plain = Candidate(TorchRowOps.name, lambda: TorchRowOps(spec, dtype))
-    return select(native, plain, what="row operations", field="rows")[1:]
-
-
-def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> RowOps:
-    if device.type != "cpu":
-        raise Unsuited(f"it runs on a CPU, not on {device.type}")
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise Unsuited(f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}")
-    if spec.activation != SILU:
-        raise Unsuited(f"it knows the gate of {SILU}, not of {spec.activation}")
-    native = NativeRowOps(spec, dtype)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(kind)
-
-    rotating = spec.heads + spec.kv_heads
-    hidden, delta, weight = draw(2, spec.hidden_size), draw(2, spec.hidden_size), draw(spec.hidden_size)
-    qkv, norm = draw(2, (rotating + spec.kv_heads) * spec.head_dim), draw(rotating, spec.head_dim, kind=torch.float32)
-    cos, sin = draw(2, 1, spec.head_dim, kind=torch.float32), draw(2, 1, spec.head_dim // 2, kind=torch.float32)
-    gate_up = draw(2, 2 * spec.intermediate_size)
-    answers = [
-        (ops.add_norm(hidden.clone(), delta, weight), *ops.heads(qkv.clone(), norm, cos, sin), ops.gate(gate_up))
-        for ops in (TorchRowOps(spec, dtype), native)
-    ]
-    tolerance = 4 * torch.finfo(dtype).eps
-    if not all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*answers, strict=True)):
-        raise Unsuited("its answer is not torch's")
-    return native

@@ -1,10 +1,10 @@
-/* The work of one unit of attention, for one instruction set: included by paged.c once per set (see vectors.h).
+/* The work of one unit of attention, for one instruction set: included by attention_decode.c once per set (see simd.h).
  *
  * A vector is also how many slots of a block are looked at together: their scores fit one vector, and so does the
  * exponential of the softmax.
  */
 
-#include "vectors.h"
+#include "simd.h"
 
 /* Every other lane of a and then b, from `first` on. */
 #undef ALTERNATE

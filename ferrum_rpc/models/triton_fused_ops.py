@@ -2,9 +2,9 @@
 
 A decode step of an 8B model on an H200 has 3.8 ms for reading its weights, and 36 layers. In torch a layer has thirteen
 small operations besides products and attention; at 2 us each they add a millisecond even in a CUDA graph. These kernels
-make four of them. Arithmetic is float32, rounded once, as in `row_ops`, whose torch way is the oracle.
+make four of them. Arithmetic is float32, rounded once, as in `fused_ops`, whose torch way is the oracle.
 
-This file imports triton: whoever chooses asks `device_rows` first.
+This file imports triton: `fused_ops_choice` says whether it can be imported.
 """
 
 # triton has no types, and its language is not Python's
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_rpc.models.row_ops import Heads
+from ferrum_rpc.models.fused_ops import Heads
 from ferrum_rpc.models.spec import ModelSpec
 
 HEADS_AT_ONCE = 8
@@ -26,8 +26,8 @@ GATES_AT_ONCE = 1024
 """Numbers of one program of the gate: few enough that one row occupies several multiprocessors."""
 
 
-class TritonRowOps:
-    """A `RowOps` for rows on a CUDA device, in any dtype up to float32, with silu."""
+class TritonFusedOps:
+    """A `FusedOps` for rows on a CUDA device, in any dtype up to float32, with silu."""
 
     name = "triton"
 
@@ -35,7 +35,7 @@ class TritonRowOps:
         self._spec = spec
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         out = torch.empty_like(hidden)
         width = hidden.shape[-1]
         padded = triton.next_power_of_2(width)
@@ -54,7 +54,7 @@ class TritonRowOps:
         return out
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `RowOps`. Query, key and value are views of ``qkv``."""
+        """See `FusedOps`. Query, key and value are views of ``qkv``."""
         spec = self._spec
         rotating = spec.heads + spec.kv_heads
         if len(qkv):
@@ -75,7 +75,7 @@ class TritonRowOps:
         return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `RowOps`."""
+        """See `FusedOps`."""
         rows, width = len(gate_up), gate_up.shape[-1] // 2
         out = gate_up.new_empty((rows, width))
         if rows:

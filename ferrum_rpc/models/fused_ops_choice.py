@@ -1,0 +1,109 @@
+"""Which `FusedOps` a device gets, and why: the CUDA kernels, the C kernel of a CPU, or torch.
+
+A driver, a compiler and a processor that were never tested together may compute something else. So a small step of the
+kernels must agree with torch's before they are used. This file can be imported where triton cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.models.fused_ops import SILU, FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.selection import Candidate, Unsuited, select
+
+WIDEST: Final = 16384
+"""Numbers of a row that one program of the CUDA kernels holds in its registers."""
+
+LEAST_TOLERANCE: Final = 4e-6
+"""A GPU's exponentials and quotients are good to some units in float32's last place."""
+
+MOST_HEADS: Final = 16
+"""Heads of the small step: a model's are alike."""
+
+
+def select_fused_ops(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, interpreted: bool = False
+) -> tuple[str, FusedOps]:
+    """``(reason, ops)``: the kernels for ``device`` where they take such rows and agree with torch's answer, else
+    torch's. ``interpreted``: the CUDA kernels on a CPU, through Triton's interpreter."""
+    if device.type == "cuda" or interpreted:
+        reason = "one launch each, every row read and written once"
+        kernels = Candidate("triton", lambda: _triton(spec, dtype, device), reason)
+    else:
+        reason = "each row is read and written once"
+        kernels = Candidate(NativeFusedOps.name, lambda: _native(spec, dtype, device), reason)
+    plain = Candidate(TorchFusedOps.name, lambda: TorchFusedOps(spec, dtype))
+    return select(kernels, plain, what="row operations", field="rows")[1:]
+
+
+def _triton(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedOps:
+    if find_spec("triton") is None:
+        raise Unsuited("it is not installed")
+    if torch.version.hip is not None:
+        raise Unsuited("the kernels are for CUDA, not for ROCm")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Unsuited(f"the kernels do not know {str(dtype).removeprefix('torch.')}")
+    if spec.hidden_size > WIDEST:
+        raise Unsuited(f"rows of {spec.hidden_size} are wider than {WIDEST}")
+    _check_gate(spec)
+    from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
+
+    _check_small_step(TritonFusedOps, spec, dtype, device, max(8 * torch.finfo(dtype).eps, LEAST_TOLERANCE))
+    return TritonFusedOps(spec)
+
+
+def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedOps:
+    if device.type != "cpu":
+        raise Unsuited(f"it runs on a CPU, not on {device.type}")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise Unsuited(f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}")
+    _check_gate(spec)
+    _check_small_step(lambda small: NativeFusedOps(small, dtype), spec, dtype, device, 4 * torch.finfo(dtype).eps)
+    return NativeFusedOps(spec, dtype)
+
+
+def _check_gate(spec: ModelSpec) -> None:
+    if spec.activation != SILU:
+        raise Unsuited(f"it knows the gate of {SILU}, not of {spec.activation}")
+
+
+def _check_small_step(
+    make: Callable[[ModelSpec], FusedOps], spec: ModelSpec, dtype: torch.dtype, device: torch.device, tolerance: float
+) -> None:
+    """Raise Unsuited where a small step differs from torch's by more than ``tolerance``, over one plus its size."""
+    kv_heads = min(spec.kv_heads, MOST_HEADS // 4)
+    small = replace(spec, heads=min(spec.heads, MOST_HEADS - kv_heads), kv_heads=kv_heads)
+    expected = _answers(TorchFusedOps(small, dtype), small, dtype, device)
+    found = _answers(make(small), small, dtype, device)
+    differences = [((a - b).abs() / (1 + a.abs())).max() for a, b in zip(expected, found, strict=True)]
+    error = float(torch.stack(differences).max())
+    if not error <= tolerance:  # so that NaN fails too
+        raise Unsuited(f"a small step differs from torch's by {error:.1e}, more than {tolerance:.0e}")
+
+
+def _answers(ops: FusedOps, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, kind)
+
+    rotating = spec.heads + spec.kv_heads
+    hidden, delta, weight = draw(3, spec.hidden_size), draw(3, spec.hidden_size), draw(spec.hidden_size)
+    qkv = draw(3, (rotating + spec.kv_heads) * spec.head_dim)
+    norm = draw(rotating, spec.head_dim, kind=torch.float32) if spec.qk_norm else None
+    angles = draw(3, 1, spec.head_dim // 2, kind=torch.float32)
+    cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
+    answers = [
+        ops.add_norm(hidden.clone(), None, weight),
+        ops.add_norm(hidden, delta, weight),
+        *ops.heads(qkv, norm, cos, sin),
+        ops.gate(draw(3, 2 * spec.intermediate_size)),
+    ]
+    return [answer.float() for answer in answers]
