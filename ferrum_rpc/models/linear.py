@@ -10,6 +10,7 @@ and falls back with a reason.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,18 +42,14 @@ LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 AMX = "amx_bf16"
 
 
-class PlainLinear:
-    """The weight as it came from the checkpoint. Any device and dtype."""
+class TorchLinear(ABC):
+    """A product of torch, written as a whole whatever is wanted of it."""
 
     __slots__ = ("_bias", "_weight")
-    name = "plain"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return F.linear(x, self._weight, self._bias)
 
     def widened(self, x: Tensor) -> Tensor:
         """See `Linear`."""
@@ -63,10 +60,24 @@ class PlainLinear:
         return self(x).argmax(dim=-1)
 
 
-class PackedLinear:
+class PlainLinear(TorchLinear):
+    """The weight as it came from the checkpoint. Any device and dtype."""
+
+    __slots__ = ()
+    name = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear(TorchLinear):
     """The weight in oneDNN's blocked layout: one layout serves every number of rows. CPU only."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ()
     name = "onednn"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -77,14 +88,6 @@ class PackedLinear:
         """See `Linear`."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
-
-    def widened(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self(x).to(torch.float32)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self(x).argmax(dim=-1)
 
 
 def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> Choice:
