@@ -18,10 +18,10 @@ import torch
 from tests.numerics.harness import error, worst
 
 FLOAT32_BOUND = 2e-5
-"""Largest error of a float32 logit, over the standard deviation of the logits (architecture.md)."""
+"""Largest error of a float32 logit, over the standard deviation of the logits."""
 
 SIXTEEN_BITS_BOUND = 2.0
-"""Root mean square error in 16 bits, over that of transformers in the same dtype (architecture.md)."""
+"""Root mean square error in 16 bits, over that of transformers in the same dtype."""
 
 
 class Oracle:
