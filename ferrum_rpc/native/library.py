@@ -105,8 +105,6 @@ def find() -> str:
     for folder in (package and package.submodule_search_locations) or ():
         if (file := Path(folder, LIBRARY)).exists():
             return str(file)
-    for before in Path(__file__).parent.glob("_kernels.*.so"):  # of a checkout that was installed as one package
-        return str(before)
     raise OSError(f"it is not installed: {BUILD}")
 
 

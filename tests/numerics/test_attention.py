@@ -267,8 +267,7 @@ def test_a_cache_that_the_kernel_cannot_read_gets_the_torch_path_and_a_reason(sp
         select_backend(CPU, [spec], dtype, "native")
 
 
-def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch):
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     name, reason, _ = select_backend(CPU, [AttentionSpec(2, 1, 8, 0.3)], torch.float32)

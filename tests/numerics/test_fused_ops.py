@@ -125,9 +125,8 @@ def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype
     assert ops.name == "torch" and why in reason
 
 
-def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch, tmp_path):
+def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch):
     assert select_fused_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     reason, ops = select_fused_ops(SPEC, torch.bfloat16, CPU)

@@ -16,7 +16,7 @@ static int kernels(void *caller)
 {
     Dl_info info;
     return watching && dladdr(caller, &info) &&
-           (strstr(info.dli_fname, "kernels.") || strstr(info.dli_fname, "/libffi") || strstr(info.dli_fname, "/_ctypes"));
+           (strstr(info.dli_fname, "/kernels.so") || strstr(info.dli_fname, "/libffi") || strstr(info.dli_fname, "/_ctypes"));
 }
 
 static void *counted(void *made)

@@ -158,8 +158,7 @@ def test_built_in_models_have_folders_and_the_identity_model_needs_none():
 
 
 @pytest.mark.parametrize("package", ["no_such_package", "email"], ids=["no package", "built without a compiler"])
-def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, tmp_path, package):
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, package):
     monkeypatch.setattr(library, "PACKAGE", package)
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     runner, told = choices()
