@@ -1,9 +1,9 @@
 """Paged attention on a CPU by C kernels: K and V are read once, in place.
 
 What torch offers needs the blocks gathered first, so that every byte of the cache is read, written and read again; at
-32 sequences that is more than half of a decode step. ``native/src/attention_decode.c`` follows the block table. It
+32 sequences that is more than half of a decode step. ``attention_decode.c`` follows the block table. It
 takes the spans that are bound by memory: single tokens and short runs, as in decode and verification. Longer ones are
-bound by arithmetic. In bfloat16 they go to ``native/src/attention_prefill.c``, 7 times as fast as torch at 512 tokens,
+bound by arithmetic. In bfloat16 they go to ``attention_prefill.c``, 7 times as fast as torch at 512 tokens,
 where the CPU multiplies bfloat16 in vectors; else to `TorchPagedAttention`, which is the oracle of both.
 """
 

@@ -2,7 +2,7 @@
 
 Everything is computed in float32 (or wider) and rounded once, which is closer to the exact result than rounding after
 every operation. In torch that takes several passes over every row and a dispatch for each: of a decode step of the 0.6B
-shape at 32 rows about a tenth. On a CPU a C kernel (``native/src/norm_rope_gate.c``) does each in one pass, on CUDA a
+shape at 32 rows about a tenth. On a CPU a C kernel (``norm_rope_gate.c``) does each in one pass, on CUDA a
 kernel in Triton (`triton_fused_ops`). Torch runs everywhere, and is the oracle of both.
 """
 

@@ -1,7 +1,7 @@
 """What a decoder layer does before and after its attention: products and what lies between them, put together.
 
 `PlainLayers` calls them one by one, wherever they run. `NativeLayers` makes one call of each half where all parts are C
-kernels of ours (``native/src/layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
+kernels of ours (``layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
 small tensors otherwise. Where attention is ours as well, it runs many layers in one call. All compute the same bits.
 """
 

@@ -1,4 +1,4 @@
-"""Matrix products by our C kernel (``native/src/linear.c``): weights in panels, in bfloat16 or in 8 bits.
+"""Matrix products by our C kernel (``linear.c``): weights in panels, in bfloat16 or in 8 bits.
 
 Packed once, at load. A product's sums run over the elements in one order, whatever else is in the step: an answer does
 not depend on its neighbours in the batch, bit for bit. ``k`` is the width of a row, ``n`` of an output.
