@@ -27,7 +27,7 @@ serve: .venv/.server  ## Serve the demo model on port 50051
 	@$(BIN)/ferrum-rpc serve demo
 
 test: .venv/.dev  ## Run the whole suite
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.dev  ## Style, types, protos, stubs, containers, and whether everything can be installed
 	@$(BIN)/ruff check .

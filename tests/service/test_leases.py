@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2
 from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
-from ferrum_rpc.service.leases import LeaseBook
+from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.lifecycle import Sweeper
 from ferrum_rpc.service.quotas import Quotas
 from tests.serving import LIMITS, Gate, Served, serve_identity
@@ -257,7 +257,7 @@ async def test_the_sweep_runs_by_itself() -> None:
 
 
 def test_a_lease_of_somebody_else_reads_as_unknown() -> None:
-    book = LeaseBook(LIMITS, Quotas(LIMITS), "00ff")
+    book = LeaseTable(LIMITS, Quotas(LIMITS), "00ff")
     lease = book.acquire(Caller("alice"), None, "a")
     expired = book.acquire(Caller("alice"), None, "a")
     book.remove(expired, expired=True)
