@@ -56,6 +56,7 @@ class KvManager:
         self._pool = BlockPool(num_blocks, order)
         self._capacity = Capacity(self._pool, block_size)
         self._sequences: dict[int, SequenceState] = {}
+        self._sharing_ended = False  # since spares were trimmed last, perhaps
 
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class KvManager:
             return end
         dropped = state.table.cut(blocks_for(end, self.block_size))
         self._pool.release([block for _, block in reservation.replaced] + dropped)
+        self._sharing_ended |= bool(reservation.replaced or (dropped and state.shared))
         self._capacity.resize(state, start if start < before else end, end)
         return end
 
@@ -150,7 +152,9 @@ class KvManager:
         """
         state = self._idle(sequence)
         self._check_within(state, length)
-        self._pool.release(state.table.cut(blocks_for(length, self.block_size)))
+        dropped = state.table.cut(blocks_for(length, self.block_size))
+        self._pool.release(dropped)
+        self._sharing_ended |= bool(dropped and state.shared)
         self._capacity.resize(state, length, length)
 
     def fork(self, parent: int, child: int, at: int | None = None) -> None:
@@ -194,20 +198,25 @@ class KvManager:
         self._capacity.promise(state, tokens)
 
     def release(self, sequence: int) -> None:
-        """Forget the sequence and free what only it held."""
+        """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more."""
         state = self._idle(sequence)
         del self._sequences[sequence]
         self._pool.release(state.table.cut(0) + state.spares)
-        if state.shared:
+        if state.shared or self._sharing_ended:
+            self._sharing_ended = False
             for other in self._sequences.values():
-                if other.shared and other.spares and other.open is None:
-                    self._capacity.trim(other)
+                if other.shared and other.spares:
+                    if other.open is None:
+                        self._capacity.trim(other)
+                    else:
+                        self._sharing_ended = True
 
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):
             raise KvMisuse("a reset with an open reservation")
         self._sequences.clear()
+        self._sharing_ended = False
         self._pool.reset()
 
     # --- looking ----------------------------------------------------------------------------------------------------

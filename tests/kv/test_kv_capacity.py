@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.kv.kv_world import World, everything
 
-A, B, HOG = 1, 2, 99
+A, B, C, HOG = 1, 2, 3, 99
 
 
 def world(usable: int = 12, size: int = 4) -> World:
@@ -102,6 +102,19 @@ def test_a_spare_for_a_copy_that_is_not_needed_any_more_goes_back():
     w.write(A, 1)
     assert len(w.spares(A)) == 1
     assert w.kv.free_blocks == 9
+
+
+@pytest.mark.parametrize("end", ["write", "truncate"])
+def test_a_spare_for_a_fork_that_went_its_own_way_goes_back_at_the_next_release(end):
+    w = world()
+    w.write(A, 6)
+    w.write(C, 1)
+    w.kv.ensure_capacity(A, 2)
+    w.fork(A, B)
+    w.write(B, 1) if end == "write" else w.truncate(B, 4)
+    assert len(w.spares(A)) == 1
+    w.release(C)
+    assert w.spares(A) == []
 
 
 def test_a_fork_of_a_promised_sequence_keeps_the_promise():
