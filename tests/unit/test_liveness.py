@@ -56,16 +56,19 @@ class Computing:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
+        self._moved = threading.Condition()
 
     def __call__(self, stop: threading.Event) -> None:
         while not stop.is_set():
             sum(range(1000))
-            self.cpu_s = time.thread_time()
+            with self._moved:
+                self.cpu_s = time.thread_time()
+                self._moved.notify_all()
 
     def some_more(self) -> None:
-        enough = self.cpu_s + 0.003
-        while self.cpu_s < enough:
-            time.sleep(0.001)
+        with self._moved:
+            enough = self.cpu_s + 0.003
+            self._moved.wait_for(lambda: self.cpu_s >= enough)
 
 
 def test_an_engine_that_waits_for_work_is_not_judged() -> None:
