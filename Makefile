@@ -55,7 +55,7 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks.protocol
 	@$(BIN)/python -m benchmarks.report
 
-bench-peers: .venv/.dev  ## Ours beside llama.cpp and transformers in all its ways (builds llama.cpp: minutes)
+bench-peers: .venv/.dev  ## Ours beside vLLM, OpenVINO, llama.cpp and transformers, an environment each (the first time: minutes)
 	@$(BIN)/python -m benchmarks.peers
 	@$(BIN)/python -m benchmarks.report
 

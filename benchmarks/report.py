@@ -17,7 +17,7 @@ from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
-from benchmarks.peers import LEFT_OUT, PEERS
+from benchmarks.peers import PEERS
 from benchmarks.plot import Bar, Panel, svg
 from benchmarks.record import SCHEMA, conditions
 from benchmarks.tables import NOT_YET, Legend, Table, number
@@ -54,7 +54,8 @@ that followed each other.
 PEERS_TEXT: Final = """## Beside other engines
 
 One peer at a time beside our server, each in a process of its own with the same number of threads: A B A B for every
-cell, the same weights and tokens. A peer with 8-bit weights stands beside ours with int8 weights.
+cell, the same weights and tokens. A peer with 8-bit weights stands beside ours with int8 weights. vLLM, OpenVINO GenAI
+and transformers' continuous batching choose the tokens that they feed themselves; the work of a step is the same.
 """
 GPU: Final = """## On a GPU
 
@@ -129,7 +130,7 @@ def panels(results: targets.Results) -> list[Panel]:
 
 
 def _names() -> Sequence[str]:
-    return (REFERENCE, INSIDE, INT8, *(peer.name for peer in PEERS), *LEFT_OUT)
+    return (REFERENCE, INSIDE, INT8, *(peer.name for peer in PEERS))
 
 
 def _glance(cell: str, name: str, results: targets.Results) -> str:
@@ -138,9 +139,9 @@ def _glance(cell: str, name: str, results: targets.Results) -> str:
         ratio = result["ratios"].get(name)
         times = "" if ratio is None else f" ({ratio['median']:.2f} ×)"
         return f"{number(result['sides'][name]['tokens_per_s'])}{times}"
-    if name in LEFT_OUT:
-        return "left out"
-    return "–" if any(each["cell"] == cell and name in each["absent"] for each in _cells(results)) else NOT_YET
+    if any(each["cell"] == cell and name in each["absent"] for each in _cells(results)):
+        return "–"
+    return "left out" if any(name in result.get("left_out", ()) for _, result in results.values()) else NOT_YET
 
 
 def _cells(results: targets.Results) -> Iterator[Any]:

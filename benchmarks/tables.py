@@ -83,7 +83,7 @@ CELL_LEGEND: Final = (
         "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
     ),
 )
-EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0")
+EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8")
 """Sides that read half the bytes: the limit is not theirs."""
 
 

@@ -106,13 +106,14 @@ async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """A peer as it is started: its script, what the script is told, environment variables of its own, and which of
-    ours it is compared with: the one whose weights have as many bits."""
+    """A peer as it is started: its script and its options, the Python environment that it needs (none: ours has it),
+    variables of its own, and which of ours it is compared with: the one whose weights have as many bits."""
 
     name: str
     script: str
     options: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
     rival: str = REFERENCE
 
 
@@ -129,11 +130,14 @@ class PeerProcess:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, kind: PeerKind, model: str, threads: int, vocab_size: int, python: str | Path = sys.executable
+        cls, kind: PeerKind, model: str, threads: int, vocab_size: int, home: Path = ROOT
     ) -> AsyncIterator[PeerProcess]:
-        """Start it with ``python`` and let it load ``model``. Raises `PeerFailed`."""
-        command = (str(python), "-m", f"{SCRIPTS}.{kind.script}")
-        process = await _start(command, ROOT, kind.environment, asyncio.subprocess.PIPE)
+        """Start it with the Python of its environment, which is in ``home``, and let it load ``model``. Raises
+        `PeerFailed`."""
+        python = str(home / "bin" / "python") if kind.environment else sys.executable
+        variables = {name: value.format(environment=home) for name, value in kind.variables.items()}
+        command = (python, "-m", f"{SCRIPTS}.{kind.script}")
+        process = await _start(command, ROOT, variables, asyncio.subprocess.PIPE)
         peer = cls(process, vocab_size)
         try:
             peer.facts = await peer._ask(do="open", model=model, threads=threads, options=kind.options)

@@ -13,6 +13,7 @@ from benchmarks.cases import QUICK_CELLS, QWEN3_8B, TINY, tensor_shapes, write_c
 from benchmarks.compare import Round, Unsupported
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.peers import lines
+from benchmarks.engines.peers.generating import Generating
 from benchmarks.engines.peers.gguf_file import tensor_name
 from benchmarks.engines.peers.hf import Transformers
 from benchmarks.engines.process import REFERENCE, PeerFailed, PeerKind, PeerProcess
@@ -85,11 +86,12 @@ async def test_a_peer_that_ends_is_an_error_with_its_last_words():
 
 def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path):
     out = tmp_path / "peers.json"
-    names = [peers.EAGER.name]
-    options = peers.parse(["--quick", "--out", str(out), "--python", str(tmp_path / "python"), "--peers", *names])
-    asyncio.run(peers.run(options, options.python, {"a==1": "no compiler"}))
+    names = ["OpenVINO GenAI bf16", "llama.cpp bf16"]
+    options = peers.parse(["--quick", "--out", str(out), "--installed", str(tmp_path), "--peers", *names])
+    asyncio.run(peers.run(options, {"llama_cpp": ("a==1", "no compiler")}))
     result = json.loads(out.read_text(encoding="utf-8"))
     assert "No such file" in result["left_out"][names[0]]
+    assert result["left_out"][names[1]] == "not installed: a==1: no compiler"
     assert result["cells"] == [] and result["not_installed"] == {"a==1": "no compiler"}
 
 
@@ -123,8 +125,8 @@ def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, m
     monkeypatch.setattr(peers, "open_int8", int8)
     monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=peer))
     names = [peers.EAGER.name, "llama.cpp Q8_0"]
-    options = peers.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--python", "python", "--peers", *names])
-    result = asyncio.run(peers.run(options, options.python, {})).values
+    options = peers.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--peers", *names])
+    result = asyncio.run(peers.run(options, {})).values
     ours = {name: {each["reference"] for each in result["cells"] if name in each["sides"]} for name in names}
     assert ours == {names[0]: {REFERENCE}, names[1]: {INT8 if offered else REFERENCE}}
     assert (INT8 in result["sides"]) is offered and (INT8 in result["left_out"]) is not offered
@@ -135,17 +137,44 @@ def test_a_requirement_that_does_not_install_costs_its_peer_only(tmp_path, monke
 
     def run(command, **_):
         asked.append(command)
-        broken = any(part.startswith("llama-cpp-python") for part in command)
+        broken = "llama-cpp-python" in command
         return SimpleNamespace(returncode=int(broken), stderr="building\nno compiler\n" if broken else "")
 
-    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path / "peers")
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
     monkeypatch.setattr(peers, "subprocess", SimpleNamespace(run=run))
-    python, failed = peers.install()
-    assert asked[0][1:3] == ["-m", "venv"] and python == tmp_path / "peers" / "bin" / "python"
-    [(requirement, reason)] = failed.items()
-    assert requirement.startswith("llama-cpp-python==") and reason == "no compiler"
-    installed = [part for command in asked[1:] for part in command if "==" in part]
-    assert len(installed) > 4 and all("==" in each for each in installed)
+    requirement, reason = peers.install("llama_cpp")
+    assert asked[0][1:] == ["-m", "venv", str(tmp_path / "llama_cpp")]
+    assert requirement.startswith("install --no-binary llama-cpp-python") and reason == "no compiler"
+    for name in {each.environment for each in peers.PEERS} - {"", "llama_cpp"}:
+        assert peers.install(name) is None
+    assert any("-r" in command and (peers.ROOT / command[-2]).is_file() for command in asked)
+
+
+class Scheduler(Generating):
+    """An engine that prefills one request in a step and decodes the others meanwhile."""
+
+    def begin(self, prompts, tokens):
+        self.most, self.given, self.waiting = tokens, [0] * len(prompts), list(range(len(prompts)))
+
+    def step(self):
+        if self.waiting:
+            self.waiting.pop(0)
+        running = [index not in self.waiting for index in range(len(self.given))]
+        self.given = [given + runs for given, runs in zip(self.given, running, strict=True)]
+        assert max(self.given) <= self.most, "more tokens than were asked for"
+        return [[7] * runs for runs in running]
+
+    def end(self):
+        self.ended = self.given
+
+
+def test_steps_of_a_peer_with_its_own_tokens_begin_when_every_sequence_has_one():
+    peer = Scheduler()
+    peer.prepare([[1, 2]] * 3, room=5)
+    step_s, last = peer.decode([[0] * 3] * 5, lead_in=2)
+    assert len(step_s) == 3 and last == [] and peer.ended == [8, 7, 6]
+    step_s, last = peer.prefill([[1, 2], [3, 4]], lead_in=1)
+    assert len(step_s) == 1 and last == [7] and peer.ended == [1]
 
 
 @pytest.mark.parametrize("config", [TINY, QWEN3_8B], ids=["tied", "untied"])
