@@ -1,7 +1,8 @@
 """Generate ferrum_rpc/client/sync.py, the client for programs without asyncio, from the async one, or check it.
 
-Each public method of `ExecutorClient` and `Sequence` gets one of the same name, arguments and docstring that runs it in
-the background loop. It is a file and not made at run time, so that type checkers, editors and tracebacks see it.
+Each public method of `ExecutorClient` and `Sequence` gets one of the same name and arguments that runs it in the
+background loop: in one line, with the types of the original, where no sequence goes in or comes out. It is a file and
+not made at run time, so that type checkers and editors see it.
 
     python tools/generate_sync.py            write it
     python tools/generate_sync.py --check    exit 1 where it differs
@@ -30,9 +31,10 @@ HEADER = '''"""The client for programs without asyncio. tools/generate_sync.py m
         for token in sequence.generate(b"In the beginning", max_tokens=64):
             print(token)
 
-Same methods, arguments, answers and errors. An open client has an event loop in a thread of its own: threads may share
-it, each waits for its own calls, and on one sequence there is one call at a time. ``on_lease_trouble`` is called in
-that thread. Ctrl-C cancels the call that waits, and leaving the ``with`` releases what is left.
+Same methods, arguments, answers and errors, described there. An open client has an event loop in a thread of its own:
+threads may share it, each waits for its own calls, and on one sequence there is one call at a time.
+``on_lease_trouble`` is called in that thread. Ctrl-C cancels the call that waits, and leaving the ``with`` releases
+what is left.
 """
 
 from __future__ import annotations
@@ -41,39 +43,41 @@ from __future__ import annotations
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The public methods and properties, and the constructor of the client."""
+    """The public methods and properties."""
     for each in node.body:
         if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.name in BY_HAND:
             continue
-        if not each.name.startswith("_") or (each.name == "__init__" and node.name == "ExecutorClient"):
+        if not each.name.startswith("_"):
             yield each
 
 
-def method(each: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """One method of the facade, in source."""
+def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[str]:
+    """One method of the facade, in source. ``original``: the async class."""
     is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in each.decorator_list)
     returned = "None" if each.returns is None else ast.unparse(each.returns)
+    arguments = ast.unparse(each.args)
+    if "Sequence" not in names(returned) | names(arguments):
+        if isinstance(each, ast.AsyncFunctionDef):
+            return [f"{each.name} = blocking({original}.{each.name})"]
+        if returned.startswith("AsyncGenerator["):
+            return [f"{each.name} = iterating({original}.{each.name})"]
     passed = ", ".join(
         [handed(arg) for arg in each.args.args[1:]] + [f"{arg.arg}={handed(arg)}" for arg in each.args.kwonlyargs]
     )
     call = f"self._async.{each.name}" + ("" if is_property else f"({passed})")
-    if each.name == "__init__":
-        body = f"super().__init__(async_client.ExecutorClient({passed}), None)"
-    else:
-        if isinstance(each, ast.AsyncFunctionDef):
-            call = f"self._background.run({call})"
-        if returned == "Sequence":
-            call = f"Sequence({call}, self._background)"
-        elif returned == "list[Sequence]":
-            call = f"[Sequence(each, self._background) for each in {call}]"
-        elif returned.startswith("AsyncGenerator["):
-            returned, call = f"Iterator[{returned[15:].rpartition(',')[0]}]", f"self._background.each({call})"
-        body = f"return {call}" if returned != "None" else call
-    doc = (ast.get_docstring(each) or "").replace("async for ", "for ").replace("``aclose``", "``close``")
-    lines = ["@property"] if is_property else []
-    lines.append(f"def {each.name}({ast.unparse(each.args)}) -> {returned}:")
-    lines += [f"    {line}" if line else "" for line in f'"""{doc}"""'.splitlines()] if doc else []
-    return [*lines, f"    {body}", ""]
+    if isinstance(each, ast.AsyncFunctionDef):
+        call = f"self._background.run({call})"
+    if returned == "Sequence":
+        call = f"Sequence({call}, self._background)"
+    elif returned == "list[Sequence]":
+        call = f"[Sequence(each, self._background) for each in {call}]"
+    return [
+        *(["", "@property"] if is_property else [""]),
+        f"def {each.name}({arguments}) -> {returned}:",
+        *(f"    {line}" if line else "" for line in f'"""{ast.get_docstring(each)}"""'.splitlines()),
+        f"    return {call}",
+        "",
+    ]
 
 
 def handed(arg: ast.arg) -> str:
@@ -83,8 +87,12 @@ def handed(arg: ast.arg) -> str:
 
 
 def names(source: str) -> set[str]:
-    """The names in an expression."""
-    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    """The names in a piece of source, those of arguments' types included."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        tree = ast.parse(f"def arguments({source}): pass")
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def imports(trees: dict[str, ast.Module], used: set[str]) -> list[str]:
@@ -108,16 +116,14 @@ def generate() -> str:
     lines: list[str] = []
     for name, (module, base) in CLASSES.items():
         node = next(each for each in trees[module].body if isinstance(each, ast.ClassDef) and each.name == name)
-        doc = (ast.get_docstring(node) or "").replace("An async context manager", "A context manager")
-        lines += ["", "", f"class {name}({base}):", *(f"    {line}" for line in f'"""{doc}\n"""'.splitlines()), ""]
+        original = f"async_{module}.{name}"
+        lines += ["", "", f"class {name}({base}):", f"    __doc__ = {original}.__doc__", ""]
         for each in methods(node):
-            lines += [f"    {line}" if line else "" for line in method(each)]
+            lines += [f"    {line}" if line else "" for line in method(each, original)]
     used = names("\n".join(lines)) - set(CLASSES)
-    by_hand = ", ".join(sorted({"ClientFacade", "Facade", "unwrapped"} & used))
+    by_hand = ", ".join(sorted({"ClientFacade", "Facade", "blocking", "iterating", "unwrapped"} & used))
     source = HEADER + "\n".join(
         [
-            *(["from collections.abc import Iterator"] if "Iterator" in used else []),
-            *(["import grpc"] if "grpc" in used else []),
             "from ferrum_rpc.client import client as async_client",
             "from ferrum_rpc.client import sequence as async_sequence",
             f"from ferrum_rpc.client.background import {by_hand}",

@@ -7,18 +7,20 @@ several threads may share a client, and a program that has a running loop itself
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ferrum_rpc.client.calls import closed
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.sequence import Sequence
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 Async = TypeVar("Async", ExecutorClient, Sequence)
 Self = TypeVar("Self", bound="Facade[Any]")
 
@@ -144,8 +146,42 @@ class Facade(Generic[Async]):
         self._background.run(self._async.__aexit__(kind, error, trace))
 
 
+def blocking(
+    method: Callable[Concatenate[Async, Arguments], Awaitable[Result]],
+) -> Callable[Concatenate[Facade[Async], Arguments], Result]:
+    """The facade's method for one of the async client."""
+
+    @functools.wraps(method)
+    def run(self: Facade[Async], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return self._background.run(method(self._async, *args, **kwargs))
+
+    return run
+
+
+def iterating(
+    method: Callable[Concatenate[Async, Arguments], AsyncGenerator[Result, None]],
+) -> Callable[Concatenate[Facade[Async], Arguments], Iterator[Result]]:
+    """The facade's method for a stream of the async client."""
+
+    @functools.wraps(method)
+    def each(self: Facade[Async], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Iterator[Result]:
+        return self._background.each(method(self._async, *args, **kwargs))
+
+    return each
+
+
+def _constructor_of(
+    made: Callable[Arguments, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
+    return functools.wraps(made.__init__)
+
+
 class ClientFacade(Facade[ExecutorClient]):
     """A client with a loop of its own while it is open."""
+
+    @_constructor_of(ExecutorClient)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(ExecutorClient(*args, **kwargs), None)
 
     def __enter__(self: Self) -> Self:
         if self._opened is not None:
