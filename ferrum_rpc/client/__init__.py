@@ -52,7 +52,7 @@ from ferrum_rpc.client.info import (
     WarmupReport,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
-from ferrum_rpc.client.policy import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
+from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError

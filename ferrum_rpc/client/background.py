@@ -15,8 +15,8 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from ferrum_rpc.client.calls import closed
 from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.context import closed
 from ferrum_rpc.client.sequence import Sequence
 
 Result = TypeVar("Result")

@@ -37,11 +37,11 @@ from ferrum_rpc.client.info import (
     warmup_from_proto,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
-from ferrum_rpc.client.policy import NEVER_RESEND, ResendPolicy
+from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import FeedRpc
+from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import (
@@ -147,7 +147,7 @@ class ExecutorClient:
     def lease(self) -> LeaseState | None:
         """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
         until the next sequence, and where the executor offers none."""
-        return None if self._opened is None else self._opened.leases.keeper.state
+        return None if self._opened is None else self._opened.leases.state
 
     # --- the executor -----------------------------------------------------------------------------------------------
 
@@ -161,17 +161,17 @@ class ExecutorClient:
         """How it is doing right now: state, pressure, counters."""
         context = self._context
         method, message = context.executor.GetStatus, model_executor_pb2.GetStatusRequest()
-        response = await context.calls.call(method, message, context.deadline(timeout_s))
+        response = await context.call(method, message, context.deadline(timeout_s))
         context.note_pressure(response.pressure)
         status = status_from_proto(response)
-        context.calls.draining = status.state is ExecutorState.DRAINING
+        context.draining = status.state is ExecutorState.DRAINING
         return status
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
         context = self._context
         method, message = context.health.Check, HealthCheckRequest(service=service)
-        response = await context.calls.call(method, message, context.deadline(timeout_s), NEVER_RESEND)
+        response = await context.call(method, message, context.deadline(timeout_s), NEVER_RESEND)
         return Health(response.status)
 
     async def warmup(
@@ -182,7 +182,7 @@ class ExecutorClient:
             batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
         )
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._context.control.Warmup, message, deadline, NEVER_RESEND)
+        response = await self._context.call(self._context.control.Warmup, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return warmup_from_proto(response)
 
@@ -191,7 +191,7 @@ class ExecutorClient:
         hitting a restarted executor."""
         message = executor_control_pb2.ResetRequest(instance_id=instance_id)
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._context.control.Reset, message, deadline, NEVER_RESEND)
+        response = await self._context.call(self._context.control.Reset, message, deadline, NEVER_RESEND)
         self._context.note_pressure(response.pressure)
         return response.released_sequences
 
@@ -202,8 +202,8 @@ class ExecutorClient:
             grace.FromNanoseconds(round(grace_s * 1e9))
         message = executor_control_pb2.DrainRequest(grace=grace)
         deadline = self._context.deadline(timeout_s)
-        response = await self._context.calls.call(self._context.control.Drain, message, deadline, NEVER_RESEND)
-        self._context.calls.draining = True
+        response = await self._context.call(self._context.control.Drain, message, deadline, NEVER_RESEND)
+        self._context.draining = True
         return ExecutorState(response.state)
 
     async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
@@ -212,7 +212,7 @@ class ExecutorClient:
         deadline, found = self._context.deadline(timeout_s), list[SequenceInfo]()
         request = executor_control_pb2.ListSequencesRequest()
         while True:
-            page = await self._context.calls.call(self._context.control.ListSequences, request, deadline, NEVER_RESEND)
+            page = await self._context.call(self._context.control.ListSequences, request, deadline, NEVER_RESEND)
             found += map(sequence_from_proto, page.sequences)
             if not page.next_page_token:
                 return found
@@ -309,22 +309,22 @@ class ExecutorClient:
         raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
         `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
         """
-        return await self._batch(self._context.forward, items, all_or_nothing, timeout_s)
+        return await self._batch(FORWARD, items, all_or_nothing, timeout_s)
 
     async def batch_prefill(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
     ) -> list[Answer | ExecutorError]:
         """As `forward`, for items that start sequences or feed chunks."""
-        return await self._batch(self._context.batch_prefill, items, all_or_nothing, timeout_s)
+        return await self._batch(BATCH_PREFILL, items, all_or_nothing, timeout_s)
 
     async def batch_decode(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
     ) -> list[Answer | ExecutorError]:
         """As `forward`, for items of one token on sequences that exist."""
-        return await self._batch(self._context.batch_decode, items, all_or_nothing, timeout_s)
+        return await self._batch(BATCH_DECODE, items, all_or_nothing, timeout_s)
 
     async def _batch(
-        self, feed: FeedRpc, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
+        self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
     ) -> list[Answer | ExecutorError]:
         listed: ListOf[Item] = as_list(items, "items")
         for at, item in enumerate(listed):

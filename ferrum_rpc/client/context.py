@@ -1,49 +1,77 @@
-"""What every part of a client shares: the executor's stub, what is known of the executor, and the ids of items.
+"""What every part of a client shares: the executor's stubs, how a call is made, and what is known of the executor.
 
-The bottom of the client, independent of sessions and leases. `Connection` puts the parts together.
+The bottom of the client, independent of sessions, leases and sequences. `Connection` puts the parts together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.info import ExecutorInfo, info_from_proto, pressure_from_proto
-from ferrum_rpc.client.policy import Deadline
-from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
-from ferrum_rpc.client.transport import FeedRpc
+from ferrum_rpc.client.retry import (
+    REFUSED_BEFORE_RUNNING,
+    Deadline,
+    ResendPolicy,
+    SingleFlight,
+    fate_unknown,
+    retry_while_starting,
+)
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import InstanceMismatch, NotSupported
+from ferrum_rpc.errors import (
+    Draining,
+    ExecutorError,
+    InstanceMismatch,
+    InvalidRequest,
+    NotSupported,
+    Starting,
+    TransportError,
+)
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
+from ferrum_rpc.wire.status import error_from_rpc
+
+Response = TypeVar("Response")
+Metadata = Sequence[tuple[str, str]]
+
+Method = Callable[..., Awaitable[Response]]
+"""A unary method of a stub, or what is called like one: ``method(request, timeout=, metadata=)`` is one attempt, given
+up after ``timeout`` seconds. It raises gRPC's errors or an `ExecutorError`."""
 
 
 class Context:
-    """One channel to one executor. ``timeout_s``: of calls that are given none."""
+    """One channel to one executor. ``metadata``: credentials, sent with every call. ``timeout_s``: of calls that are
+    given none.
 
-    def __init__(self, channel: grpc.aio.Channel, calls: Calls, timeout_s: float | None) -> None:
-        stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
-        messages = model_executor_pb2
-        self.executor = stub
+    ``draining``: the executor has reported that it is draining, which explains a connection that is lost later.
+    ``known_info``: what `info` returned last; None before the first answer, and after the executor was restarted.
+    ``max_request_bytes``: what the executor takes, once that is known; a longer frame of a session would end the
+    stream, with all steps in it. ``pressure``: that of the last answer.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, metadata: Metadata, resend: ResendPolicy, timeout_s: float | None
+    ) -> None:
+        self.channel = channel
+        self.executor = model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.control = executor_control_pb2_grpc.ExecutorControlStub(channel)
         self.health = HealthStub(channel)
-        self.calls = calls
-        self.prefill = FeedRpc("prefill", stub.Prefill, messages.PrefillRequest, single=True)
-        self.decode = FeedRpc("decode", stub.Decode, messages.DecodeRequest, single=True)
-        self.verify = FeedRpc("verify", stub.ForwardVerify, messages.ForwardVerifyRequest, single=True)
-        self.forward = FeedRpc("forward", stub.UnifiedForward, messages.UnifiedForwardRequest)
-        self.batch_prefill = FeedRpc("batch_prefill", stub.BatchPrefill, messages.BatchPrefillRequest)
-        self.batch_decode = FeedRpc("batch_decode", stub.BatchDecode, messages.BatchDecodeRequest)
+        self.metadata = tuple(metadata)
+        self.item_ids = itertools.count(1)
+        self.draining = False
+        self.known_info: ExecutorInfo | None = None
+        self.max_request_bytes: int | None = None
         self.pressure: Pressure | None = None
         self._pressure: types_pb2.KvPressure | None = None
+        self._resend = resend
         self._timeout_s = timeout_s
-        self._info: ExecutorInfo | None = None
-        self._asking = SingleFlight("asking what the executor is")
-        self.item_ids = itertools.count(1)
+        self._getting_info = SingleFlight("asking what the executor is")
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """``timeout_s`` from now, or the client's default."""
@@ -51,34 +79,78 @@ class Context:
             timeout_s = self._timeout_s
         return Deadline(None if timeout_s is None else time.monotonic() + timeout_s)
 
-    async def info(self, deadline: Deadline) -> ExecutorInfo:
-        """What the executor is, asked once per process lifetime of it."""
-        if self._info is not None:
-            return self._info
-        return await self._asking.get(lambda: self._info, lambda: self._ask(deadline), deadline)
+    async def call(
+        self, method: Method[Response], request: Any, deadline: Deadline, policy: ResendPolicy | None = None
+    ) -> Response:
+        """Call, and while its fate is unknown send the same request again, as the policy (default: the client's) and
+        the deadline allow. Raises the `ExecutorError` that the answer stands for, and `InvalidRequest` for a request
+        that is too long: nothing was sent then.
 
-    async def _ask(self, deadline: Deadline) -> ExecutorInfo:
+        Only requests that carry a request id, or whose repetition changes nothing, may be sent again; for the others
+        there is `NEVER_RESEND`.
+        """
+        policy = policy or self._resend
+        unknown: ExecutorError | None = None
+        resend = 0
+        while True:
+            try:
+                if self.max_request_bytes is not None and request.ByteSize() > self.max_request_bytes:
+                    raise InvalidRequest(
+                        f"the request takes {request.ByteSize()} bytes and the executor at most "
+                        f"{self.max_request_bytes}",
+                        field="request",
+                        metadata={"max_request_bytes": self.max_request_bytes},
+                    )
+                return await method(
+                    request, timeout=deadline.remaining(policy.attempt_timeout_s), metadata=self.metadata
+                )
+            except (ExecutorError, grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as failure:
+                error = self._error_of(failure)
+            if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
+                raise error  # this client was closed; an executor that ends all calls answers otherwise
+            if fate_unknown(error):
+                unknown = error
+            elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
+                raise error
+            if deadline.passed or resend >= policy.times:
+                raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
+            await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
+            resend += 1
+
+    def _error_of(self, failure: BaseException) -> ExecutorError:
+        """The error that a failed attempt stands for. Raises the cancellation of the caller."""
+        if isinstance(failure, grpc.aio.AioRpcError):
+            failure = error_from_rpc(failure)
+        if isinstance(failure, ExecutorError):
+            return self.note_error(failure)
+        task = asyncio.current_task()
+        if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise failure
+        # This task was not cancelled: its channel was closed under it, and grpc.aio says so by cancelling.
+        return closed()
+
+    async def info(self, deadline: Deadline) -> ExecutorInfo:
+        """What the executor is, requested once per process lifetime of it."""
+        if self.known_info is not None:
+            return self.known_info
+        return await self._getting_info.get(lambda: self.known_info, lambda: self._get_info(deadline), deadline)
+
+    async def _get_info(self, deadline: Deadline) -> ExecutorInfo:
         request = model_executor_pb2.GetInfoRequest(client_revision=SCHEMA_REVISION)
-        answer = await retry_while_starting(lambda: self.calls.call(self.executor.GetInfo, request, deadline), deadline)
+        answer = await retry_while_starting(lambda: self.call(self.executor.GetInfo, request, deadline), deadline)
         info = info_from_proto(answer)
         if info.minimum_client_revision > SCHEMA_REVISION:
             raise NotSupported(
                 f"the executor ({info.server_version}) needs clients of schema revision "
                 f"{info.minimum_client_revision}; this one has {SCHEMA_REVISION}"
             )
-        self._info = info
-        self.calls.max_request_bytes = info.limits.max_request_bytes
+        self.known_info, self.max_request_bytes = info, info.limits.max_request_bytes
         return info
-
-    @property
-    def known_info(self) -> ExecutorInfo | None:
-        """What `info` returned last; None before the first answer, and after the executor was restarted."""
-        return self._info
 
     @property
     def exact_span_tokens(self) -> int:
         """The limit of that name; 1, which decides nothing, where no info is known."""
-        return 1 if self._info is None else self._info.limits.exact_span_tokens
+        return 1 if self.known_info is None else self.known_info.limits.exact_span_tokens
 
     # --- what answers say of the executor ---------------------------------------------------------------------------
 
@@ -90,10 +162,24 @@ class Context:
 
     def note_instance(self, instance_id: str) -> None:
         """A session was opened with this process: drop what is known of another one."""
-        if self._info is not None and self._info.instance_id != instance_id:
-            self._info = None
+        if self.known_info is not None and self.known_info.instance_id != instance_id:
+            self.known_info = None
 
-    def note_error(self, error: BaseException) -> None:
-        """Drop what is known of the executor where the error says that it is another process."""
-        if isinstance(error, InstanceMismatch):
-            self._info = None
+    def note_error(self, error: ExecutorError) -> ExecutorError:
+        """Keep what an error says of the executor: that it drains, or is another process. Returns the error to raise.
+        Where the connection to a draining executor is lost, that is `Draining`; the fate of the call is as unknown as
+        with any lost connection."""
+        if isinstance(error, Draining):
+            self.draining = True
+        elif isinstance(error, Starting | InstanceMismatch):
+            self.draining = False
+            if isinstance(error, InstanceMismatch):
+                self.known_info = None
+        elif self.draining and isinstance(error, TransportError) and error.metadata.get("grpc_code") != "CANCELLED":
+            return Draining(f"the executor was draining and is gone: {error.message}", metadata=error.metadata)
+        return error
+
+
+def closed() -> TransportError:
+    """What a call ends with when its own client is closed under it."""
+    return TransportError("the client was closed while a call was in flight", metadata={"grpc_code": "CANCELLED"})

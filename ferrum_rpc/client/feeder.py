@@ -15,10 +15,9 @@ from ferrum_rpc.client.answer import Answer, joined_rows
 from ferrum_rpc.client.arguments import GREEDY
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.retry import BusyPauses
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
-from ferrum_rpc.client.transport import FeedRpc
+from ferrum_rpc.client.transport import PREFILL, Feed
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 
@@ -111,7 +110,7 @@ class Feeder:
             part = tokens[prompt.fed : prompt.fed + chunk]
             last = prompt.fed + len(part) == len(tokens)
             spec = output if last or output.positions is Positions.ALL else silent
-            answer = await self.feed(self._context.prefill, part, spec, None, deadline)
+            answer = await self.feed(PREFILL, part, spec, None, deadline)
             if answer.rows is not None:
                 prompt.rows.append(answer.rows)
             prompt.cached_tokens += answer.cached_tokens
@@ -123,18 +122,18 @@ class Feeder:
                 return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
 
     def feed(
-        self, feed: FeedRpc, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Awaitable[Answer]:
         """One item through a call of its own."""
         send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline)
         return self.surviving(send, deadline, truncate_to)
 
     async def _forward(
-        self, feed: FeedRpc, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
     ) -> Answer:
         state = self._state
         if state.handle is None:
-            feed, truncate_to = self._context.prefill, None
+            feed, truncate_to = PREFILL, None
         elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
             truncate_to = None
         item = state.item(next(self._context.item_ids), tokens, output, truncate_to)
@@ -149,7 +148,7 @@ class Feeder:
         """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
         sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
         to a new one and send again, once."""
-        pauses: BusyPauses | None = None
+        backoff: Backoff | None = None
         rebuilt = False
         while True:
             try:
@@ -157,8 +156,8 @@ class Feeder:
                     await self._feed_lost(deadline)
                 return await send()
             except SequenceBusy:
-                doubt, pauses = self._state.doubt, pauses or BusyPauses(deadline)
-                if doubt is None or not doubt.unknown or not await pauses.wait():
+                doubt, backoff = self._state.doubt, backoff or Backoff.while_busy(deadline)
+                if doubt is None or not doubt.unknown or not await backoff.wait():
                     raise
             except SEQUENCE_GONE:
                 if rebuilt or not self.rebuilds or self._state.handle is None:
@@ -212,7 +211,7 @@ class Feeder:
             spec = replace(output, positions=Positions.ALL if filled else wanted)
             truncate_to = piece.start if state.length > piece.start else None
             tokens = piece.tokens(lost.tokens)
-            answer = await self._forward(self._context.prefill, tokens, spec, truncate_to, deadline)
+            answer = await self._forward(PREFILL, tokens, spec, truncate_to, deadline)
             lost.done = number + 1
             cached += answer.cached_tokens
             if answer.rows is not None:

@@ -1,6 +1,6 @@
 """Work items out, answers back, and every sequence's state in step with them.
 
-Through whatever transport the client has. A creation that is refused because the client's lease is gone goes out again
+A creation that is refused because the client's lease is gone goes out again
 with another, and rows that a replayed answer has lost are computed again. A program sees neither.
 """
 
@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.dispatch import Dispatcher
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
-from ferrum_rpc.client.policy import LEASE_GONE, Deadline
 from ferrum_rpc.client.release import Releases
+from ferrum_rpc.client.retry import LEASE_GONE, Deadline
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import FeedRpc
+from ferrum_rpc.client.transport import FORWARD, Feed, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowBlock, Rows, StepTiming
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import forward_pb2
@@ -29,14 +28,14 @@ log = logging.getLogger("ferrum_rpc.client")
 class Forwards:
     """The forwards of one client."""
 
-    def __init__(self, context: Context, dispatcher: Dispatcher, leases: Leases, releases: Releases) -> None:
+    def __init__(self, context: Context, transport: Transport, leases: Leases, releases: Releases) -> None:
         self._context = context
-        self._dispatcher = dispatcher
+        self._transport = transport
         self._leases = leases
         self._releases = releases
 
     async def batch(
-        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
     ) -> list[Answer | ExecutorError]:
         """As `forward`, with a claim on the sequences."""
         claimed: list[SequenceState] = []
@@ -47,36 +46,37 @@ class Forwards:
             return await self.forward(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
         finally:
             for state in claimed:
-                state.unclaim()
+                state.busy = ""
 
     async def forward(
         self,
-        feed: FeedRpc,
+        feed: Feed,
         items: Sequence[Item],
         deadline: Deadline,
         *,
         all_or_nothing: bool = False,
-        lent_again: bool = False,
+        reassigned: bool = False,
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
         whose lease is gone go out again with another, once."""
         while True:
             for item in items:
                 if item.handle is None:
-                    await self._leases.lend(item, deadline)
-            transport = self._dispatcher.ready or await self._dispatcher.transport(deadline)
+                    await self._leases.assign(item, deadline)
+            if not self._transport.ready:
+                await self._transport.prepare(deadline)
             try:
-                forwarded = await transport.forward(feed, items, deadline, all_or_nothing=all_or_nothing)
+                forwarded = await self._transport.forward(feed, items, deadline, all_or_nothing=all_or_nothing)
                 break
             except BaseException as error:
                 for item in items:
                     self._failed(feed, item, error)
-                if lent_again or not isinstance(error, LEASE_GONE):
+                if reassigned or not isinstance(error, LEASE_GONE):
                     raise
                 if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
                     raise
-                lent_again = any([self._leases.returned(item, error) for item in items])  # noqa: C419 - each of them
-                if not lent_again:
+                reassigned = any([self._leases.unassign(item, error) for item in items])  # noqa: C419 - each of them
+                if not reassigned:
                     raise
         pressure = self._context.note_pressure(forwarded.pressure)
         results: list[Answer | ExecutorError] = []
@@ -84,8 +84,8 @@ class Forwards:
         replayed = False
         for item, outcome in zip(items, forwarded.outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
-                self._failed(feed, item, outcome)
-                if not lent_again and isinstance(outcome, LEASE_GONE) and self._leases.returned(item, outcome):
+                self._failed(feed, item, self._context.note_error(outcome))
+                if not reassigned and isinstance(outcome, LEASE_GONE) and self._leases.unassign(item, outcome):
                     again[len(results)] = item
                 results.append(outcome)
             else:
@@ -93,7 +93,7 @@ class Forwards:
                 replayed = replayed or outcome.replayed
         if again:
             try:
-                fresh = await self.forward(feed, list(again.values()), deadline, lent_again=True)
+                fresh = await self.forward(feed, list(again.values()), deadline, reassigned=True)
             except ExecutorError as error:  # the others' answers stand
                 fresh = [error] * len(again)
             for index, result in zip(again, fresh, strict=True):
@@ -112,7 +112,7 @@ class Forwards:
         item.state.committed(item, handle, self._context.exact_span_tokens)
         if item.handle is None:
             self._releases.live.add(item.state)
-            self._context.calls.draining = False  # it takes new sequences: another process stands there now
+            self._context.draining = False  # it takes new sequences: another process stands there now
         where = output.rows
         rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
         return Answer(handle, rows, pressure, timing, output.cached_tokens, output.replayed)
@@ -133,7 +133,7 @@ class Forwards:
         if not gone:
             return results
         try:
-            fresh = await self.forward(self._context.forward, fed, deadline)
+            fresh = await self.forward(FORWARD, fed, deadline)
         except ExecutorError as error:
             log.warning("the rows of a replayed answer could not be recomputed: %s", error)
             return results
@@ -142,14 +142,13 @@ class Forwards:
                 results[index] = replace(again, replayed=True, cached_tokens=answer.cached_tokens)
         return results
 
-    def _failed(self, feed: FeedRpc, item: Item, error: BaseException) -> None:
+    def _failed(self, feed: Feed, item: Item, error: BaseException) -> None:
         async def repeat(later: Deadline) -> list[HandleRef]:
             """Send a doubtful creation again, for the handles of what it created."""
-            transport = await self._dispatcher.transport(later)
-            outcomes = (await transport.forward(feed, [item], later, all_or_nothing=False)).outcomes
+            await self._transport.prepare(later)
+            outcomes = (await self._transport.forward(feed, [item], later)).outcomes
             return [handle_from_proto(each.handle) for each in outcomes if not isinstance(each, ExecutorError)]
 
         item.state.failed(item, error, repeat)
         if item.state.in_doubt:
             self._releases.live.add(item.state)
-        self._context.note_error(error)

@@ -2,8 +2,6 @@
 
 The executor frees a client's sequences when a lease is not renewed in time. So the client renews it every sixth of that
 time, whatever else it does, and reports when it cannot: a scheduler is warned before its sequences are gone.
-`LeaseKeeper` is independent of sequences, and of how a renewal is sent; `Leases` lends its lease to every sequence that
-begins and names no other.
 """
 
 from __future__ import annotations
@@ -15,16 +13,15 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.info import Capability, seconds
-from ferrum_rpc.client.policy import LEASE_GONE, NEVER_RESEND, Deadline
-from ferrum_rpc.client.retry import SingleFlight
+from ferrum_rpc.client.info import Capability
+from ferrum_rpc.client.retry import LEASE_GONE, NEVER_RESEND, Deadline, SingleFlight
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.info import set_seconds
+from ferrum_rpc.wire.info import seconds, set_seconds
 
 MAX_CLIENT_NAME: Final = 128
 FIRST_RETRY: Final = 1 / 16
@@ -82,40 +79,60 @@ class LeaseTrouble:
     error: ExecutorError
 
 
-class LeaseWire(Protocol):
-    """How leases travel."""
-
-    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
-        """A new one."""
-
-    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
-        """Renew it; returns for how many seconds."""
-
-    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
-        """End it; returns how many sequences went with it."""
-
-
-class LeaseKeeper:
-    """Holds one lease at a time. ``on_trouble`` is called once when renewals begin to fail, and once when a lease is
-    lost."""
+class Leases:
+    """A client's lease calls, and the lease that it holds for its sequences, one at a time. Without a ``policy`` they
+    get none, and only the lease that a session has of its own is kept. ``on_trouble`` is called once when renewals
+    begin to fail, and once when a lease is lost. ``session_renewal``: renews the session's own lease, given its id and
+    a deadline; None where it is another lease, or the session is not open."""
 
     def __init__(
         self,
-        wire: LeaseWire,
-        policy: LeasePolicy,
+        context: Context,
+        policy: LeasePolicy | None,
         *,
         client_name: str = "",
         on_trouble: Callable[[LeaseTrouble], None] | None = None,
     ) -> None:
         self.client_name = (client_name or f"{socket.gethostname()}:{os.getpid()}")[:MAX_CLIENT_NAME]
-        self._wire = wire
-        self._policy = policy
+        self.session_renewal: Callable[[str, Deadline], Awaitable[float] | None] = lambda _, __: None
+        self._context = context
+        self._wanted = policy is not None
+        self._policy = policy or LeasePolicy()
         self._on_trouble = on_trouble
         self._acquiring = SingleFlight("acquiring a lease")
         self._lease: Lease | None = None
         self._expires_at = 0.0
         self._healthy = True
         self._task: asyncio.Task[None] | None = None
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
+        """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
+        request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
+        if ttl_s is not None:
+            set_seconds(request.ttl, ttl_s)
+        answer = await self._context.call(self._context.executor.AcquireLease, request, deadline)
+        return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
+
+    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
+        """Renew it; returns for how many seconds. Through the session where it is the session's."""
+        context, renewal = self._context, self.session_renewal(lease_id, deadline)
+        if renewal is not None:
+            return await renewal
+        request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
+        answer = await context.call(context.executor.KeepAlive, request, deadline, NEVER_RESEND)
+        context.note_pressure(answer.pressure)
+        return seconds(answer.ttl)
+
+    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
+        """End it; returns how many sequences went with it."""
+        request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
+        answer = await self._context.call(self._context.executor.RevokeLease, request, deadline)
+        self._context.note_pressure(answer.pressure)
+        return answer.released_sequences
+
+    # --- the client's own -------------------------------------------------------------------------------------------
 
     @property
     def lease_id(self) -> str:
@@ -129,31 +146,52 @@ class LeaseKeeper:
         return None if lease is None else LeaseState(lease.lease_id, lease.ttl_s, self._expires_at, self._healthy)
 
     async def current(self, deadline: Deadline) -> str:
-        """The lease that is held, or a new one. Callers that need one at the same time share it."""
+        """The lease that is held, or a new one; empty where the client wants none, or the executor has none. Callers
+        that need a new one at the same time share it."""
+        if not self._wanted or Capability.LEASES not in (await self._context.info(deadline)).capabilities:
+            return ""
         lease = self._lease
         if lease is None:
             lease = await self._acquiring.get(lambda: self._lease, lambda: self._acquire(deadline), deadline)
         return lease.lease_id
 
     async def _acquire(self, deadline: Deadline) -> Lease:
-        asked = time.monotonic()
-        lease = await self._wire.acquire_lease(self._policy.ttl_s, self.client_name, deadline)
-        self.adopt(lease, asked)
+        sent_at = time.monotonic()
+        lease = await self.acquire_lease(self._policy.ttl_s, self.client_name, deadline)
+        self.adopt(lease, sent_at)
         return lease
 
-    def adopt(self, lease: Lease, asked: float) -> None:
-        """Keep this lease, which was asked for at ``asked`` (monotonic seconds)."""
+    def adopt(self, lease: Lease, sent_at: float) -> None:
+        """Keep this lease, which was requested at ``sent_at`` (monotonic seconds)."""
         self.stop()
         self._lease = lease
-        self._renewed(asked, lease.ttl_s)
-        self._task = asyncio.get_running_loop().create_task(self._keep(lease, asked), name="ferrum_rpc lease")
+        self._renewed(sent_at, lease.ttl_s)
+        self._task = asyncio.get_running_loop().create_task(self._keep(lease, sent_at), name="ferrum_rpc lease")
+
+    async def assign(self, item: Item, deadline: Deadline) -> None:
+        """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
+        one that it went out with: under another it would be another call."""
+        if not item.proto.create.lease_id:
+            lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
+            if lease_id:
+                item.proto.create.lease_id = item.state.lease_id = lease_id
+
+    def unassign(self, item: Item, error: ExecutorError) -> bool:
+        """Whether a creation was refused only because the client's own lease is gone: then it may go out with
+        another."""
+        lease_id = item.state.lease_id
+        if item.handle is not None or not lease_id:
+            return False
+        self.lost(lease_id, error)
+        item.proto.create.lease_id = item.state.lease_id = ""
+        return True
 
     def lost(self, lease_id: str, error: ExecutorError) -> None:
         """An answer says that this lease is gone. The next `current` acquires another."""
-        if self._lease is not None and self._lease.lease_id == lease_id:
+        if self.lease_id == lease_id:
             self._lease = None
             self.stop()
-            self._tell(LeaseTrouble(lease_id, True, self._expires_at, error))
+            self._report(LeaseTrouble(lease_id, True, self._expires_at, error))
 
     async def close(self, deadline: Deadline) -> None:
         """Revoke it, which frees its sequences in one call. Does not raise: what fails here is found by its end."""
@@ -162,7 +200,7 @@ class LeaseKeeper:
         if lease is None:
             return
         try:
-            await self._wire.revoke_lease(lease.lease_id, deadline)
+            await self.revoke_lease(lease.lease_id, deadline)
         except LEASE_GONE:
             pass
         except ExecutorError as error:
@@ -176,51 +214,44 @@ class LeaseKeeper:
 
     # --- renewal ----------------------------------------------------------------------------------------------------
 
-    async def _keep(self, lease: Lease, asked: float) -> None:
+    async def _keep(self, lease: Lease, sent_at: float) -> None:
         """Renew it until it is lost. No attempt takes longer than a period, and a failed one is not waited out."""
         failures = 0
         while True:
-            await asyncio.sleep(self._pause(lease, asked, failures))
-            asked = time.monotonic()
+            if failures:
+                pause = lease.renew_every_s * min(1.0, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
+            else:
+                pause = max(0.0, sent_at + lease.renew_every_s - time.monotonic())
+            await asyncio.sleep(pause)
+            sent_at = time.monotonic()
             try:
-                ttl_s = await self._wire.renew_lease(lease.lease_id, Deadline.after(lease.renew_every_s))
+                ttl_s = await self.renew_lease(lease.lease_id, Deadline.after(lease.renew_every_s))
             except LEASE_GONE as error:
                 self.lost(lease.lease_id, error)
                 return
-            except ExecutorError as error:
-                failures += 1
-                self._failed(lease, error, failures)
             except Exception as error:
-                # Not one that the wire is known to raise; to give up renewing would be worse than to try again.
                 failures += 1
-                self._failed(lease, TransportError(f"a renewal failed: {error!r}"), failures)
+                if failures >= self._policy.attempts and self._healthy:
+                    self._healthy = False
+                    if not isinstance(error, ExecutorError):  # never expected, and to give up renewing would be worse
+                        error = TransportError(f"a renewal failed: {error!r}")
+                    self._report(LeaseTrouble(lease.lease_id, False, self._expires_at, error))
             else:
                 failures = 0
-                self._renewed(asked, ttl_s)
+                self._renewed(sent_at, ttl_s)
 
-    def _pause(self, lease: Lease, asked: float, failures: int) -> float:
-        if failures == 0:
-            return max(0.0, asked + lease.renew_every_s - time.monotonic())
-        return lease.renew_every_s * min(1.0, FIRST_RETRY * 2.0 ** min(failures - 1, 10))
-
-    def _renewed(self, asked: float, ttl_s: float) -> None:
-        self._expires_at = asked + ttl_s
+    def _renewed(self, sent_at: float, ttl_s: float) -> None:
+        self._expires_at = sent_at + ttl_s
         self._healthy = True
 
-    def _failed(self, lease: Lease, error: ExecutorError, failures: int) -> None:
-        if failures >= self._policy.attempts and self._healthy:
-            self._healthy = False
-            self._tell(LeaseTrouble(lease.lease_id, False, self._expires_at, error))
-
-    def _tell(self, trouble: LeaseTrouble) -> None:
-        left = trouble.expires_at - time.monotonic()
+    def _report(self, trouble: LeaseTrouble) -> None:
         if trouble.lost:
             log.warning("the lease of %s is lost, prefill its sequences again: %s", self.client_name, trouble.error)
         else:
             log.warning(
                 "the lease of %s cannot be renewed, %.1f s are left: is the executor reachable? %s",
                 self.client_name,
-                max(0.0, left),
+                max(0.0, trouble.expires_at - time.monotonic()),
                 trouble.error,
             )
         if self._on_trouble is not None:
@@ -228,80 +259,3 @@ class LeaseKeeper:
                 self._on_trouble(trouble)
             except Exception:
                 log.exception("on_lease_trouble raised")
-
-
-class Leases:
-    """A client's lease calls, and the lease that its sequences get. Without a ``policy`` they get none, and only the
-    lease that a session has of its own is kept. ``renewal``: how a session renews its own lease, given the id and the
-    deadline; None where it is another lease, or the session is not open."""
-
-    def __init__(
-        self,
-        context: Context,
-        policy: LeasePolicy | None,
-        *,
-        client_name: str,
-        on_trouble: Callable[[LeaseTrouble], None] | None,
-    ) -> None:
-        self.renewal: Callable[[str, Deadline], Awaitable[float] | None] = lambda _, __: None
-        self._context = context
-        self._wanted = policy is not None
-        self.keeper = LeaseKeeper(self, policy or LeasePolicy(), client_name=client_name, on_trouble=on_trouble)
-
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
-        """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
-        context = self._context
-        request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
-        if ttl_s is not None:
-            set_seconds(request.ttl, ttl_s)
-        answer = await context.calls.call(context.executor.AcquireLease, request, deadline)
-        return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
-
-    async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
-        """Renew it; returns for how many seconds. Through the session where it is the session's."""
-        context, renewal = self._context, self.renewal(lease_id, deadline)
-        if renewal is not None:
-            return await renewal
-        request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
-        try:
-            answer = await context.calls.call(context.executor.KeepAlive, request, deadline, NEVER_RESEND)
-        except ExecutorError as error:
-            context.note_error(error)
-            raise
-        context.note_pressure(answer.pressure)
-        return seconds(answer.ttl)
-
-    async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
-        """End it; returns how many sequences went with it."""
-        context = self._context
-        request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
-        answer = await context.calls.call(context.executor.RevokeLease, request, deadline)
-        context.note_pressure(answer.pressure)
-        return answer.released_sequences
-
-    # --- the client's own -------------------------------------------------------------------------------------------
-
-    async def current(self, deadline: Deadline) -> str:
-        """The lease of the client's sequences; empty where it wants none, or the executor has none."""
-        if not self._wanted or Capability.LEASES not in (await self._context.info(deadline)).capabilities:
-            return ""
-        return await self.keeper.current(deadline)
-
-    async def lend(self, item: Item, deadline: Deadline) -> None:
-        """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
-        one that it went out with: under another it would be another call."""
-        if not item.proto.create.lease_id:
-            lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
-            if lease_id:
-                item.proto.create.lease_id = item.state.lease_id = lease_id
-
-    def returned(self, item: Item, error: ExecutorError) -> bool:
-        """Whether a creation was refused only because the client's own lease is gone: then it may be lent another."""
-        lease_id = item.state.lease_id
-        if item.handle is not None or not lease_id:
-            return False
-        self.keeper.lost(lease_id, error)
-        item.proto.create.lease_id = item.state.lease_id = ""
-        return True

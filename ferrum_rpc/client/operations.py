@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id, settled
 from ferrum_rpc.core import HandleRef, Pressure
 from ferrum_rpc.errors import ExecutorError
@@ -38,7 +38,7 @@ async def truncate(
             for _, handle, length in (rollbacks[at] for at in group)
         ]
         try:
-            outcomes = await connection.dispatcher.operate(requests, deadline)
+            outcomes = await connection.transport.operate(requests, deadline)
         except BaseException as error:
             for at in group:
                 over(at, request_id, error)
@@ -62,7 +62,7 @@ async def fork(
     )
 
     async def children(until: Deadline) -> list[HandleRef]:
-        [outcome] = await connection.dispatcher.operate([request], until)
+        [outcome] = await connection.transport.operate([request], until)
         if isinstance(outcome, ExecutorError):
             raise outcome
         return outcome
@@ -89,4 +89,4 @@ async def reserve(connection: Connection, handle: HandleRef, tokens: int, deadli
     """Hold blocks. Repeating it changes nothing, so it needs no request id."""
     request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(handle), tokens=tokens)
     context = connection.context
-    return context.note_pressure((await context.calls.call(context.executor.ReserveKv, request, deadline)).pressure)
+    return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)

@@ -7,11 +7,9 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.dispatch import Dispatcher
-from ferrum_rpc.client.policy import SEQUENCE_GONE, Deadline
-from ferrum_rpc.client.retry import BusyPauses
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import SequenceState, new_request_id
+from ferrum_rpc.client.transport import Transport
 from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 from ferrum_rpc.executor.v1.model_executor_pb2 import ReleaseRequest
@@ -23,11 +21,10 @@ log = logging.getLogger("ferrum_rpc.client")
 class Releases:
     """The sequences of one client that the executor holds, or may hold, and the releases that are under way."""
 
-    def __init__(self, context: Context, dispatcher: Dispatcher, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.live: set[SequenceState] = set()
-        self._context = context
-        self._dispatcher = dispatcher
+        self._transport = transport
         self._under_way: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
     async def release(self, *states: SequenceState) -> list[ExecutorError | None]:
@@ -66,21 +63,18 @@ class Releases:
         """Release at whatever version. None: it is free; what is gone already counts as released."""
         request_id = new_request_id()
         refusals: list[ExecutorError | None] = [None] * len(handles)
-
-        left, pauses = list(range(len(handles))), BusyPauses(deadline, None)
+        left, backoff = list(range(len(handles))), Backoff.while_busy(deadline, None)
         while True:
             requests = [
                 ReleaseRequest(handle=handle_to_proto(handles[at]), any_version=True, request_id=request_id)
                 for at in left
             ]
-            outcomes = await self._dispatcher.operate(requests, deadline)
-            for at, outcome in zip(left, outcomes, strict=True):
+            for at, outcome in zip(left, await self._transport.operate(requests, deadline), strict=True):
                 refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
                 if isinstance(outcome, SEQUENCE_GONE):
-                    self._context.note_error(outcome)
                     refusals[at] = None
             left = [at for at in left if isinstance(refusals[at], SequenceBusy)]
-            if not left or not await pauses.wait():
+            if not left or not await backoff.wait():
                 return refusals
 
     async def settled(self, deadline: Deadline) -> None:

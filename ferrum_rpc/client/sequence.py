@@ -16,6 +16,7 @@ from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.feeder import NO_ROWS, Feeder
 from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
+from ferrum_rpc.client.transport import DECODE, VERIFY
 from ferrum_rpc.core import HandleRef, Positions, Pressure
 
 _GREEDILY: Final = Sampling(temperature=0)
@@ -123,7 +124,7 @@ class Sequence:
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("decode"):
             self._feeder.begin("decode")
-            return await self._feeder.feed(self._context.decode, listed, spec, truncate_to, deadline)
+            return await self._feeder.feed(DECODE, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
@@ -143,7 +144,7 @@ class Sequence:
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("verify"):
             self._feeder.begin("verify")
-            return await self._feeder.feed(self._context.verify, listed, spec, truncate_to, deadline)
+            return await self._feeder.feed(VERIFY, listed, spec, truncate_to, deadline)
 
     def generate(
         self,

@@ -7,26 +7,24 @@ again under their request ids, and the executor replays them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-import grpc
-
-from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Result, other_answer
-from ferrum_rpc.client.calls import Metadata
-from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.info import seconds
+from ferrum_rpc.client.context import Context, Metadata, Method
+from ferrum_rpc.client.frames import Frame, FrameCapacity, Request, Result
+from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import Lease, Leases
-from ferrum_rpc.client.policy import LEASE_GONE, Deadline
-from ferrum_rpc.client.retry import SingleFlight, retry_while_starting
+from ferrum_rpc.client.retry import LEASE_GONE, Deadline, SingleFlight, retry_while_starting
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.stream import SessionStream
-from ferrum_rpc.client.transport import FeedRpc, Forwarded, Operated, Operation, UnaryTransport
+from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, Transport
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
-from ferrum_rpc.wire.info import SCHEMA_REVISION
+from ferrum_rpc.wire.info import SCHEMA_REVISION, seconds
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
@@ -35,94 +33,95 @@ OPENINGS: Final = 4
 """Attempts to open a stream without an answer, as gRPC makes for a unary call (`channel.service_config`)."""
 FIRST_BACKOFF_S: Final = 0.05
 
+log = logging.getLogger("ferrum_rpc.client")
 
-class SessionTransport:
-    """Sends through a session of ``steps_in_flight`` steps at most, or what the executor grants of them."""
 
-    def __init__(
-        self,
-        context: Context,
-        leases: Leases,
-        channel: grpc.aio.Channel,
-        unary: UnaryTransport,
-        steps_in_flight: int,
-    ) -> None:
-        self._context = context
+class SessionTransport(Transport):
+    """Sends through a session of ``steps_in_flight`` steps at most, or what the executor grants of them; by unary calls
+    where it offers none, and after `close`."""
+
+    def __init__(self, context: Context, leases: Leases, steps_in_flight: int) -> None:
+        super().__init__(context)
         self._leases = leases
-        self._unary = unary
-        self._calls = context.calls
-        self._channel = channel
         self._steps_in_flight = steps_in_flight
         self._stream: SessionStream | None = None
         self._opening = SingleFlight("opening the session")
+        self._offered = True
+        self._warned = False
+        self._closed = False
         self.lease_id = ""
+        leases.session_renewal = self._renewal
 
     @property
-    def is_open(self) -> bool:
-        """Whether a stream is open."""
-        return self._stream is not None and self._stream.over is None
+    def ready(self) -> bool:
+        """Whether a stream is open, or none will be."""
+        return self._closed or (self._stream is not None and self._stream.over is None)
 
-    # --- what a transport does ----------------------------------------------------------------------------------
+    async def prepare(self, deadline: Deadline) -> None:
+        """Find out whether sessions are offered."""
+        if self.ready:
+            return
+        self._offered = Capability.SESSION in (await self._context.info(deadline)).capabilities
+        if not self._offered and not self._warned:
+            self._warned = True
+            log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
 
     def forward(
-        self, feed: FeedRpc, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
-    ) -> Awaitable[Forwarded]:
+        self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool = False
+    ) -> Coroutine[Any, Any, Forwarded]:
         """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time."""
+        if not self._offered or self._closed:
+            return super().forward(feed, items, deadline, all_or_nothing=all_or_nothing)
         frame = None
         if not feed.single:
             frame = Frame()
             frame.forward.items.extend([item.proto for item in items])
             frame.forward.all_or_nothing = all_or_nothing
-        ask: Ask[Forwarded] = Ask(frame=frame, items=items)
-        return self._calls.call(self._ask, ask, deadline)
+        request: Request[Forwarded] = Request(frame=frame, items=items)
+        return self._context.call(self._submit, request, deadline)
 
-    async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> Operated:
-        """One frame for all of them."""
-        frame = _frame_of(operations)
+    async def _operate(self, operations: Sequence[Operation], deadline: Deadline) -> Sequence[Operated]:
+        frame = _frame_of(operations) if self._offered and not self._closed else None
         if frame is None:
-            return await self._unary.operate(operations, deadline)
-        ask: Ask[Answered] = Ask(frame=frame)
+            return await super()._operate(operations, deadline)
+        request: Request[session_pb2.SessionResponse] = Request(frame=frame)
+        submit: Method[session_pb2.SessionResponse] = self._submit_single if len(operations) == 1 else self._submit
+        answer = (await self._context.call(submit, request, deadline)).handles
+        self._context.note_pressure(answer.pressure)
         if len(operations) == 1:
-            answer = (await self._calls.call(self._ask_about_one, ask, deadline))[0].handles
-            return Operated([[handle_from_proto(each.handle) for each in answer.results]], answer.pressure)
-        answer = (await self._calls.call(self._ask, ask, deadline))[0].handles
+            return [[handle_from_proto(each.handle) for each in answer.results]]
         if len(answer.results) != len(operations):
-            raise other_answer(f"{len(answer.results)} results for {len(operations)} handles")
-        outcomes = [
-            error_from_status(each.error) if each.HasField("error") else [handle_from_proto(each.handle)]
+            raise _other_answer(f"{len(answer.results)} results for {len(operations)} handles")
+        return [
+            self._context.note_error(error_from_status(each.error))
+            if each.HasField("error")
+            else [handle_from_proto(each.handle)]
             for each in answer.results
         ]
-        return Operated(outcomes, answer.pressure)
 
-    def renewal(self, lease_id: str, deadline: Deadline) -> Awaitable[float] | None:
-        """A renewal of the session's own lease, for how many seconds; None where it is another lease, or no
-        stream is open."""
+    def _renewal(self, lease_id: str, deadline: Deadline) -> Awaitable[float] | None:
         stream = self._stream
         if stream is None or stream.over is not None or lease_id != self.lease_id:
             return None
         return self._renew(stream, deadline)
 
     async def _renew(self, stream: SessionStream, deadline: Deadline) -> float:
-        answer = (await stream.say(Frame(keep_alive=session_pb2.SessionKeepAlive()), deadline)).keep_alive
+        answer = (await stream.control(Frame(keep_alive=session_pb2.SessionKeepAlive()), deadline)).keep_alive
         self._context.note_pressure(answer.pressure)
         return seconds(answer.ttl)
 
-    async def close(self, deadline: Deadline) -> bool:
-        """End the session and release its sequences; whether the executor said that it did. Does not raise."""
-        stream, self._stream = self._stream, None
-        if stream is None or not stream.alive:
-            return False
-        try:
-            await stream.close(deadline, release_sequences=True)
-        except ExecutorError:
-            return False
-        return True
+    async def close(self, deadline: Deadline) -> None:
+        """End the session and release its sequences. Does not raise."""
+        self._closed, stream, self._stream = True, self._stream, None
+        if stream is not None and stream.over is None:
+            with suppress(ExecutorError):
+                await stream.close(deadline, release_sequences=True)
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _submit(
         self,
-        ask: Ask[Result],
+        request: Request[Result],
         *,
         timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
         metadata: Metadata,
@@ -131,19 +130,20 @@ class SessionTransport:
         deadline = Deadline(None if timeout is None else time.monotonic() + timeout)
         while True:
             stream = self._open_stream() or await self._open(deadline)
-            if (answered := await stream.ask(ask, deadline)) is not None:
-                return answered
+            if (result := await stream.submit(request, deadline)) is not None:
+                return result
 
-    async def _ask_about_one(self, ask: Ask[Answered], **attempt: Any) -> Answered:
+    async def _submit_single(
+        self, request: Request[session_pb2.SessionResponse], **attempt: Any
+    ) -> session_pb2.SessionResponse:
         """One attempt of an operation on one handle, whose refusal is the call's."""
-        answered = await self._ask(ask, **attempt)
-        results = answered[0].handles.results
-        if not results:
-            raise other_answer("no results for an operation")
-        for result in results:
+        response = await self._submit(request, **attempt)
+        if not response.handles.results:
+            raise _other_answer("no results for an operation")
+        for result in response.handles.results:
             if result.HasField("error"):
                 raise error_from_status(result.error)
-        return answered
+        return response
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +153,9 @@ class SessionTransport:
         if stream is None:
             return None
         if stream.over is not None:
-            self._calls.note_error(stream.over)
+            self._context.note_error(stream.over)
             return None
-        if self.lease_id != self._leases.keeper.lease_id:
+        if self.lease_id != self._leases.lease_id:
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
             return None
         return stream
@@ -171,34 +171,30 @@ class SessionTransport:
             try:
                 return await self._hello(deadline)
             except TransportError as error:
-                if error.metadata.get("grpc_code") != "UNAVAILABLE":
-                    raise
-                if attempt == OPENINGS - 1 or deadline.passed:
+                if error.metadata.get("grpc_code") != "UNAVAILABLE" or attempt == OPENINGS - 1 or deadline.passed:
                     raise
             except LEASE_GONE as error:
                 if not self.lease_id:
                     raise
-                self._leases.keeper.lost(self.lease_id, error)
+                self._leases.lost(self.lease_id, error)
                 self._context.note_error(error)
                 continue
             await asyncio.sleep(FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
         raise TransportError("the executor knows none of the leases that it grants", metadata={"grpc_code": "INTERNAL"})
 
     async def _hello(self, deadline: Deadline) -> SessionStream:
-        keeper = self._leases.keeper
-        self.lease_id = await self._leases.current(deadline) or keeper.lease_id
-        asked = time.monotonic()
-        hello = Frame(
-            hello=session_pb2.SessionHello(
-                client_revision=SCHEMA_REVISION,
-                lease_id=self.lease_id,
-                steps_in_flight=self._steps_in_flight,
-                client_name=keeper.client_name,
-            )
+        leases = self._leases
+        self.lease_id = await leases.current(deadline) or leases.lease_id
+        sent_at = time.monotonic()
+        hello = session_pb2.SessionHello(
+            client_revision=SCHEMA_REVISION,
+            lease_id=self.lease_id,
+            steps_in_flight=self._steps_in_flight,
+            client_name=leases.client_name,
         )
-        stream = SessionStream(self._channel, self._calls.metadata)
+        stream = SessionStream(self._context.channel, self._context.metadata)
         try:
-            welcome = await stream.open(hello, deadline)
+            welcome = await stream.open(Frame(hello=hello), deadline)
             self._context.note_instance(welcome.instance_id)
             info = await self._context.info(deadline)
         except BaseException:
@@ -213,8 +209,8 @@ class SessionTransport:
             vocab_size=info.model.vocab_size,
         )
         self._stream, self.lease_id = stream, welcome.lease_id
-        if welcome.lease_id and not keeper.lease_id:
-            keeper.adopt(Lease(welcome.lease_id, seconds(welcome.lease_ttl), seconds(welcome.renew_every)), asked)
+        if welcome.lease_id and not leases.lease_id:
+            leases.adopt(Lease(welcome.lease_id, seconds(welcome.lease_ttl), seconds(welcome.renew_every)), sent_at)
         return stream
 
 
@@ -237,3 +233,7 @@ def _frame_of(operations: Sequence[Operation]) -> Frame | None:
             if each.HasField("at_length"):
                 frame.fork.at_length = each.at_length
     return frame
+
+
+def _other_answer(what: str) -> TransportError:
+    return TransportError(f"the executor's answer is not to what was asked: {what}", metadata={"grpc_code": "INTERNAL"})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrum_rpc.client.pieces import Pieces
-from ferrum_rpc.client.policy import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
+from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
 from ferrum_rpc.wire.output import output_to_proto
@@ -184,10 +184,6 @@ class SequenceState:
         """Raise where a call is in flight on the sequence, which is about to be freed."""
         if self.busy:
             raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
-
-    def unclaim(self) -> None:
-        """The call is over."""
-        self.busy = ""
 
     def restart(self) -> None:
         """Forget the handle and what the sequence held: its content will be fed again."""

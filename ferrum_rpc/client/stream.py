@@ -1,7 +1,7 @@
 """One session stream: frames out in their order, answers back to their callers.
 
 gRPC takes one write at a time, so one writer sends what is queued, and one reader distributes the answers. What waits
-while the steps in flight are as many as may be goes out together (`client.asks`). No task is made for a step.
+while the steps in flight are as many as may be shares a frame (`client.frames`). No task is made for a step.
 
 A step keeps its place until the executor answers it, even when its callers have given up: only then is it out of flight
 there. When the stream ends the fate of every step is unknown, and its owner opens another.
@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.client.asks import Answered, Ask, Frame, FrameCapacity, Kind, Result, answers, frame_of, together
-from ferrum_rpc.client.calls import Metadata, closed
-from ferrum_rpc.client.policy import Deadline
+from ferrum_rpc.client.context import Metadata, closed
+from ferrum_rpc.client.frames import Frame, FrameCapacity, Kind, Request, Result, frame_of, group, results_of
+from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
 from ferrum_rpc.core import OutputSpec, StepTiming
 from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
@@ -28,7 +28,7 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
-ALONE: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
+UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
 """Until it is known what a frame may hold."""
 
 SMOOTHING: Final = 0.25
@@ -36,13 +36,13 @@ SMOOTHING: Final = 0.25
 
 _AGAIN_S: Final = 0.001
 _TURNS: Final = 5
-"""Of the event loop, until a program that was answered has asked again, through a task or two of its own."""
+"""Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
 
 
 class Pace:
     """How many shared frames of one stream may be in flight: ``most``, enough to keep the executor busy.
 
-    What waits meanwhile goes together in the next one. A step takes about as long for many sequences as for a few, so
+    What waits meanwhile shares the next one. A step takes about as long for many sequences as for a few, so
     one more in flight than need be splits the sequences into groups that wait for each other's steps, each half as
     fast.
     """
@@ -64,21 +64,21 @@ class Pace:
 
 
 class _Step:
-    """A step in flight. The futures of ``asks`` are done early where their callers gave up."""
+    """A step in flight. The futures of ``requests`` are done early where their callers gave up."""
 
-    __slots__ = ("asks", "kind", "rows", "sent", "taken_back")
+    __slots__ = ("kind", "requests", "rows", "sent", "taken_back")
 
-    def __init__(self, asks: Sequence[Ask[Any]], sent: float) -> None:
-        self.asks = asks
+    def __init__(self, requests: Sequence[Request[Any]], sent: float) -> None:
+        self.requests = requests
         self.sent = sent
-        self.kind = asks[0].kind
+        self.kind = requests[0].kind
         self.rows: list[session_pb2.SessionRows] = []
         self.taken_back = False
 
     @property
     def given_up(self) -> bool:
         """Whether no caller waits for it any longer."""
-        return all(ask.future.done() for ask in self.asks)
+        return all(request.future.done() for request in self.requests)
 
 
 class SessionStream:
@@ -91,14 +91,14 @@ class SessionStream:
             METHOD, response_deserializer=session_pb2.SessionResponse.FromString
         )
         self._call = method(metadata=tuple(metadata))
-        self.capacity = ALONE
+        self.capacity = UNSHARED
         self._output: OutputSpec | None = None  # of the last item, of which a row takes so many bytes
         self._row_bytes = 0
         self._step_id = 0
         self._number = 0
         self._steps: dict[int, _Step] = {}
         self._most = 1
-        self._waiting: dict[Kind, OrderedDict[Ask[Any], None]] = {kind: OrderedDict() for kind in Kind}
+        self._waiting: dict[Kind, OrderedDict[Request[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
         self._take_backs: deque[int] = deque()
         self._wake = asyncio.Event()
@@ -110,64 +110,59 @@ class SessionStream:
         self._writer = self._loop.create_task(self._write(), name="ferrum_rpc session writer")
         self._reader = self._loop.create_task(self._read(), name="ferrum_rpc session reader")
 
-    @property
-    def alive(self) -> bool:
-        """Whether steps can be sent."""
-        return self.over is None
-
     async def open(self, hello: Frame, deadline: Deadline) -> session_pb2.SessionWelcome:
         """Send ``hello`` and wait for the welcome. Raises the executor's refusal, or why the stream ended; the stream
         cannot be used then."""
         try:
-            welcome = (await self.say(hello, deadline)).welcome
+            welcome = (await self.control(hello, deadline)).welcome
         except (TransportError, Draining):
             raise self.over or TransportError("the session could not be opened") from None
         self._most = max(1, welcome.steps_in_flight)
         return welcome
 
-    async def ask(self, ask: Ask[Result], deadline: Deadline) -> Result | None:
+    async def submit(self, request: Request[Result], deadline: Deadline) -> Result | None:
         """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
         and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
         if that has not begun; the items that share the step are sent again."""
         if self.over is not None:
             return None
         expires = math.inf if deadline.at is None else deadline.at
-        if ask.frame is None:
-            item = ask.items[0]
+        if request.frame is None:
+            item = request.items[0]
             if item.output is not self._output:
                 self._output, self._row_bytes = item.output, item.output.row_bytes(self.capacity.vocab_size)
-            ask.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
-            large = ask.row_bytes > self.capacity.row_bytes
-            ask.kind = Kind.LARGE if large else Kind.FRAME if ask.again else Kind.SHARED
+            request.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
+            large = request.row_bytes > self.capacity.row_bytes
+            request.kind = Kind.LARGE if large else Kind.FRAME if request.again else Kind.SHARED
         self._number += 1
-        ask.number, ask.expires, ask.step = self._number, expires, None
-        ask.future = asyncio.Future(loop=self._loop)
-        waiting = self._waiting[ask.kind]
+        request.number, request.expires, request.step = self._number, expires, None
+        request.future = asyncio.Future(loop=self._loop)
+        waiting = self._waiting[request.kind]
         if not waiting:
             self._wake.set()  # what comes behind others can go only when they can
-        waiting[ask] = None
+        waiting[request] = None
         if expires < self._expires:
             self._watch(expires)
         try:
-            return await ask.future
+            return await request.future
         except asyncio.CancelledError:
-            self._give_up(ask)
+            self._give_up(request)
             raise
 
-    async def say(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
+    async def control(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
         """Send a frame that is no step, bounded by nothing, and wait for its answer."""
-        ask: Ask[Answered] = Ask(frame=frame, kind=Kind.URGENT)
-        answered = await self.ask(ask, deadline)
-        if answered is None:
+        request: Request[session_pb2.SessionResponse] = Request(frame=frame, kind=Kind.CONTROL)
+        answer = await self.submit(request, deadline)
+        if answer is None:
             raise self._ended()
-        return answered[0]
+        return answer
 
     async def close(self, deadline: Deadline, *, release_sequences: bool) -> int:
         """End the session on purpose; returns how many sequences were released. Raises what keeps it from ending well;
         it is over in any case."""
         frame = Frame(close=session_pb2.SessionClose(release_sequences=release_sequences))
         try:
-            return (await self.say(frame, deadline)).goodbye.released_sequences
+            return (await self.control(frame, deadline)).goodbye.released_sequences
         finally:
             self.end(closed())
 
@@ -177,14 +172,14 @@ class SessionStream:
             return
         self.over = error
         for step in self._steps.values():
-            for ask in step.asks:
-                if not ask.future.done():
-                    ask.future.set_exception(self._ended())
+            for request in step.requests:
+                if not request.future.done():
+                    request.future.set_exception(self._ended())
         self._steps.clear()
         for waiting in self._waiting.values():
-            for ask in waiting:
-                if not ask.future.done():
-                    ask.future.set_result(None)
+            for request in waiting:
+                if not request.future.done():
+                    request.future.set_result(None)
             waiting.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -202,7 +197,7 @@ class SessionStream:
             cancel = session_pb2.SessionCancel(step_id=self._take_backs.popleft())
             self._step_id += 1
             return Frame(step_id=self._step_id, cancel=cancel)
-        first: Ask[Any] | None = None
+        first: Request[Any] | None = None
         for kind, waiting in self._waiting.items():
             if waiting and self._may_go(kind):
                 head = next(iter(waiting))
@@ -212,23 +207,23 @@ class SessionStream:
             return None
         waiting = self._waiting[first.kind]
         now = time.monotonic()
-        asks = together(waiting, self.capacity, now) if first.kind is Kind.SHARED else [first]
+        requests = group(waiting, self.capacity, now) if first.kind is Kind.SHARED else [first]
         self._step_id = step_id = self._step_id + 1
-        for ask in asks:
-            del waiting[ask]
-            ask.step, ask.again = step_id, True
-        self._steps[step_id] = _Step(asks, now)
+        for request in requests:
+            del waiting[request]
+            request.step, request.again = step_id, True
+        self._steps[step_id] = _Step(requests, now)
         self._in_flight[first.kind] += 1
-        frame = frame_of(asks, now)
+        frame = frame_of(requests, now)
         frame.step_id = step_id
         return frame
 
     def _may_go(self, kind: Kind) -> bool:
         """Whether another frame of a kind may be in flight. Large answers leave a place to the others."""
-        if kind is Kind.URGENT:
+        if kind is Kind.CONTROL:
             return True
         in_flight = self._in_flight
-        if len(self._steps) - in_flight[Kind.URGENT] >= self._most:
+        if len(self._steps) - in_flight[Kind.CONTROL] >= self._most:
             return False
         if kind is Kind.SHARED:
             return in_flight[kind] < self._pace.most
@@ -246,52 +241,52 @@ class SessionStream:
             self._forget(response.step_id)
             self._wake.set()
             return
-        found = answers(step.asks, response, step.rows)
+        results = results_of(step.requests, response, step.rows)
         whole = response.HasField("error")
-        if whole and isinstance(found[0], QueueFull) and "steps_in_flight" in found[0].metadata:
+        if whole and isinstance(results[0], QueueFull) and "steps_in_flight" in results[0].metadata:
             # The executor counts a step until its answer is written, which may be after this client has read it.
             self._loop.call_later(_AGAIN_S, self._again, response.step_id)
             return
         self._forget(response.step_id)
-        if step.kind is Kind.SHARED and isinstance(found[0], Forwarded):
-            self._pace.answered(time.monotonic() - step.sent, found[0].timing)
+        if step.kind is Kind.SHARED and isinstance(results[0], Forwarded):
+            self._pace.answered(time.monotonic() - step.sent, results[0].timing)
             self._linger = bool(self._waiting[Kind.SHARED])
-        alone, shared = [], len(step.asks) > 1
-        for ask, answer in zip(step.asks, found, strict=True):
-            if ask.future.done():
+        single, shared = [], len(step.requests) > 1
+        for request, result in zip(step.requests, results, strict=True):
+            if request.future.done():
                 continue
-            if shared and (whole or isinstance(answer, DeadlineExceeded)):
-                alone.append(ask)  # its own answer may be another one
-            elif isinstance(answer, ExecutorError):
-                ask.future.set_exception(answer)
+            if shared and (whole or isinstance(result, DeadlineExceeded)):
+                single.append(request)  # its own answer may be another one
+            elif isinstance(result, ExecutorError):
+                request.future.set_exception(result)
             else:
-                ask.future.set_result(answer)
-        self._wait_again(alone, Kind.FRAME)
-        self._wake.set()  # after the answers: what their callers ask next shares the next frame
+                request.future.set_result(result)
+        self._wait_again(single, Kind.FRAME)
+        self._wake.set()  # after the answers: what their callers send next shares the next frame
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
         self._in_flight[self._steps.pop(step_id).kind] -= 1
 
     def _again(self, step_id: int) -> None:
-        """It was not begun: queue its asks again."""
+        """It was not begun: queue its requests again."""
         if (step := self._steps.get(step_id)) is not None:
             self._forget(step_id)
-            self._wait_again(step.asks, step.kind)
+            self._wait_again(step.requests, step.kind)
             self._wake.set()
 
-    def _wait_again(self, asks: Sequence[Ask[Any]], kind: Kind) -> None:
+    def _wait_again(self, requests: Sequence[Request[Any]], kind: Kind) -> None:
         """Queue them again, before all others."""
-        for ask in reversed(asks):
-            if not ask.future.done():
-                ask.step, ask.kind = None, kind
-                self._waiting[kind][ask] = None
-                self._waiting[kind].move_to_end(ask, last=False)
+        for request in reversed(requests):
+            if not request.future.done():
+                request.step, request.kind = None, kind
+                self._waiting[kind][request] = None
+                self._waiting[kind].move_to_end(request, last=False)
 
     # --- giving up --------------------------------------------------------------------------------------------------
 
     def _watch(self, at: float) -> None:
-        """Look for asks whose deadline has passed, at a time: one timer is enough for all of them."""
+        """Look for requests whose deadline has passed, at a time: one timer is enough for all of them."""
         if self._timer is not None:
             self._timer.cancel()
         self._expires = at
@@ -300,42 +295,42 @@ class SessionStream:
 
     def _look(self) -> None:
         now, soonest = time.monotonic(), math.inf
-        waiting = [ask for line in self._waiting.values() for ask in line]
-        for ask in [*waiting, *(ask for step in self._steps.values() for ask in step.asks)]:
-            if ask.future.done():
+        waiting = [request for queue in self._waiting.values() for request in queue]
+        for request in [*waiting, *(each for step in self._steps.values() for each in step.requests)]:
+            if request.future.done():
                 continue
-            if ask.expires <= now:
-                self._expire(ask)
+            if request.expires <= now:
+                self._expire(request)
             else:
-                soonest = min(soonest, ask.expires)
+                soonest = min(soonest, request.expires)
         if self.over is None:
             self._watch(soonest)
 
-    def _expire(self, ask: Ask[Any]) -> None:
-        if ask.step is not None:
+    def _expire(self, request: Request[Any]) -> None:
+        if request.step is not None:
             late = DeadlineExceeded("the deadline passed before the answer came", metadata=_DEADLINE_EXCEEDED)
-            ask.future.set_exception(late)
-            self._give_up(ask)
+            request.future.set_exception(late)
+            self._give_up(request)
             return
-        ask.future.set_exception(DeadlineExceeded("no step of the session ended in time; nothing was sent"))
-        self._give_up(ask)
-        steps = [step for step in self._steps.values() if step.kind is not Kind.URGENT]
+        request.future.set_exception(DeadlineExceeded("no step of the session ended in time; nothing was sent"))
+        self._give_up(request)
+        steps = [step for step in self._steps.values() if step.kind is not Kind.CONTROL]
         if steps and all(step.given_up for step in steps):  # with none in flight it is this client that was busy
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
-    def _give_up(self, ask: Ask[Any]) -> None:
+    def _give_up(self, request: Request[Any]) -> None:
         """Its caller waits no longer: take its step back if that has not begun. Rows without a caller are dropped."""
-        if ask.step is None:
-            self._waiting[ask.kind].pop(ask, None)
+        if request.step is None:
+            self._waiting[request.kind].pop(request, None)
             return
-        step = self._steps.get(ask.step)
+        step = self._steps.get(request.step)
         if step is None:
             return
         if step.given_up:
             step.rows.clear()
         if not step.taken_back:
             step.taken_back = True
-            self._take_backs.append(ask.step)
+            self._take_backs.append(request.step)
             self._wake.set()
 
     # --- the two ends -----------------------------------------------------------------------------------------------
@@ -343,7 +338,7 @@ class SessionStream:
     async def _write(self) -> None:
         try:
             while True:
-                if self._linger:  # callers that were just answered may ask again and share the next frame
+                if self._linger:  # callers that were just answered may share the next frame
                     self._linger = False
                     for _ in range(_TURNS):
                         await asyncio.sleep(0)

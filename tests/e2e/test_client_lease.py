@@ -122,7 +122,7 @@ async def test_an_executor_without_leases_is_used_without() -> None:
     async with world() as (served, client):
         real = await client.info()
         context: Any = client._context
-        context._info = type(real)(
+        context.known_info = type(real)(
             **{each.name: getattr(real, each.name) for each in fields(real) if each.name != "capabilities"},
             capabilities=real.capabilities - {Capability.LEASES},
         )
@@ -154,7 +154,7 @@ async def test_a_client_that_says_nothing_keeps_its_sequences_and_one_that_is_go
         kept, lost = quiet.sequence(), gone.sequence()
         for each in (kept, lost):
             await each.prefill(PROMPT)
-        gone._connection.leases.keeper.stop()  # as if its process were
+        gone._connection.leases.stop()  # as if its process were
         await in_time(lambda: len(served.server.state.handles) == 1)
         assert (await kept.decode(1)).length == len(PROMPT) + 1
         with pytest.raises(LeaseExpired):
@@ -254,8 +254,7 @@ async def test_a_lost_answer_to_a_creation_is_asked_for_again_with_the_same_leas
         with pytest.raises(TransportError):
             await sequence.prefill(PROMPT)
         assert client.lease is not None
-        keeper = client._connection.leases.keeper
-        keeper.lost(client.lease.lease_id, LeaseExpired("so it thinks"))
+        client._connection.leases.lost(client.lease.lease_id, LeaseExpired("so it thinks"))
         await client.sequence().prefill(PROMPT)
         assert client.lease is not None
         answer = await sequence.prefill(PROMPT)

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
-from ferrum_rpc.client.policy import fate_unknown
+from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.session import OPENINGS
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_runner

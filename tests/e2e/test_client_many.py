@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, Sequence, SequenceMisuseError, sync
-from ferrum_rpc.client.policy import fate_unknown
+from ferrum_rpc.client.retry import fate_unknown
+from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.errors import ExecutorError, HandleReleased, InvalidRequest, TruncateBeyondLength
 from tests.serving import Gate, Served, serve_identity
 
@@ -43,15 +44,19 @@ async def fed(client: ExecutorClient, count: int, tokens: int = 6) -> list[Seque
 def messages(client: ExecutorClient) -> list[Any]:
     """Requests that the client sends from now on."""
     sent: list[Any] = []
-    calls: Any = client._context.calls
-    call = calls.call
+    context: Any = client._context
+    call = context.call
 
     async def noted(method: Any, request: Any, deadline: Any) -> Any:
         sent.append(request)
         return await call(method, request, deadline)
 
-    calls.call = noted
+    context.call = noted
     return sent
+
+
+def by_session(client: ExecutorClient) -> bool:
+    return isinstance(client._connection.transport, SessionTransport)
 
 
 async def test_many_are_rolled_back_each_to_its_length_in_as_few_messages_as_can_be(client: ExecutorClient) -> None:
@@ -60,7 +65,7 @@ async def test_many_are_rolled_back_each_to_its_length_in_as_few_messages_as_can
     assert await client.truncate([(each, at % 6) for at, each in enumerate(sequences)]) == [None] * len(sequences)
     assert [each.length for each in sequences] == [at % 6 for at in range(len(sequences))]
     assert [each.tokens for each in sequences] == [list(range(at % 6)) for at in range(len(sequences))]
-    assert len(sent) == (3 if client._connection.dispatcher.session else len(sequences))
+    assert len(sent) == (3 if by_session(client) else len(sequences))
     for at, each in enumerate(sequences[:4]):
         assert (await each.decode(1)).length == at + 1
     assert await client.truncate([]) == []
@@ -134,7 +139,7 @@ async def test_many_are_released_and_what_is_gone_already_counts_as_released(cli
     unfed = client.sequence()
     sent = messages(client)
     assert await client.release([*sequences, unfed]) == [None] * (len(sequences) + 1)
-    assert len(sent) == (3 if client._connection.dispatcher.session else len(sequences) - 1)
+    assert len(sent) == (3 if by_session(client) else len(sequences) - 1)
     assert all(each.released for each in [*sequences, unfed])
     assert (await client.status()).pressure.sequences == before
     assert await client.release(sequences) == [None] * len(sequences)
@@ -157,7 +162,7 @@ async def test_mistakes_are_refused_before_anything_is_sent(client: ExecutorClie
     first._state.claim("decode")
     with pytest.raises(SequenceMisuseError, match="release while decode"):
         await client.release([second, first])
-    first._state.unclaim()
+    first._state.busy = ""
     assert not second.released
     assert await client.truncate([(first, 5), (second, 5)]) == [None, None]
 

@@ -80,14 +80,14 @@ async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(ser
         await sequence.prefill(PROMPT)
         sent: list[str] = []
         steps = (await client.status()).counters.steps
-        calls = client._context.calls
-        call = calls.call
+        context = client._context
+        call = context.call
 
         async def counted(method: Any, request: Any, deadline: Any) -> Any:
             sent.append(type(request).__name__)
             return await call(method, request, deadline)
 
-        calls.call = counted  # type: ignore[method-assign]
+        context.call = counted  # type: ignore[method-assign]
         for name, (mistake, field) in {**MISTAKES, **AT_ONCE}.items():
             before = (sequence.handle, sequence.in_doubt)
             error = await refused(mistake, client, sequence)

@@ -143,7 +143,7 @@ async def test_an_answer_of_many_times_the_inline_limit_comes_in_frames_and_whol
         frames.append(len(rows))
         return blocks_with_frames(blocks, rows)
 
-    monkeypatch.setattr("ferrum_rpc.client.asks.blocks_with_frames", counted)
+    monkeypatch.setattr("ferrum_rpc.client.frames.blocks_with_frames", counted)
     async with both(session_inline_bytes=4096, vocab_size=8192) as (_, unary, session):
         wide = OutputSpec(Positions.ALL, FullLogits())
         answers = []
@@ -320,11 +320,10 @@ async def test_without_a_resend_a_lost_stream_is_an_unknown_fate_that_the_same_c
 async def test_a_connection_lost_between_steps_costs_nobody_anything() -> None:
     async with world(resend=NEVER_RESEND) as (served, proxy, client), client.sequence() as sequence:
         await sequence.prefill(PROMPT)
-        session = client._connection.dispatcher.session
-        assert session is not None
+        transport = client._connection.transport
         for length in range(9, 12):
             proxy.reset_all()
-            await until(lambda: not session.is_open)
+            await until(lambda: not transport.ready)
             answer = await sequence.decode(1)
             assert (answer.length, answer.replayed) == (length, False)
         assert (await counters(served)) == (1, 11)
@@ -527,7 +526,7 @@ async def test_an_executor_without_sessions_gets_unary_calls_and_that_is_said_on
     async with both() as (served, _, session):
         real = await session.info()
         context: Any = session._context
-        context._info = type(real)(
+        context.known_info = type(real)(
             **{each.name: getattr(real, each.name) for each in fields(real) if each.name != "capabilities"},
             capabilities=real.capabilities - {Capability.SESSION},
         )

@@ -79,7 +79,7 @@ async def test_without_a_bound_a_stream_ends_where_the_models_word_or_the_contex
         assert len(PROMPT) + len(tokens) == CONTEXT + 1, "the last row was computed, its token can't be fed"
     eos = next(token for token in tokens if token != tokens[0])
     info = await client.info()
-    client._context._info = type(info)(**{**_fields(info), "model": _with_eos(info.model, eos)})
+    client._context.known_info = type(info)(**{**_fields(info), "model": _with_eos(info.model, eos)})
     async with client.sequence() as sequence:
         assert await taken(sequence, PROMPT) == tokens[: tokens.index(eos)]
         assert await taken(client.sequence(), PROMPT, max_tokens=9, stop=()) == tokens[:9], "no stop but the bound"

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from ferrum_rpc.client import NEVER_RESEND, ResendPolicy
-from ferrum_rpc.client.calls import Calls
 from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, keepalive_options, service_config
-from ferrum_rpc.client.policy import Deadline, fate_unknown
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.errors import (
     ERROR_BY_REASON,
     DeadlineExceeded,
@@ -64,17 +64,18 @@ class Script:
         return outcome
 
 
-def calls(policy: ResendPolicy = AT_ONCE) -> Calls:
-    return Calls(metadata=(("authorization", "Bearer t"),), resend=policy)
+def client(policy: ResendPolicy = AT_ONCE) -> Context:
+    channel = grpc.aio.insecure_channel("localhost:1")
+    return Context(channel, metadata=(("authorization", "Bearer t"),), resend=policy, timeout_s=None)
 
 
 async def mutate(script: Script, policy: ResendPolicy = AT_ONCE, deadline: Deadline = FOREVER) -> Any:
     method: Any = script
-    return await calls(policy).call(method, "the request", deadline)
+    return await client(policy).call(method, "the request", deadline)
 
 
 async def test_a_request_that_is_too_long_is_refused_before_it_is_sent() -> None:
-    script, asking = Script("an answer"), calls()
+    script, asking = Script("an answer"), client()
     method: Any = script
     request = model_executor_pb2.GetInfoRequest(client_revision=300)
     asking.max_request_bytes = request.ByteSize()
@@ -188,7 +189,7 @@ async def test_a_call_that_the_executor_cancels_as_it_goes_is_of_unknown_fate_an
 
 
 async def test_a_lost_connection_to_an_executor_that_was_draining_says_so_and_its_fate_is_as_unknown() -> None:
-    calling = calls(NEVER_RESEND)
+    calling = client(NEVER_RESEND)
 
     async def outcome(error: Any) -> ExecutorError:
         method: Any = Script(error)

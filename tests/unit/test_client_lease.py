@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ferrum_rpc.client import Lease, LeasePolicy, LeaseTrouble
-from ferrum_rpc.client.lease import MAX_CLIENT_NAME, LeaseKeeper
-from ferrum_rpc.client.policy import Deadline, fate_unknown
+from ferrum_rpc.client import Capability, Lease, LeasePolicy, LeaseTrouble
+from ferrum_rpc.client.lease import MAX_CLIENT_NAME, Leases
+from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.errors import (
     DeadlineExceeded,
     Draining,
@@ -43,6 +44,9 @@ class Executor:
         self.gate.set()
         self._told = asyncio.Condition()
 
+    async def info(self, deadline: Deadline) -> Any:
+        return SimpleNamespace(capabilities={Capability.LEASES})
+
     async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
         self.granted.append((ttl_s, client_name))
         await self.gate.wait()
@@ -72,11 +76,18 @@ class Executor:
             await self._told.wait_for(lambda: len(self.renewed) >= count)
 
 
+def leases_of(executor: Executor, policy: LeasePolicy, **options: Any) -> Leases:
+    leases: Any = Leases(executor, policy, **options)  # type: ignore[arg-type]
+    for call in (executor.acquire_lease, executor.renew_lease, executor.revoke_lease):
+        setattr(leases, call.__name__, call)
+    return cast("Leases", leases)
+
+
 @asynccontextmanager
 async def keeping(
     executor: Executor, policy: LeasePolicy | None = None, on_trouble: Callable[[LeaseTrouble], None] | None = None
-) -> AsyncIterator[LeaseKeeper]:
-    keeper = LeaseKeeper(executor, policy or LeasePolicy(), client_name="tester", on_trouble=on_trouble)
+) -> AsyncIterator[Leases]:
+    keeper = leases_of(executor, policy or LeasePolicy(), client_name="tester", on_trouble=on_trouble)
     try:
         yield keeper
     finally:
@@ -237,9 +248,9 @@ async def test_closing_revokes_it_ends_the_renewals_and_raises_nothing(refusal: 
 async def test_a_client_without_a_name_is_still_told_apart() -> None:
     async with keeping(Executor()) as named:
         assert named.client_name == "tester"
-    unnamed = LeaseKeeper(Executor(), LeasePolicy())
+    unnamed = leases_of(Executor(), LeasePolicy())
     assert 0 < len(unnamed.client_name) <= MAX_CLIENT_NAME
-    assert len(LeaseKeeper(Executor(), LeasePolicy(), client_name="x" * 999).client_name) == MAX_CLIENT_NAME
+    assert len(leases_of(Executor(), LeasePolicy(), client_name="x" * 999).client_name) == MAX_CLIENT_NAME
 
 
 @pytest.mark.parametrize("wrong", [{"ttl_s": 0.0}, {"ttl_s": -1.0}, {"attempts": 0}])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.client.policy import fate_unknown
+from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import TransportError

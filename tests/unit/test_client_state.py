@@ -150,9 +150,9 @@ def test_one_call_at_a_time_and_none_after_the_release() -> None:
     sequence.claim("decode")
     with pytest.raises(SequenceMisuseError, match="truncate while decode is in flight"):
         sequence.claim("truncate")
-    sequence.unclaim()
+    sequence.busy = ""
     sequence.claim("truncate")
-    sequence.unclaim()
+    sequence.busy = ""
     sequence.released = True
     with pytest.raises(SequenceMisuseError, match="released"):
         sequence.claim("decode")
@@ -183,19 +183,14 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
     outcomes: list[list[Any]] = [[SequenceBusy("no"), HandleReleased("no"), StepFailed("no")], [SequenceBusy("no")]]
     sent: list[tuple[int, str]] = []
 
-    class Dispatcher:
+    class Transport:
         async def operate(self, requests: Any, deadline: Any) -> Any:
             sent.append((len(requests), requests[0].request_id))
             return outcomes.pop(0) if outcomes else [[] for _ in requests]
 
-    class Context:
-        def note_error(self, _: Any) -> None:
-            return None
-
-    context: Any = Context()
-    dispatcher: Any = Dispatcher()
+    transport: Any = Transport()
     states = [state(handle=handle(3, 7, name)) for name in (b"busy", b"gone", b"failed")]
-    refusals = await Releases(context, dispatcher, 5.0).release(*states)
+    refusals = await Releases(transport, 5.0).release(*states)
     assert [type(each) for each in refusals] == [type(None), type(None), StepFailed]
     assert [count for count, _ in sent] == [3, 1, 1]
     assert len({request_id for _, request_id in sent}) == 1

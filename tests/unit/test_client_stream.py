@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from ferrum_rpc.client.asks import Answered, Ask, FrameCapacity
-from ferrum_rpc.client.policy import Deadline, fate_unknown
+from ferrum_rpc.client.frames import FrameCapacity, Request
+from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.stream import METHOD, SessionStream
 from ferrum_rpc.client.transport import Forwarded
@@ -26,7 +27,7 @@ from ferrum_rpc.errors import (
     QueueFull,
     TransportError,
 )
-from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 FOREVER = Deadline(None)
@@ -128,18 +129,18 @@ async def opened() -> AsyncIterator[tuple[Executor, SessionStream]]:
         stream.end(TransportError("the test is over"))
 
 
-async def asked(stream: SessionStream, ask: Ask[Any], within_s: float | None = None) -> Any:
-    answered = await stream.ask(ask, Deadline.after(within_s))
-    assert answered is not None
-    return answered
+async def submitted(stream: SessionStream, request: Request[Any], within_s: float | None = None) -> Any:
+    result = await stream.submit(request, Deadline.after(within_s))
+    assert result is not None
+    return result
 
 
-async def step(stream: SessionStream, item_id: int = 0, within_s: float | None = None) -> Answered:
+async def step(stream: SessionStream, item_id: int = 0, within_s: float | None = None) -> Forwarded:
     """A forward frame of one's own."""
-    frame = Frame()
-    frame.forward.items.add(item_id=item_id)
-    answered: Answered = await asked(stream, Ask(frame=frame), within_s)
-    return answered
+    item, frame = an_item(item_id), Frame()
+    frame.forward.items.append(item.proto)
+    forwarded: Forwarded = await submitted(stream, Request(frame=frame, items=[item]), within_s)
+    return forwarded
 
 
 ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
@@ -150,14 +151,17 @@ def an_item(item_id: int, *, tokens: int = 1, kind: OutputKind = Greedy(), seque
     return state.item(item_id, [7] * tokens, OutputSpec(Positions.LAST, kind))
 
 
+def stands_at(forwarded: Forwarded) -> int:
+    [output] = forwarded.outcomes
+    assert not isinstance(output, ExecutorError)
+    return output.handle.seq_len
+
+
 def feeding(stream: SessionStream, item: Item, within_s: float | None = None) -> asyncio.Task[int]:
     """An item that may share a frame; gives where it stands."""
 
     async def fed() -> int:
-        answered: Forwarded = await asked(stream, Ask(items=[item]), within_s)
-        [output] = answered.outcomes
-        assert not isinstance(output, ExecutorError)
-        return output.handle.seq_len
+        return stands_at(await submitted(stream, Request(items=[item]), within_s))
 
     return asyncio.ensure_future(fed())
 
@@ -182,7 +186,7 @@ async def busy(items: Sequence[Item], within_s: float | None = None) -> AsyncIte
 
 async def test_hello_comes_first_with_the_callers_credentials() -> None:
     async with opened() as (fake, stream):
-        assert stream.alive
+        assert stream.over is None
         assert [each.WhichOneof("frame") for each in fake.frames] == ["hello"]
         assert fake.metadata["authorization"] == "Bearer t"
 
@@ -196,7 +200,7 @@ async def test_a_refused_hello_is_the_refusal(in_frame: bool) -> None:
         with pytest.raises(LeaseExpired):
             await stream.open(Frame(hello=session_pb2.SessionHello()), FOREVER)
         stream.end(TransportError("over"))
-        assert not stream.alive
+        assert stream.over is not None
 
 
 async def test_answers_find_their_steps_in_whatever_order_they_come() -> None:
@@ -205,8 +209,7 @@ async def test_answers_find_their_steps_in_whatever_order_they_come() -> None:
         frames = await fake.received("forward", SLOTS)
         for frame in reversed(frames):
             fake.answer(frame)
-        answers = await asyncio.gather(*calls)
-        assert [each.forward.results[0].item_id for each, _ in answers] == list(range(SLOTS))
+        assert list(map(stands_at, await asyncio.gather(*calls))) == list(range(SLOTS))
 
 
 async def test_step_ids_grow_in_the_order_of_the_frames() -> None:
@@ -220,16 +223,26 @@ async def test_step_ids_grow_in_the_order_of_the_frames() -> None:
         assert [each.forward.items[0].item_id for each in fake.of("forward")] == list(range(50)), "first come first"
 
 
+def logits(rows: int, value: float | None = None) -> types_pb2.Tensor:
+    """A tensor [rows, 1]; without a value, its announcement."""
+    data = b"" if value is None else np.full(rows, value, np.float32).tobytes()
+    return types_pb2.Tensor(dtype=types_pb2.D_TYPE_F32, shape=[rows, 1], data=data)
+
+
 async def test_row_frames_come_with_the_answer_that_they_belong_to() -> None:
     async with opened() as (fake, stream):
         calls = [asyncio.create_task(step(stream, item_id)) for item_id in range(2)]
         one, two = await fake.received("forward", 2)
-        for frame in (two, one, one):
-            fake.reply(Reply(step_id=frame.step_id, rows=session_pb2.SessionRows(first=frame.step_id)))
-        fake.answer(one)
-        fake.answer(two)
-        rows = [[each.first for each in (await call)[1]] for call in calls]
-        assert rows == [[one.step_id] * 2, [two.step_id]]
+        for frame, first in ((two, 0), (one, 0), (one, 1)):
+            rows = session_pb2.SessionRows(field=1, first=first, rows=logits(1, frame.step_id))
+            fake.reply(Reply(step_id=frame.step_id, rows=rows))
+        for frame, count in ((one, 2), (two, 1)):
+            answer = session_pb2.SessionForwardAnswer()
+            answer.results.add(item_id=frame.forward.items[0].item_id).output.handle.seq_len = 1
+            answer.row_blocks.add().logits.logits.CopyFrom(logits(count))
+            fake.reply(Reply(step_id=frame.step_id, forward=answer))
+        blocks = [(await call).blocks[0]["logits"].tolist() for call in calls]
+        assert blocks == [[[one.step_id]] * 2, [[two.step_id]]]
 
 
 async def test_no_more_steps_are_in_flight_than_were_granted() -> None:
@@ -297,10 +310,10 @@ async def test_a_stream_whose_every_step_was_given_up_is_given_up_itself() -> No
         while len(stream._steps) < SLOTS:  # a busy machine may not have sent one in time
             with pytest.raises(DeadlineExceeded):
                 await step(stream, within_s=0.01)
-        assert stream.alive
+        assert stream.over is None
         with pytest.raises(DeadlineExceeded, match="nothing was sent"):
             await step(stream, within_s=0.01)
-        assert not stream.alive, "an executor that answers nothing does not hold the client"
+        assert stream.over is not None, "an executor that answers nothing does not hold the client"
 
 
 @pytest.mark.parametrize("end", [None, Draining("no"), LeaseExpired("no")], ids=str)
@@ -309,17 +322,17 @@ async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: E
     async with opened() as (fake, stream):
         calls = [asyncio.create_task(step(stream)) for _ in range(SLOTS)]
         await fake.received("forward", SLOTS)
-        waiting = asyncio.create_task(stream.ask(Ask(frame=Frame()), FOREVER))
+        waiting = asyncio.create_task(stream.submit(Request(frame=Frame()), FOREVER))
         await asyncio.sleep(0)
         fake.reply(end)
         for failure in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(failure, lost)
             assert fate_unknown(failure)
         assert await waiting is None, "who had sent nothing opens another"
-        assert not stream.alive
+        assert stream.over is not None
         assert not stream._steps
         with pytest.raises(lost):
-            await stream.say(Frame(keep_alive=session_pb2.SessionKeepAlive()), FOREVER)
+            await stream.control(Frame(keep_alive=session_pb2.SessionKeepAlive()), FOREVER)
 
 
 async def test_a_stream_that_the_peer_resets_was_not_cancelled_by_this_client() -> None:
@@ -358,7 +371,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
     async with opened() as (_, stream):
         with pytest.raises(DeadlineExceeded):
             await stream.close(Deadline.after(0.01), release_sequences=False)
-        assert not stream.alive
+        assert stream.over is not None
 
 
 # --- items that share a frame ---------------------------------------------------------------------------------------
@@ -509,9 +522,13 @@ async def test_who_gives_up_while_waiting_was_never_sent() -> None:
 
 async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
     async with busy([]) as (fake, stream, _):
-        again: Ask[Any] = Ask(items=[an_item(1)])
+        again: Request[Any] = Request(items=[an_item(1)])
         again.again = True
-        calls = [asyncio.ensure_future(asked(stream, again)), feeding(stream, an_item(2)), feeding(stream, an_item(3))]
+        calls = [
+            asyncio.ensure_future(submitted(stream, again)),
+            feeding(stream, an_item(2)),
+            feeding(stream, an_item(3)),
+        ]
         frames = (await fake.received("forward", 3))[1:]
         assert [ids(each) for each in frames] == [[1], [2, 3]]
         for frame in frames:

@@ -1,4 +1,4 @@
-"""What callers ask of a session, and how the items of several callers become one frame.
+"""What callers send through a session, and how the items of several callers become one frame.
 
 A frame costs both sides far more than one item more in it. Items that wait at the same time therefore share a frame,
 within the executor's limits. It changes nothing but the time: every item gets the
@@ -18,23 +18,19 @@ from typing import Any, Generic, TypeVar
 from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import Forwarded, outcomes_of, timing_of
-from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_status
 
 Frame = session_pb2.SessionRequest
 
-Answered = tuple[session_pb2.SessionResponse, list[session_pb2.SessionRows]]
-"""The frame that answers a step, and the row frames that came before it."""
-
-
 Result = TypeVar("Result")
 
 
 class Kind(enum.IntEnum):
-    """How an ask travels."""
+    """How a request travels."""
 
-    URGENT = 0
+    CONTROL = 0
     """A frame that is no step: it is bounded by nothing."""
     FRAME = 1
     """A frame of its own."""
@@ -56,9 +52,9 @@ class FrameCapacity:
     vocab_size: int
 
 
-class Ask(Generic[Result]):
-    """What one caller waits for: the answer to a ``frame`` (`Answered`), or to ``items`` (`Forwarded`). One item
-    without a frame of its own may share one.
+class Request(Generic[Result]):
+    """What one caller waits for: the answer to ``items`` (`Forwarded`), or to a ``frame`` of another kind
+    (`session_pb2.SessionResponse`). One item without a frame of its own may share one.
 
     ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
     deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
@@ -84,31 +80,31 @@ class Ask(Generic[Result]):
         return self.size
 
 
-def together(waiting: Iterable[Ask[Any]], capacity: FrameCapacity, now: float) -> list[Ask[Any]]:
+def group(waiting: Iterable[Request[Any]], capacity: FrameCapacity, now: float) -> list[Request[Any]]:
     """The first that waits, and those behind it that fit into its frame: of other sequences, and with deadlines that
-    are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again alone.
-    ``now`` is on `time.monotonic`."""
-    chosen: list[Ask[Any]] = []
+    are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again in a
+    frame of its own. ``now`` is on `time.monotonic`."""
+    chosen: list[Request[Any]] = []
     sequences: set[bytes] = set()
     tokens = row_bytes = request_bytes = 0
     soonest = latest = 0.0
-    for ask in waiting:
-        item = ask.items[0]
+    for request in waiting:
+        item = request.items[0]
         handle = item.handle
         sequence = b"" if handle is None else handle.id
-        if chosen and (sequence in sequences or not soonest <= ask.expires <= latest):
+        if chosen and (sequence in sequences or not soonest <= request.expires <= latest):
             continue
         tokens += len(item.tokens)
-        row_bytes += ask.row_bytes
-        request_bytes += ask.size
+        row_bytes += request.row_bytes
+        request_bytes += request.size
         if chosen and (
             tokens > capacity.tokens or row_bytes > capacity.row_bytes or request_bytes > capacity.request_bytes
         ):
             break
         if not chosen:
-            left = max(0.0, ask.expires - now)
+            left = max(0.0, request.expires - now)
             soonest, latest = now + left / 2, now + left * 2
-        chosen.append(ask)
+        chosen.append(request)
         if len(chosen) >= capacity.items:
             break
         if sequence:
@@ -116,15 +112,14 @@ def together(waiting: Iterable[Ask[Any]], capacity: FrameCapacity, now: float) -
     return chosen
 
 
-def frame_of(asks: Sequence[Ask[Any]], now: float) -> Frame:
+def frame_of(requests: Sequence[Request[Any]], now: float) -> Frame:
     """One frame for all of them, with the earliest of their deadlines. ``now`` is on `time.monotonic`."""
-    first = asks[0]
-    frame = first.frame
+    frame = requests[0].frame
     if frame is None:
         frame = Frame()
-        frame.forward.items.extend([ask.items[0].proto for ask in asks])
+        frame.forward.items.extend([request.items[0].proto for request in requests])
     if frame.HasField("forward"):
-        expires = min(map(_expires, asks))
+        expires = min(map(_expires, requests))
         if expires != math.inf:
             left = max(0.0, expires - now)
             whole = int(left)
@@ -132,31 +127,26 @@ def frame_of(asks: Sequence[Ask[Any]], now: float) -> Frame:
     return frame
 
 
-def answers(
-    asks: Sequence[Ask[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
-) -> Sequence[Answered | Forwarded | ExecutorError]:
-    """The answer to each of them, from the answer to their frame."""
+_expires = operator.attrgetter("expires")
+
+
+def results_of(
+    requests: Sequence[Request[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
+) -> Sequence[session_pb2.SessionResponse | Forwarded | ExecutorError]:
+    """The result of each of them, from the answer to their frame and the row frames that came before it."""
     if response.HasField("error"):
-        return [error_from_status(response.error) for _ in asks]
-    first, answer = asks[0], response.forward
+        return [error_from_status(response.error) for _ in requests]
+    first, answer = requests[0], response.forward
     if not first.items:
-        return [(response, rows)]
+        return [response]
     try:
-        outcomes = outcomes_of(answer.results, [item for ask in asks for item in ask.items])
+        outcomes = outcomes_of(answer.results, [item for request in requests for item in request.items])
         blocks = blocks_with_frames(answer.row_blocks, rows)
     except ExecutorError as error:
-        return [error for _ in asks]
+        return [error for _ in requests]
     pressure, timing = answer.pressure, timing_of(answer)
     if first.frame is not None:
         return [Forwarded(outcomes, blocks, pressure, timing)]
     return [
         each if isinstance(each, ExecutorError) else Forwarded((each,), blocks, pressure, timing) for each in outcomes
     ]
-
-
-def other_answer(what: str) -> TransportError:
-    """An answer that is not to what was asked."""
-    return TransportError(f"the executor's answer is not to what was asked: {what}", metadata={"grpc_code": "INTERNAL"})
-
-
-_expires = operator.attrgetter("expires")
