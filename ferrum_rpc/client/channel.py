@@ -7,23 +7,24 @@ from collections.abc import Iterable
 from typing import Final
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from ferrum_rpc import __version__
+from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_executor_pb2
 
 ChannelOption = tuple[str, str | int]
 
-SERVICES: Final = (
-    "ferrum_rpc.executor.v1.ModelExecutor",
-    "ferrum_rpc.executor.v1.ExecutorControl",
-    "ferrum_rpc.executor.v1.KvTransfer",
-    "grpc.health.v1.Health",
-)
-STREAMS: Final = (
-    ("ferrum_rpc.executor.v1.ModelExecutor", "Session"),
-    ("ferrum_rpc.executor.v1.KvTransfer", "ExportKv"),
-    ("ferrum_rpc.executor.v1.KvTransfer", "ImportKv"),
-    ("ferrum_rpc.executor.v1.KvTransfer", "WatchKvEvents"),
-    ("grpc.health.v1.Health", "Watch"),
+_CONTRACT: Final = [
+    service
+    for module in (model_executor_pb2, executor_control_pb2, kv_transfer_pb2, health_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+SERVICES: Final = tuple(service.full_name for service in _CONTRACT)
+STREAMS: Final = tuple(
+    (service.full_name, method.name)
+    for service in _CONTRACT
+    for method in service.methods
+    if method.client_streaming or method.server_streaming
 )
 
 KEEPALIVE_TIME_S: Final = 10.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ import grpc
 from google.protobuf import duration_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
-from ferrum_rpc.client import operations
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import as_list, as_number
 from ferrum_rpc.client.channel import (
@@ -32,16 +30,15 @@ from ferrum_rpc.client.info import (
     Health,
     SequenceInfo,
     WarmupReport,
-    sequence_from_proto,
+    from_proto,
     status_from_proto,
-    warmup_from_proto,
 )
-from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
+from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
-from ferrum_rpc.client.session import STEPS_IN_FLIGHT
+from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed
+from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed, Transport
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import (
@@ -102,19 +99,17 @@ class ExecutorClient:
     ) -> None:
         self.target = target
         self._way = "session" if session else "unary"
-        self._options = (*keepalive_options(keepalive_time_s, keepalive_timeout_s), *channel_options)
-        self._credentials = credentials
-        self._connect = functools.partial(
-            Connection,
-            metadata=() if token is None else (("authorization", f"Bearer {token}"),),
-            resend=resend,
-            timeout_s=timeout_s,
-            release_timeout_s=release_timeout_s,
-            lease=lease,
-            client_name=client_name,
-            on_lease_trouble=on_lease_trouble,
-            steps_in_flight=steps_in_flight if session else None,
-        )
+        options = (*keepalive_options(keepalive_time_s, keepalive_timeout_s), *channel_options)
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+        def connect() -> Connection:
+            channel = open_channel(target, credentials, options)
+            context = Context(channel, metadata=metadata, resend=resend, timeout_s=timeout_s)
+            leases = Leases(context, lease, client_name=client_name, on_trouble=on_lease_trouble)
+            transport = SessionTransport(context, leases, steps_in_flight) if session else Transport(context)
+            return Connection(context, leases, transport, release_timeout_s)
+
+        self._connect = connect
         self._opened: Connection | None = None
 
     def __repr__(self) -> str:
@@ -123,7 +118,7 @@ class ExecutorClient:
     async def __aenter__(self) -> ExecutorClient:
         if self._opened is not None:
             raise RuntimeError("this client is open already")
-        self._opened = self._connect(open_channel(self.target, self._credentials, self._options))
+        self._opened = self._connect()
         return self
 
     async def __aexit__(
@@ -159,9 +154,8 @@ class ExecutorClient:
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
         """How it is doing right now: state, pressure, counters."""
-        context = self._context
-        method, message = context.executor.GetStatus, model_executor_pb2.GetStatusRequest()
-        response = await context.call(method, message, context.deadline(timeout_s))
+        context, message = self._context, model_executor_pb2.GetStatusRequest()
+        response = await context.call(context.executor.GetStatus, message, context.deadline(timeout_s))
         context.note_pressure(response.pressure)
         status = status_from_proto(response)
         context.draining = status.state is ExecutorState.DRAINING
@@ -169,9 +163,8 @@ class ExecutorClient:
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name."""
-        context = self._context
-        method, message = context.health.Check, HealthCheckRequest(service=service)
-        response = await context.call(method, message, context.deadline(timeout_s), NEVER_RESEND)
+        context, message = self._context, HealthCheckRequest(service=service)
+        response = await context.call(context.health.Check, message, context.deadline(timeout_s), NEVER_RESEND)
         return Health(response.status)
 
     async def warmup(
@@ -183,8 +176,7 @@ class ExecutorClient:
         )
         deadline = self._context.deadline(timeout_s)
         response = await self._context.call(self._context.control.Warmup, message, deadline, NEVER_RESEND)
-        self._context.note_pressure(response.pressure)
-        return warmup_from_proto(response)
+        return from_proto(WarmupReport, response, pressure=self._context.note_pressure(response.pressure))
 
     async def reset(self, *, instance_id: str = "", timeout_s: float | None = None) -> int:
         """Release every sequence of every caller; returns how many. ``instance_id`` (from `info`) guards against
@@ -213,7 +205,7 @@ class ExecutorClient:
         request = executor_control_pb2.ListSequencesRequest()
         while True:
             page = await self._context.call(self._context.control.ListSequences, request, deadline, NEVER_RESEND)
-            found += map(sequence_from_proto, page.sequences)
+            found += [from_proto(SequenceInfo, each, length=each.seq_len) for each in page.sequences]
             if not page.next_page_token:
                 return found
             request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
@@ -283,7 +275,7 @@ class ExecutorClient:
             pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
         with ExitStack() as claims:
             listed = [(*claims.enter_context(sequence._rolled_back()), length) for sequence, length in pairs]
-            return await operations.truncate(self._connection, listed, self._context.deadline(timeout_s))
+            return await self._connection.operations.truncate(listed, self._context.deadline(timeout_s))
 
     async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
         """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
@@ -295,7 +287,7 @@ class ExecutorClient:
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
             state.must_rest("release")
-        refusals = dict(zip(states, await self._connection.releases.release(*states), strict=True))
+        refusals = dict(zip(states, await self._connection.operations.release(*states), strict=True))
         return [refusals.get(each._state) for each in listed]
 
     # --- batches ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
-from ferrum_rpc.client.release import Releases
+from ferrum_rpc.client.operations import Operations
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import FORWARD, Feed, Transport
@@ -28,11 +28,11 @@ log = logging.getLogger("ferrum_rpc.client")
 class Forwards:
     """The forwards of one client."""
 
-    def __init__(self, context: Context, transport: Transport, leases: Leases, releases: Releases) -> None:
+    def __init__(self, context: Context, transport: Transport, leases: Leases, operations: Operations) -> None:
         self._context = context
         self._transport = transport
         self._leases = leases
-        self._releases = releases
+        self._operations = operations
 
     async def batch(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool
@@ -111,7 +111,7 @@ class Forwards:
         handle = handle_from_proto(output.handle)
         item.state.committed(item, handle, self._context.exact_span_tokens)
         if item.handle is None:
-            self._releases.live.add(item.state)
+            self._operations.live.add(item.state)
             self._context.draining = False  # it takes new sequences: another process stands there now
         where = output.rows
         rows = Rows(blocks[where.block], where.first, where.count) if output.HasField("rows") else None
@@ -151,4 +151,4 @@ class Forwards:
 
         item.state.failed(item, error, repeat)
         if item.state.in_doubt:
-            self._releases.live.add(item.state)
+            self._operations.live.add(item.state)

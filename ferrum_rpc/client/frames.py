@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import Forwarded, outcomes_of, timing_of
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
 Frame = session_pb2.SessionRequest
@@ -141,7 +141,7 @@ def results_of(
         return [response]
     try:
         outcomes = outcomes_of(answer.results, [item for request in requests for item in request.items])
-        blocks = blocks_with_frames(answer.row_blocks, rows)
+        blocks = rows_from_proto(answer.row_blocks, rows)
     except ExecutorError as error:
         return [error for _ in requests]
     pressure, timing = answer.pressure, timing_of(answer)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
-
-from google.protobuf import duration_pb2
+from typing import Any, TypeVar
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, StepTiming
-from ferrum_rpc.executor.v1 import executor_control_pb2, info_pb2, model_executor_pb2, types_pb2
+from ferrum_rpc.executor.v1 import model_executor_pb2, types_pb2
+from ferrum_rpc.wire.info import seconds
+
+Data = TypeVar("Data")
 
 
 class Capability(enum.Enum):
@@ -41,7 +42,15 @@ class Capability(enum.Enum):
     LIST_SEQUENCES = 24
 
 
-class ExecutorState(enum.Enum):
+class _Open(enum.Enum):
+    """Members that newer executors add are ``UNKNOWN``."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _Open:
+        return cls["UNKNOWN"]
+
+
+class ExecutorState(_Open):
     """The life of an executor process; the numbers are the wire's."""
 
     UNKNOWN = 0
@@ -50,24 +59,14 @@ class ExecutorState(enum.Enum):
     DRAINING = 3
     FAILED = 4
 
-    @classmethod
-    def _missing_(cls, value: object) -> ExecutorState:
-        """What is not known yet."""
-        return cls.UNKNOWN
 
-
-class Health(enum.Enum):
+class Health(_Open):
     """``grpc.health.v1.HealthCheckResponse.ServingStatus``; the numbers are the wire's."""
 
     UNKNOWN = 0
     SERVING = 1
     NOT_SERVING = 2
     SERVICE_UNKNOWN = 3
-
-    @classmethod
-    def _missing_(cls, value: object) -> Health:
-        """What is not known yet."""
-        return cls.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,91 +185,49 @@ def timing_from_proto(proto: types_pb2.StepTiming) -> StepTiming:
     )
 
 
+def from_proto(into: type[Data], message: Any, **given: Any) -> Data:
+    """The dataclass of a message. Fields that are not ``given`` are named as in it; a duration ends in ``_s``."""
+    for name in into.__dataclass_fields__:  # type: ignore[attr-defined]
+        if name not in given:
+            duration = name.endswith("_s")
+            given[name] = seconds(getattr(message, name[:-2])) if duration else getattr(message, name)
+    return into(**given)
+
+
 def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
     """Wire to domain."""
-    model, device = proto.model, proto.device
+    model, cache = proto.model, proto.kv_cache
     known = {each.value for each in Capability}
-    return ExecutorInfo(
-        server_version=proto.server_version,
-        schema_revision=proto.schema_revision,
-        minimum_client_revision=proto.minimum_client_revision,
-        instance_id=proto.instance_id,
-        model=ModelInfo(
-            **_scalars(model, ModelInfo, leave_out={"kv_bytes_per_token", "eos_token_ids", "bos_token_id"}),
-            kv_bytes_per_token=proto.kv_cache.bytes_per_token,
+    return from_proto(
+        ExecutorInfo,
+        proto,
+        model=from_proto(
+            ModelInfo,
+            model,
+            kv_bytes_per_token=cache.bytes_per_token,
             eos_token_ids=tuple(model.eos_token_ids),
             bos_token_id=model.bos_token_id if model.HasField("bos_token_id") else None,
         ),
-        block_size=proto.kv_cache.block_size,
-        total_blocks=proto.kv_cache.total_blocks,
-        limits=_limits_from_proto(proto.limits),
+        block_size=cache.block_size,
+        total_blocks=cache.total_blocks,
+        limits=from_proto(Limits, proto.limits),
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
-        device=DeviceInfo(
-            **_scalars(device, DeviceInfo, leave_out={"choices", "exact_span_tokens"}),
-            choices=tuple((each.choice, each.reason) for each in device.choices),
+        device=from_proto(
+            DeviceInfo,
+            proto.device,
+            choices=tuple((each.choice, each.reason) for each in proto.device.choices),
             exact_span_tokens=proto.limits.exact_span_tokens,
         ),
     )
 
 
-def _limits_from_proto(proto: info_pb2.Limits) -> Limits:
-    times: dict[str, Any] = {
-        "min_lease_ttl_s": seconds(proto.min_lease_ttl),
-        "lease_ttl_s": seconds(proto.lease_ttl),
-        "max_lease_ttl_s": seconds(proto.max_lease_ttl),
-        "idle_ttl_s": seconds(proto.idle_ttl),
-    }
-    return Limits(**_scalars(proto, Limits, leave_out=set(times)), **times)
-
-
 def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorStatus:
     """Wire to domain."""
-    counters = proto.counters
-    return ExecutorStatus(
+    return from_proto(
+        ExecutorStatus,
+        proto,
         state=ExecutorState(proto.state),
         pressure=pressure_from_proto(proto.pressure),
-        counters=Counters(
-            **_scalars(counters, Counters, leave_out={"forward_s"}), forward_s=seconds(counters.forward_time)
-        ),
-        methods=tuple(MethodCount(**_scalars(each, MethodCount)) for each in proto.methods),
-        uptime_s=seconds(proto.uptime),
-        replay_bytes=proto.replay_bytes,
-        leases=proto.leases,
-        sessions=proto.sessions,
+        counters=from_proto(Counters, proto.counters, forward_s=seconds(proto.counters.forward_time)),
+        methods=tuple(from_proto(MethodCount, each) for each in proto.methods),
     )
-
-
-def warmup_from_proto(proto: executor_control_pb2.WarmupResponse) -> WarmupReport:
-    """Wire to domain."""
-    return WarmupReport(
-        steps=proto.steps, elapsed_s=seconds(proto.elapsed), pressure=pressure_from_proto(proto.pressure)
-    )
-
-
-def sequence_from_proto(proto: executor_control_pb2.SequenceInfo) -> SequenceInfo:
-    """Wire to domain."""
-    return SequenceInfo(
-        **_scalars(proto, SequenceInfo, leave_out={"length", "idle_s"}),
-        length=proto.seq_len,
-        idle_s=seconds(proto.idle),
-    )
-
-
-def seconds(duration: duration_pb2.Duration) -> float:
-    """A wire duration in seconds."""
-    return duration.seconds + duration.nanos / 1e9
-
-
-_Message = (
-    info_pb2.ModelInfo
-    | info_pb2.DeviceInfo
-    | info_pb2.Limits
-    | info_pb2.Counters
-    | info_pb2.MethodCount
-    | executor_control_pb2.SequenceInfo
-)
-
-
-def _scalars(message: _Message, into: type[Any], leave_out: frozenset[str] | set[str] = frozenset()) -> dict[str, Any]:
-    """The fields that message and dataclass name alike."""
-    return {name: getattr(message, name) for name in into.__dataclass_fields__ if name not in leave_out}

@@ -1,27 +1,64 @@
-"""`Sequence`: one sequence in the executor's cache, as a program uses it."""
+"""`Sequence`: one sequence in the executor's cache, as a program uses it.
+
+Prompts go in chunks, and what was lost with an executor is fed again where the program wants that.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeVar
 
-from ferrum_rpc.client import operations
-from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.answer import Answer, joined_rows
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
 from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.feeder import NO_ROWS, Feeder
+from ferrum_rpc.client.pieces import Piece, Pieces
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
-from ferrum_rpc.client.transport import DECODE, VERIFY
-from ferrum_rpc.core import HandleRef, Positions, Pressure
+from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
+from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.executor.v1 import model_executor_pb2
+from ferrum_rpc.wire.items import handle_to_proto
 
-_GREEDILY: Final = Sampling(temperature=0)
+Result = TypeVar("Result")
 
 log = logging.getLogger("ferrum_rpc.client")
+
+NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
+_GREEDILY: Final = Sampling(temperature=0)
+_MESSAGE_OVERHEAD: Final = 64 << 10
+"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that goes in chunks: what is in the cache already, should the rest fail."""
+
+    tokens: list[int]
+    output: OutputSpec
+    fed: int = 0
+    length: int = 0
+    cached_tokens: int = 0
+    rows: list[Rows] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Lost:
+    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
+    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
+
+    tokens: list[int]
+    known: int
+    long: Pieces
+    pieces: list[Piece] | None = None
+    done: int = 0
 
 
 class Sequence:
@@ -39,11 +76,13 @@ class Sequence:
         self._connection = connection
         self._context = connection.context
         self._state = state
-        self._feeder = Feeder(connection, state, rebuilds=rebuild)
+        self._rebuilds = rebuild
+        self._prompt: _Prompt | None = None
+        self._lost: _Lost | None = None
 
     def __repr__(self) -> str:
-        state, lost = self._state, self._feeder.lost is not None
-        known = "released" if state.released else "lost" if lost else "in doubt" if self.in_doubt else ""
+        state = self._state
+        known = "released" if state.released else "lost" if self._lost else "in doubt" if self.in_doubt else ""
         words = ", ".join(filter(None, [known, state.busy and f"{state.busy} in flight"]))
         return f"<Sequence length={self.length} version={self.version}{words and f': {words}'}>"
 
@@ -52,7 +91,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        return self._feeder.length
+        return self._state.length if self._lost is None else len(self._lost.tokens)
 
     @property
     def version(self) -> int:
@@ -67,7 +106,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        tokens = self._feeder.tokens
+        tokens = self._state.tokens if self._lost is None else self._lost.tokens
         if tokens is None:
             raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
         return list(tokens)
@@ -105,7 +144,7 @@ class Sequence:
         chunk = as_optional(chunk, "chunk", least=1)
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("prefill"):
-            return await self._feeder.prefill(listed, spec, chunk, deadline)
+            return await self._prefill(listed, spec, chunk, deadline)
 
     async def decode(
         self,
@@ -116,15 +155,11 @@ class Sequence:
         timeout_s: float | None = None,
     ) -> Answer:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
-        listed, spec, truncate_to = (
-            as_tokens([token]),
-            as_output(output, Positions.LAST),
-            as_optional(truncate_to, "truncate_to"),
-        )
-        deadline = self._context.deadline(timeout_s)
+        listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
+        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
         with self._state.claim("decode"):
-            self._feeder.begin("decode")
-            return await self._feeder.feed(DECODE, listed, spec, truncate_to, deadline)
+            self._begin("decode")
+            return await self._feed(DECODE, listed, spec, truncate_to, deadline)
 
     async def verify(
         self,
@@ -136,15 +171,11 @@ class Sequence:
     ) -> Answer:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
-        listed, spec, truncate_to = (
-            as_tokens(tokens),
-            as_output(output, Positions.ALL),
-            as_optional(truncate_to, "truncate_to"),
-        )
-        deadline = self._context.deadline(timeout_s)
+        listed, spec = as_tokens(tokens), as_output(output, Positions.ALL)
+        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
         with self._state.claim("verify"):
-            self._feeder.begin("verify")
-            return await self._feeder.feed(VERIFY, listed, spec, truncate_to, deadline)
+            self._begin("verify")
+            return await self._feed(VERIFY, listed, spec, truncate_to, deadline)
 
     def generate(
         self,
@@ -176,14 +207,11 @@ class Sequence:
         sent. A kind alone stands for the last position."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
-        if self._feeder.lost is not None:
+        if self._lost is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
-        listed, spec, truncate_to = (
-            as_tokens(tokens),
-            as_output(output, Positions.LAST),
-            as_optional(truncate_to, "truncate_to"),
-        )
-        self._feeder.forget_prompt()
+        listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
+        truncate_to = as_optional(truncate_to, "truncate_to")
+        self._prompt = None  # what is fed next does not go on with one of which some chunks failed
         return self._state.item(next(self._context.item_ids), listed, spec, truncate_to)
 
     # --- other operations -------------------------------------------------------------------------------------------
@@ -192,8 +220,8 @@ class Sequence:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
         length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
         with self._state.claim("truncate"):
-            self._feeder.begin("truncate")
-            return await self._feeder.surviving(lambda: self._feeder.roll_back(length, deadline), deadline)
+            self._begin("truncate")
+            return await self._recovering(lambda: self._roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
@@ -201,24 +229,20 @@ class Sequence:
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("fork"):
-            self._feeder.begin("fork", keeps_prompt=True)
-            states = await self._feeder.surviving(
-                lambda: operations.fork(
-                    self._connection, self._state, self._feeder.handle(), deadline, count=count, at=at
-                ),
+            self._begin("fork", keeps_prompt=True)
+            states = await self._recovering(
+                lambda: self._connection.operations.fork(self._state, self._handle(), deadline, count=count, at=at),
                 deadline,
             )
-        return [Sequence(self._connection, state, rebuild=self._feeder.rebuilds) for state in states]
+        return [Sequence(self._connection, state, rebuild=self._rebuilds) for state in states]
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
         `KvBlocksExhausted`. Doing it twice is doing it once."""
         tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
         with self._state.claim("reserve"):
-            self._feeder.begin("reserve", keeps_prompt=True)
-            return await self._feeder.surviving(
-                lambda: operations.reserve(self._connection, self._feeder.handle(), tokens, deadline), deadline
-            )
+            self._begin("reserve", keeps_prompt=True)
+            return await self._recovering(lambda: self._reserve(tokens, deadline), deadline)
 
     async def rebuild(
         self,
@@ -236,8 +260,14 @@ class Sequence:
         rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._context.deadline(timeout_s)
+        operations = self._connection.operations
         with self._state.claim("rebuild"):
-            return await self._feeder.rebuild(listed, spec, deadline)
+            old = self._state.handle
+            self._restart(listed)
+            if old is not None:
+                await operations.release_handles([old], Deadline.after(operations.release_timeout_s))
+            self._prompt = None
+            return await self._feed_lost(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +277,7 @@ class Sequence:
         through when the caller is cancelled meanwhile."""
         if not self._state.released:
             self._state.must_rest("release")
-            [refusal] = await self._connection.releases.release(self._state)
+            [refusal] = await self._connection.operations.release(self._state)
             if refusal is not None:
                 raise refusal
 
@@ -259,7 +289,7 @@ class Sequence:
     ) -> None:
         if self._state.released:
             return
-        [refusal] = await self._connection.releases.release(self._state)
+        [refusal] = await self._connection.operations.release(self._state)
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
@@ -270,8 +300,8 @@ class Sequence:
     def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
         with self._state.claim("truncate"):
-            self._feeder.begin("truncate")
-            if self._feeder.lost is not None or self._state.handle is None:
+            self._begin("truncate")
+            if self._lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
                     "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
                 )
@@ -298,3 +328,144 @@ class Sequence:
             if count == most or self.length >= info.model.max_context:
                 return
             answer = await self.decode(token, sampler.output, timeout_s=timeout_s)
+
+    def _begin(self, what: str, *, keeps_prompt: bool = False) -> None:
+        """Begin a call that needs a sequence which exists, or will when what was lost is fed again."""
+        if self._state.handle is None and self._lost is None:
+            raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
+        if not keeps_prompt:
+            self._prompt = None
+
+    def _handle(self) -> HandleRef:
+        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
+        if self._state.handle is None:
+            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
+        return self._state.handle
+
+    async def _most(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
+        """Tokens of one call: what the executor takes and can answer in one message."""
+        info = await self._context.info(deadline)
+        most = info.limits.max_batch_tokens or tokens
+        if output.positions is Positions.ALL and info.limits.max_response_bytes:
+            room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
+            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size)))
+        return most
+
+    async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline) -> Answer:
+        chunk, prompt = chunk or await self._most(output, len(tokens), deadline), self._prompt
+        if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
+            prompt = self._prompt = _Prompt(tokens, output)
+        silent = replace(output, positions=Positions.NONE)
+        while True:
+            part = tokens[prompt.fed : prompt.fed + chunk]
+            last = prompt.fed + len(part) == len(tokens)
+            spec = output if last or output.positions is Positions.ALL else silent
+            answer = await self._feed(PREFILL, part, spec, None, deadline)
+            if answer.rows is not None:
+                prompt.rows.append(answer.rows)
+            prompt.cached_tokens += answer.cached_tokens
+            prompt.fed += len(part)
+            prompt.length = self.length
+            if last:
+                self._prompt = None
+                rows = joined_rows(prompt.rows) if prompt.rows else None
+                return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
+
+    def _feed(
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+    ) -> Awaitable[Answer]:
+        """One item through a call of its own."""
+        send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline)
+        return self._recovering(send, deadline, truncate_to)
+
+    async def _forward(
+        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+    ) -> Answer:
+        state = self._state
+        if state.handle is None:
+            feed, truncate_to = PREFILL, None
+        elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
+            truncate_to = None
+        item = state.item(next(self._context.item_ids), tokens, output, truncate_to)
+        [answer] = await self._connection.forwards.forward(feed, [item], deadline)
+        if isinstance(answer, ExecutorError):
+            raise answer
+        return answer
+
+    async def _recovering(
+        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
+    ) -> Result:
+        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
+        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
+        to a new one and send again, once."""
+        backoff: Backoff | None = None
+        rebuilt = False
+        while True:
+            try:
+                if self._lost is not None:
+                    await self._feed_lost(deadline)
+                return await send()
+            except SequenceBusy:
+                doubt, backoff = self._state.doubt, backoff or Backoff.while_busy(deadline)
+                if doubt is None or not doubt.unknown or not await backoff.wait():
+                    raise
+            except SEQUENCE_GONE:
+                if rebuilt or not self._rebuilds or self._state.handle is None:
+                    raise
+                rebuilt = True
+                self._restart(self.tokens[:truncate_to])
+                if not self.length:
+                    self._lost = None
+
+    def _restart(self, tokens: list[int]) -> None:
+        lost = self._lost
+        if lost is None:
+            lost = _Lost(tokens, self._state.length, self._state.pieces)
+        self._lost = _Lost(tokens, min(lost.known, len(tokens)), lost.long)
+        self._state.restart()
+
+    async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
+        rollback = (self._state, self._handle(), length)
+        [refusal] = await self._connection.operations.truncate([rollback], deadline)
+        if refusal is not None:
+            raise refusal
+        assert self._context.pressure is not None  # noqa: S101 - the answer had it
+        return self._context.pressure
+
+    async def _reserve(self, tokens: int, deadline: Deadline) -> Pressure:
+        """Repeating it changes nothing, so it needs no request id."""
+        context = self._context
+        request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(self._handle()), tokens=tokens)
+        return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
+
+    async def _feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
+        """Feed what a lost sequence held. The answer is the last piece's, with the rows of all that were asked."""
+        lost, state = self._lost, self._state
+        assert lost is not None  # noqa: S101 - the callers looked
+        if lost.pieces is None:
+            most = await self._most(output, len(lost.tokens), deadline)
+            exact = (await self._context.info(deadline)).limits.exact_span_tokens
+            lost.pieces = lost.long.again(len(lost.tokens), lost.known, exact, most)
+        answer: Answer | None = None
+        rows: list[Rows] = []
+        cached = 0
+        last = len(lost.pieces) - 1
+        for number in range(min(lost.done, last), last + 1):
+            piece = lost.pieces[number]
+            wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
+            filled = piece.filled and wanted is not Positions.NONE
+            spec = replace(output, positions=Positions.ALL if filled else wanted)
+            truncate_to = piece.start if state.length > piece.start else None
+            tokens = piece.tokens(lost.tokens)
+            answer = await self._forward(PREFILL, tokens, spec, truncate_to, deadline)
+            lost.done = number + 1
+            cached += answer.cached_tokens
+            if answer.rows is not None:
+                rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
+        assert answer is not None  # noqa: S101 - there is at least one piece
+        if state.length > len(lost.tokens):
+            await self._roll_back(len(lost.tokens), deadline)
+        self._lost = None
+        return replace(
+            answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
+        )

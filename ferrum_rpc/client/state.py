@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ferrum_rpc.client.pieces import Pieces
@@ -110,42 +110,25 @@ def settled(
     return None if same else known
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
-    ``lease_id``: the client's own lease that it was created with."""
+    ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
+    message, which is only ever copied from."""
 
-    __slots__ = (
-        "busy",
-        "create",
-        "creation",
-        "doubt",
-        "fork",
-        "handle",
-        "last_request_id",
-        "lease_id",
-        "output",
-        "output_message",
-        "pieces",
-        "released",
-        "tokens",
-    )
-
-    def __init__(
-        self, create: forward_pb2.CreateOptions, *, handle: HandleRef | None = None, tokens: list[int] | None = None
-    ) -> None:
-        self.create = create
-        self.handle = handle
-        self.tokens = tokens
-        self.busy = ""
-        self.released = False
-        self.last_request_id = ""
-        self.lease_id = ""
-        self.pieces = Pieces()
-        self.output: OutputSpec | None = None  # of the last item, with its message, which is only ever copied from
-        self.output_message = output_pb2.OutputSpec()
-        self.doubt: UnknownOutcome | None = None
-        self.creation: UnknownOutcome | None = None
-        self.fork: UnknownOutcome | None = None
+    create: forward_pb2.CreateOptions
+    handle: HandleRef | None = None
+    tokens: list[int] | None = None
+    busy: str = ""
+    released: bool = False
+    last_request_id: str = ""
+    lease_id: str = ""
+    pieces: Pieces = field(default_factory=Pieces)
+    output: OutputSpec | None = None
+    output_message: output_pb2.OutputSpec = field(default_factory=output_pb2.OutputSpec)
+    doubt: UnknownOutcome | None = None
+    creation: UnknownOutcome | None = None
+    fork: UnknownOutcome | None = None
 
     @property
     def length(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import RowBlock, RowKind
-from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.executor.v1 import output_pb2, session_pb2
-from ferrum_rpc.wire.tensor import describe, fill_tensor, tensor_from_proto
+from ferrum_rpc.errors import InvalidRequest, TransportError
+from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE, describe, fill_tensor, tensor_from_proto
 
 _KINDS: Final[dict[str | None, RowKind]] = {kind.field: kind for kind in RowKind}
 
@@ -73,20 +73,65 @@ class RowParts:
                 yield frame
 
 
-def rows_from_proto(row_blocks: Iterable[output_pb2.RowBlock]) -> list[RowBlock]:
-    """The blocks of an answer as numpy views of its bytes (read-only)."""
-    return [block_from_proto(block, lambda rows, name: tensor_from_proto(getattr(rows, name))) for block in row_blocks]
+Frames = dict[int, list[session_pb2.SessionRows]]
+"""Row frames of one block, by the field that they are parts of."""
 
 
-def block_from_proto(block: output_pb2.RowBlock, read: Callable[[Any, str], npt.NDArray[Any]]) -> RowBlock:
-    """A block whose columns ``read`` gets from the fields of a message of rows. Raises `InvalidRequest` for a kind that
-    this program does not know."""
+def rows_from_proto(
+    row_blocks: Sequence[output_pb2.RowBlock], frames: Sequence[session_pb2.SessionRows] = ()
+) -> list[RowBlock]:
+    """The blocks of an answer: numpy views of its bytes (read-only), or arrays filled from the row frames that came
+    before it, in any order, each copied once. Raises `InvalidRequest` for a kind that this program does not know, and
+    `TransportError` for frames that do not fit: then the answer cannot be read, and its step's fate is unknown."""
+    if not frames:
+        return [_block_from_proto(block, {}) for block in row_blocks]
+    blocks: dict[int, Frames] = {}
+    for frame in frames:
+        blocks.setdefault(frame.block, {}).setdefault(frame.field, []).append(frame)
+    if max(blocks) >= len(row_blocks):
+        raise _unreadable(f"rows of block {max(blocks)} in an answer of {len(row_blocks)}")
+    try:
+        return [_block_from_proto(block, blocks.get(index, {})) for index, block in enumerate(row_blocks)]
+    except (KeyError, ValueError, TypeError) as error:
+        raise _unreadable(str(error)) from None
+    except InvalidRequest as error:
+        raise _unreadable(error.message) from None
+
+
+def _block_from_proto(block: output_pb2.RowBlock, frames: Frames) -> RowBlock:
     kind = _KINDS.get(block.WhichOneof("kind"))
     if kind is None:
         raise InvalidRequest("an answer carries rows of a kind that this client does not know")
-    rows, names = getattr(block, kind.field), kind.columns
-    given = [name for index, name in enumerate(names) if index < kind.required or rows.HasField(name)]
-    return RowBlock(kind, {name: read(rows, name) for name in given})
+    rows, columns = getattr(block, kind.field), {}
+    for index, name in enumerate(kind.columns):
+        if index < kind.required or rows.HasField(name):
+            tensor = getattr(rows, name)
+            parts = frames.get(rows.DESCRIPTOR.fields_by_name[name].number) if frames else None
+            columns[name] = _joined(tensor, parts) if parts else tensor_from_proto(tensor)
+    return RowBlock(kind, columns)
+
+
+def _joined(tensor: types_pb2.Tensor, frames: list[session_pb2.SessionRows]) -> npt.NDArray[Any]:
+    """The array of the announced shape, filled without gap or overlap."""
+    array = np.empty(tuple(tensor.shape), NUMPY_BY_DTYPE[tensor.dtype])
+    filled = 0
+    for frame in sorted(frames, key=lambda each: each.first):
+        rows = tensor_from_proto(frame.rows)
+        end = filled + len(rows)
+        if frame.first != filled or end > len(array) or rows.dtype != array.dtype or rows.shape[1:] != array.shape[1:]:
+            raise _unreadable(
+                f"row frame {list(rows.shape)} at {frame.first} does not fit {list(array.shape)} after {filled}"
+            )
+        array[filled:end] = rows
+        filled = end
+    if filled != len(array):
+        raise _unreadable(f"{filled} of {len(array)} rows came")
+    array.flags.writeable = False
+    return array
+
+
+def _unreadable(what: str) -> TransportError:
+    return TransportError(f"the executor's row frames cannot be read: {what}", metadata={"grpc_code": "INTERNAL"})
 
 
 def float_rows(logits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -30,7 +30,6 @@ from ferrum_rpc.client import (
     Sequence,
     TopTokens,
 )
-from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.client.stream import Pace
 from ferrum_rpc.core import OutputKind
 from ferrum_rpc.errors import (
@@ -44,6 +43,7 @@ from ferrum_rpc.errors import (
     TransportError,
     TruncateBeyondLength,
 )
+from ferrum_rpc.wire.rows import rows_from_proto
 from tests.e2e.test_client_faults import counters, hold_and_cancel, play
 from tests.faults.proxy import TcpProxy, proxied
 from tests.serving import Gate, Served, serve_identity
@@ -141,9 +141,9 @@ async def test_an_answer_of_many_times_the_inline_limit_comes_in_frames_and_whol
 
     def counted(blocks: Any, rows: Any) -> Any:
         frames.append(len(rows))
-        return blocks_with_frames(blocks, rows)
+        return rows_from_proto(blocks, rows)
 
-    monkeypatch.setattr("ferrum_rpc.client.frames.blocks_with_frames", counted)
+    monkeypatch.setattr("ferrum_rpc.client.frames.rows_from_proto", counted)
     async with both(session_inline_bytes=4096, vocab_size=8192) as (_, unary, session):
         wide = OutputSpec(Positions.ALL, FullLogits())
         answers = []

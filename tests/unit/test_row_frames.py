@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client.retry import fate_unknown
-from ferrum_rpc.client.row_frames import blocks_with_frames
 from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.rows import Extent, RowParts
+from ferrum_rpc.wire.rows import Extent, RowParts, rows_from_proto
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 R, K = 7, 3
@@ -63,7 +62,7 @@ def test_frames_in_any_order_are_the_whole_block(kind: str, most: int) -> None:
     for rows in (each.rows for each in frames):
         assert len(rows.data) <= most or rows.shape[0] == 1
     random.Random(most).shuffle(frames)
-    first, second = blocks_with_frames(protos, frames)
+    first, second = rows_from_proto(protos, frames)
     assert same(first, blocks[0])
     assert same(second, blocks[1])
     assert not any(column.flags.writeable for column in second.columns.values())
@@ -72,13 +71,13 @@ def test_frames_in_any_order_are_the_whole_block(kind: str, most: int) -> None:
 def test_an_answer_without_frames_is_read_as_ever() -> None:
     protos, frames = sent([BLOCKS["logits"]], 1 << 20)
     assert not frames
-    assert same(blocks_with_frames(protos, [])[0], BLOCKS["logits"])
+    assert same(rows_from_proto(protos, [])[0], BLOCKS["logits"])
 
 
 def test_one_large_tensor_of_a_block_may_come_in_frames_alone() -> None:
     protos, frames = sent([BLOCKS["selected tokens"]], 4 * R)
     assert {each.field for each in frames} == {1}
-    [block] = blocks_with_frames(protos, frames)
+    [block] = rows_from_proto(protos, frames)
     assert same(block, BLOCKS["selected tokens"])
 
 
@@ -89,7 +88,7 @@ def test_rows_that_wait_for_their_reader_keep_no_rows_of_others() -> None:
     expected = block.cut(2, 4)
     del block
     assert others() is None
-    assert same(blocks_with_frames(answer.row_blocks, [each.rows for each in parts.frames(1)])[0], expected)
+    assert same(rows_from_proto(answer.row_blocks, [each.rows for each in parts.frames(1)])[0], expected)
 
 
 def test_rows_are_let_go_when_the_last_frame_is_cut() -> None:
@@ -122,5 +121,5 @@ def test_frames_that_do_not_fit_are_an_answer_of_unknown_fate(damage: str) -> No
     [proto], frames = sent([BLOCKS["logits"]], 2 * 4 * 33)
     DAMAGES[damage](frames, proto)
     with pytest.raises(TransportError) as unreadable:
-        blocks_with_frames([proto], frames)
+        rows_from_proto([proto], frames)
     assert fate_unknown(unreadable.value)
