@@ -128,7 +128,7 @@ class NativePagedAttention:
         return name.decode()
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
-        """See `AttentionBackend`. Nothing in it grows with the spans but copies of a few integers."""
+        """Nothing in it grows with the spans but copies of a few integers."""
         long = None if geometry.tokens <= SHORT else geometry.lengths - geometry.starts > SHORT
         short_spans = long_spans = rest = None
         if long is None or not long.any():
@@ -151,7 +151,6 @@ class NativePagedAttention:
         return NativePlan(step, rest, (slots, short_spans, long_spans))
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `AttentionBackend`."""
         cached = self._keys[layer]
         dense = (cached.shape[3], 1)
         if key.stride()[1:] != dense or value.stride()[1:] != dense or not key.dtype == value.dtype == cached.dtype:
@@ -180,7 +179,6 @@ class NativePagedAttention:
         return output
 
     def native_step(self, plan: NativePlan) -> library.AttentionStep | None:
-        """See `NativeAttention`."""
         return plan.step if self._narrow and plan.rest is None else None
 
 

@@ -57,7 +57,7 @@ class TorchPagedAttention:
         return {pattern: self._planner.work(geometry, pattern, chosen) for pattern in self._masks}
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `AttentionBackend`; converts where ``key`` and ``value`` are of another dtype."""
+        """Converts where ``key`` and ``value`` are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
             place.index_copy_(0, slots, rows.to(place.dtype))
 

@@ -181,7 +181,6 @@ class TritonPagedAttention:
     # --- the layers -------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `AttentionBackend`."""
         store(self._keys[layer], self._values[layer], slots, key, value)
 
     def attend(self, layer: int, query: Tensor, plan: TritonPlan) -> Tensor:

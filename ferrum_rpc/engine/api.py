@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Span, SpanOutcome, Step, StepResult, StepTiming
-from ferrum_rpc.errors import DeviceLost
+from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError
 
 LOOK_EVERY_S: Final = 0.25
 """Seconds between two looks at an engine while the end of an engine is waited for."""
@@ -90,6 +90,10 @@ class Submission:
         self.tokens = tokens
         self.arrived = self.arrived or time.monotonic()
 
+    def refuse(self, error: ExecutorError) -> None:
+        """Answer every span with ``error``."""
+        self.done((error,) * len(self.spans), None)
+
 
 @dataclass(slots=True, eq=False)
 class Operation:
@@ -100,6 +104,12 @@ class Operation:
     done: Callable[[object], None]
     state: State = State.QUEUED
     slot: int = -1
+    spans: ClassVar[tuple[Span, ...]] = ()
+    tokens: ClassVar[int] = 0
+
+    def refuse(self, error: ExecutorError) -> None:
+        """Answer with ``error``."""
+        self.done(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +155,8 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin to load, and then to serve."""
 
-    def submit(self, submission: Submission) -> None:
-        """Queue a submission. It is answered through its ``done``, even when the engine has ended."""
-
-    def operate(self, operation: Operation) -> None:
-        """Queue an operation. It is answered through its ``done``, even when the engine has ended."""
+    def submit(self, work: Submission | Operation) -> None:
+        """Queue work. It is answered through its ``done``, even when the engine has ended."""
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Take work back. True: it will never run and ``done`` is not called. False: it is past the point of no
@@ -174,3 +181,8 @@ def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:
 def lost(error: BaseException) -> DeviceLost:
     """The answer to callers of an engine that broke."""
     return DeviceLost(f"the model thread failed ({type(error).__name__}); the executor must be restarted")
+
+
+def ended(failure: BaseException | None) -> ExecutorError:
+    """The answer to work that no step will run any more."""
+    return Draining("the executor has stopped; nothing was started") if failure is None else lost(failure)

@@ -95,7 +95,7 @@ class CudaCapture:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """See `Capture`. Runs once before, so that compilers and libraries allocate what a recording must not."""
+        """Runs once before, so that compilers and libraries allocate what a recording must not."""
         current = torch.cuda.current_stream()
         try:
             self._stream.wait_stream(current)

@@ -27,10 +27,10 @@ from queue import Empty
 from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
-from ferrum_rpc.engine.api import EngineCounters, Finished, Operation, Runner, Submission, lost
+from ferrum_rpc.engine.api import EngineCounters, Finished, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
-from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, StepFailed
+from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, ExecutorError, StepFailed
 
 Work = Submission | Operation | None
 """What an inbox holds; None asks the loop to end when it has done what came before."""
@@ -168,13 +168,13 @@ class EngineLoop(ABC):
     def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
         try:
             return partial(operation.done, operation.run(runner))
-        except DeviceLost as error:
-            self._broken(error, [partial(operation.done, error)])
-            raise
         except ExecutorError as error:
-            return partial(operation.done, error)
+            if not isinstance(error, DeviceLost):
+                return partial(operation.refuse, error)
+            self._broken(error, [partial(operation.refuse, error)])
+            raise
         except BaseException as error:
-            self._broken(error, [partial(operation.done, lost(error))])
+            self._broken(error, [partial(operation.refuse, lost(error))])
             raise
 
     def _claim(self, finished: Finished) -> list[Submission]:
@@ -195,7 +195,7 @@ class EngineLoop(ABC):
                 if work.deadline is not None and now >= work.deadline:
                     self._backlog.take(counted=False)
                     late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
-                    finished.append(_refusal(work, late))
+                    finished.append(partial(work.refuse, late))
                     continue
                 items += len(work.spans)
                 tokens += work.tokens
@@ -268,8 +268,8 @@ class EngineLoop(ABC):
     def _refused(self, error: BaseException, claimed: Sequence[Submission]) -> Finished:
         """The answers of a step that was rolled back. Any other failure ends the loop."""
         if isinstance(error, StepFailed):
-            return [_refusal(work, error) for work in claimed]
-        self._broken(error, [_refusal(work, lost(error)) for work in claimed])
+            return [partial(work.refuse, error) for work in claimed]
+        self._broken(error, [partial(work.refuse, lost(error)) for work in claimed])
         raise error
 
     def _broken(self, error: BaseException, answers: Finished) -> None:
@@ -278,26 +278,17 @@ class EngineLoop(ABC):
         self._failure = error
         cut_off = [work for claimed, _ in self._under_way for work in claimed]
         self._under_way.clear()
-        self._deliver([partial(self._on_failed, error), *answers, *(_refusal(work, lost(error)) for work in cut_off)])
+        answers += [partial(work.refuse, lost(error)) for work in cut_off]
+        self._deliver([partial(self._on_failed, error), *answers])
 
     def _refuse_rest(self) -> None:
         """The loop has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""
-        error: ExecutorError = Draining("the executor has stopped; nothing was started")
-        if self._failure is not None:
-            error = lost(self._failure)
+        error = ended(self._failure)
         refused: Finished = []
         try:
             while True:
                 work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
-                if work is None or not self._claim_one(work):
-                    continue
-                if isinstance(work, Operation):
-                    refused.append(partial(work.done, error))
-                else:
-                    refused.append(_refusal(work, error))
+                if work is not None and self._claim_one(work):
+                    refused.append(partial(work.refuse, error))
         except Empty:
             self._deliver(refused)
-
-
-def _refusal(work: Submission, error: ExecutorError) -> Callable[[], object]:
-    return partial(work.done, (error,) * len(work.spans), None)

@@ -60,7 +60,7 @@ class StagedCompute(Compute):
         return self.graphs
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        """See `Compute`. The rows are valid until the next step."""
+        """The rows are valid until the next step."""
         tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
         if self.graphs is not None:
             hidden = self.graphs.forward(tokens, geometry)
@@ -84,5 +84,5 @@ class StagedCompute(Compute):
         return self.model.forward(StepInputs(tokens, positions), attend)
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
-        """See `Compute`; nothing waits."""
+        """Nothing waits."""
         return [to_device(torch.from_numpy(each), self.model.device) for each in arrays]

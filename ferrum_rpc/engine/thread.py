@@ -60,26 +60,16 @@ class ModelThread(EngineLoop):
         """Start the thread; it builds the runner first."""
         self._thread.start()
 
-    def submit(self, submission: Submission) -> None:
-        """See `Engine`."""
+    def submit(self, work: Submission | Operation) -> None:
         with self._lock:
-            self.queued_items += len(submission.spans)
-            self.queued_tokens += submission.tokens
-            self._arrived.put(submission)
-            closed = self._closed
-        if closed:
-            self._refuse_rest()
-
-    def operate(self, operation: Operation) -> None:
-        """See `Engine`."""
-        with self._lock:
-            self._arrived.put(operation)
+            self.queued_items += len(work.spans)
+            self.queued_tokens += work.tokens
+            self._arrived.put(work)
             closed = self._closed
         if closed:
             self._refuse_rest()
 
     def cancel(self, work: Submission | Operation) -> bool:
-        """See `Engine`."""
         with self._lock:
             if work.state is not State.QUEUED:
                 return False
@@ -87,13 +77,13 @@ class ModelThread(EngineLoop):
             return True
 
     def trouble(self, now: float) -> str | None:
-        """See `Engine`. Never waits."""
+        """Never waits."""
         if not self._thread.is_alive():
             return "it has ended"
         return self._liveness.trouble(now, self.busy_since)
 
     async def stop(self) -> bool:
-        """See `Engine`. A thread that hangs is left behind (it is a daemon thread)."""
+        """A thread that hangs is left behind (it is a daemon thread)."""
         self._arrived.put(None)
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, LOOK_EVERY_S)
@@ -117,9 +107,8 @@ class ModelThread(EngineLoop):
 
     def _claimed(self, work: Submission | Operation, state: State = State.CLAIMED) -> None:
         work.state = state
-        if isinstance(work, Submission):
-            self.queued_items -= len(work.spans)
-            self.queued_tokens -= work.tokens
+        self.queued_items -= len(work.spans)
+        self.queued_tokens -= work.tokens
 
     def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
         self._loop.call_soon(self._on_step, timings)  # behind whatever the answers wake: callers do not wait for it

@@ -72,11 +72,10 @@ class Decoder:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """See `Model.expected_tensors`."""
         return {name: placement.shape for name, placement in self._layout.items()}
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """See `Model.load`. Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
+        """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
         not finite, or do not stay so in the decoder's dtype: they would make answers NaN."""
         placement = self._layout[name]
         if tuple(tensor.shape) != placement.shape:
@@ -128,7 +127,6 @@ class Decoder:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
-        """See `Model.forward`."""
         loaded = self._require()
         layers = loaded.layers
         hidden, delta = loaded.embedding.index_select(0, inputs.token_ids), None
@@ -140,16 +138,14 @@ class Decoder:
 
     @property
     def rowwise(self) -> bool:
-        """See `Model.rowwise`. Only the native products give this."""
+        """Only the native products give this."""
         return self.native
 
     @property
     def native(self) -> bool:
-        """See `NativeModel.native`."""
         return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)
 
     def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
-        """See `NativeModel.forward_native`."""
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
         hidden = loaded.embedding.index_select(0, inputs.token_ids)
@@ -157,11 +153,10 @@ class Decoder:
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Model.logits`. The product is computed and rounded in the model's dtype, as transformers does."""
+        """The product is computed and rounded in the model's dtype, as transformers does."""
         return self._require().head.widened(hidden)
 
     def largest(self, hidden: Tensor) -> Tensor:
-        """See `Model.largest`."""
         return self._require().head.largest(hidden)
 
     def _require(self) -> Loaded:
@@ -172,7 +167,6 @@ class Decoder:
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def info(self, name: str) -> ModelInfo:
-        """See `Model.info`."""
         spec = self.spec
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelInfo(

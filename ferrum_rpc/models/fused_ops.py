@@ -67,13 +67,11 @@ class TorchFusedOps:
         self._activation = ACTIVATIONS[spec.activation]
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `FusedOps`."""
         if delta is not None:
             hidden.add_(delta)
         return F.rms_norm(hidden, weight.shape, weight, self._spec.norm_eps)
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `FusedOps`."""
         spec = self._spec
         heads = qkv.view(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
         rotating = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
@@ -83,7 +81,6 @@ class TorchFusedOps:
         return rotated[:, : spec.heads], rotated[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `FusedOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
 
@@ -104,7 +101,6 @@ class NativeFusedOps:
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `FusedOps`."""
         out = torch.empty_like(hidden)
         self._run(
             library.ADD_NORM,
@@ -117,7 +113,6 @@ class NativeFusedOps:
         return out
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `FusedOps`."""
         spec = self._spec
         rotating = spec.heads + spec.kv_heads
         self._run(
@@ -133,7 +128,6 @@ class NativeFusedOps:
         return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `FusedOps`."""
         out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // 2))
         self._run(library.GATE, gate_up, out.shape[-1], out=out.data_ptr())
         return out

@@ -65,11 +65,9 @@ class IdentityModel:
 
     @property
     def rowwise(self) -> bool:
-        """See `Model.rowwise`."""
         return True
 
     def info(self, name: str) -> ModelInfo:
-        """See `Model.info`."""
         config = self.config
         return ModelInfo(
             name=name,
@@ -112,7 +110,6 @@ class IdentityModel:
         return padded if folds == 1 else padded.view(rows, folds, vocab).sum(1)
 
     def largest(self, hidden: Tensor) -> Tensor:
-        """See `Model.largest`."""
         return self.logits(hidden).argmax(dim=-1)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:

@@ -53,13 +53,11 @@ class PlainLayers:
         self._layers, self._ops = layers, ops
 
     def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `Layers`."""
         parts = self._layers[layer]
         normed = self._ops.add_norm(hidden, delta, parts.input_norm)
         return self._ops.heads(parts.qkv(normed), parts.qk_norm, cos, sin)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Layers`."""
         parts = self._layers[layer]
         normed = self._ops.add_norm(hidden, parts.output(attended.flatten(1)), parts.post_norm)
         return parts.down(self._ops.gate(parts.gate_up(normed)))
@@ -85,7 +83,6 @@ class NativeLayers:
             self._library.ferrum_layers_free(self._handle)
 
     def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `Layers`."""
         spec, count = self._spec, len(hidden)
         qkv = hidden.new_empty((count, self._rotating + spec.kv_heads, spec.head_dim))
         self._check(
@@ -104,7 +101,7 @@ class NativeLayers:
         return qkv[:, : spec.heads], qkv[:, spec.heads : self._rotating], qkv[:, self._rotating :]
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Layers`. ``attended`` is contiguous."""
+        """``attended`` is contiguous."""
         delta = torch.empty_like(hidden)
         self._check(
             self._library.ferrum_layer_after(

@@ -49,14 +49,12 @@ class TorchLinear(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
+        """The product, in the dtype of ``x``."""
 
     def widened(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         return self(x).to(torch.float32)
 
     def largest(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         return self(x).argmax(dim=-1)
 
 
@@ -70,7 +68,6 @@ class PlainLinear(TorchLinear):
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         return F.linear(x, self._weight, self._bias)
 
 
@@ -85,7 +82,6 @@ class PackedLinear(TorchLinear):
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
 

@@ -54,15 +54,13 @@ class NativeLinear:
         self.address = ctypes.addressof(self._matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         return self._product(x, x.new_empty((*x.shape[:-1], self.n)), 0)
 
     def widened(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
         return self._product(x, x.new_empty((*x.shape[:-1], self.n), dtype=torch.float32), 1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """See `Linear`. No row is written."""
+        """No row is written."""
         rows = self._rows(x)
         ids = torch.empty(x.shape[:-1], dtype=torch.int64)
         status = self.space.library.ferrum_linear_largest(

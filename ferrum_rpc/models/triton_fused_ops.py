@@ -35,7 +35,6 @@ class TritonFusedOps:
         self._spec = spec
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `FusedOps`."""
         out = torch.empty_like(hidden)
         width = hidden.shape[-1]
         padded = triton.next_power_of_2(width)
@@ -54,7 +53,7 @@ class TritonFusedOps:
         return out
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        """See `FusedOps`. Query, key and value are views of ``qkv``."""
+        """Query, key and value are views of ``qkv``."""
         spec = self._spec
         rotating = spec.heads + spec.kv_heads
         if len(qkv):
@@ -75,7 +74,6 @@ class TritonFusedOps:
         return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `FusedOps`."""
         rows, width = len(gate_up), gate_up.shape[-1] // 2
         out = gate_up.new_empty((rows, width))
         if rows:

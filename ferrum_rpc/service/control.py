@@ -68,7 +68,7 @@ async def _step(engine: Engine, spans: Sequence[Span]) -> tuple[SpanOutcome, ...
 async def between_steps(engine: Engine, run: Callable[[Any], object]) -> None:
     """Run it in the engine, and wait. Raises what it refuses."""
     done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    engine.operate(Operation(run, lambda result: None if done.done() else done.set_result(result)))
+    engine.submit(Operation(run, lambda result: None if done.done() else done.set_result(result)))
     result = await done
     if isinstance(result, ExecutorError):
         raise result

@@ -98,7 +98,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             record.on_freed.append(partial(self.settle, self._finish, None))
         else:
             self._operation = Operation(self._plan.command, partial(self.settle, self._finish))
-            state.engine.operate(self._operation)
+            state.engine.submit(self._operation)
 
     def answer(self) -> tuple[Handles, bool]:
         """What it left. Raises what refused it."""

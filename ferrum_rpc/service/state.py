@@ -197,7 +197,7 @@ class ServerState:
 
     def _free(self, records: Sequence[SequenceRecord], numbers: Sequence[int]) -> None:
         if numbers:
-            self.engine.operate(Operation(Command("release", (numbers,)), partial(self._freed, records, numbers)))
+            self.engine.submit(Operation(Command("release", (numbers,)), partial(self._freed, records, numbers)))
         else:
             self._freed(records, numbers, None)
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ferrum_rpc.core import (
-    CacheState,
     FullLogits,
     Greedy,
     OutputSpec,
@@ -28,17 +27,13 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
-from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.engine.process.ipc import (
     INLINE_BYTES,
     KEPT_BYTES,
-    PAGE,
+    UNIT,
     Messages,
     SharedMemory,
     dump,
-    dump_turn,
-    pack_spans,
-    unpack_spans,
 )
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
@@ -73,7 +68,7 @@ def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
 
 @given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
 def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
-    arrived = map(unpack_spans, fed(b"".join([dump(pack_spans(each)) for each in sent]), sizes))
+    arrived = fed(b"".join(map(dump, sent)), sizes)
     for spans, wanted in zip(arrived, sent, strict=True):
         for found, span in zip(spans, wanted, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
@@ -131,10 +126,7 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
         placed.append(bytes(buffer))
         return len(placed) - 1
 
-    about = EngineCounters(1, 2, 3, 4, 0.5), CacheState(16, 10, 9, 2**40)
-    (message,) = fed(dump_turn((answers, *about), place), sizes, lambda at, count: placed[at][:count])
-    found, *facts = message
-    assert tuple(facts) == about and type(facts[1]) is CacheState
+    (found,) = fed(dump(answers, place), sizes, lambda at, count: placed[at][:count])
     again: dict[int, Any] = {}
     for (slot, told, timing), (sent_slot, sent, sent_timing) in zip(found, answers, strict=True):
         assert (slot, timing) == (sent_slot, sent_timing)
@@ -157,20 +149,20 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
 def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
     """Recorded answers live long, and a read brings 64 KiB."""
     block = token_rows(np.array([7], dtype=np.uint32))
-    (outcome,) = fed(dump_turn(SpanResult(3, Rows(block, 0, 1)), lambda _: None), [])
+    (outcome,) = fed(dump(SpanResult(3, Rows(block, 0, 1)), lambda _: None), [])
     assert isinstance(outcome, SpanResult) and outcome.rows is not None
     assert memoryview(outcome.rows.block["token_ids"].base).nbytes == 4  # type: ignore[arg-type]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-SIZE = 64 * PAGE
+SIZE = 64 * UNIT
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * PAGE), st.integers(0, 99)), max_size=60))
-def test_what_is_placed_lies_alone(moves: list[tuple[bool, int, int]]) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * UNIT), st.integers(0, 99)), max_size=60))
+def test_what_is_placed_lies_alone_until_it_is_not_looked_at_any_more(moves: list[tuple[bool, int, int]]) -> None:
     memory = SharedMemory.create(4, SIZE)
-    held: dict[int, bytes] = {}
+    held: dict[int, tuple[bytes, Any]] = {}
     try:
         for number, (place, count, which) in enumerate(moves):
             if place:
@@ -179,15 +171,12 @@ def test_what_is_placed_lies_alone(moves: list[tuple[bool, int, int]]) -> None:
                 if at is None:
                     assert held, "empty memory has room"
                     continue
-                assert at % PAGE == 0 and at + count <= SIZE
-                held[at] = data
+                assert at % UNIT == 0 and at + count <= SIZE
+                held[at] = data, memory.view(at, count)
             elif held:
-                at = sorted(held)[which % len(held)]
-                del held[at]
-                memory.release(at)
-            assert all(memory.view(at, len(data)).tobytes() == data for at, data in held.items())
-        for at in held:
-            memory.release(at)
+                del held[sorted(held)[which % len(held)]]
+            assert all(view.tobytes() == data for data, view in held.values())
+        held.clear()
         assert memory.place(memoryview(bytes(SIZE))) == 0, "all of it is one piece again"
         assert bytes(memory.states) == bytes(4)
     finally:
@@ -197,9 +186,10 @@ def test_what_is_placed_lies_alone(moves: list[tuple[bool, int, int]]) -> None:
 def test_memory_beyond_what_is_kept_goes_back() -> None:
     memory = SharedMemory.create(4, 4 * KEPT_BYTES)
     assert memory.place(memoryview(b"x" * (3 * KEPT_BYTES))) == 0
+    view = memory.view(0, 3 * KEPT_BYTES)
     assert os.stat(memory.fd).st_blocks * 512 >= 3 * KEPT_BYTES
-    memory.release(0)
-    assert os.stat(memory.fd).st_blocks * 512 <= KEPT_BYTES + PAGE
+    del view
+    assert os.stat(memory.fd).st_blocks * 512 <= KEPT_BYTES + UNIT
     os.close(memory.fd)
 
 

@@ -75,7 +75,7 @@ class Harness:
 
     async def do(self, method: str, *arguments: Any) -> Any:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self.engine.operate(Operation(Command(method, arguments), done.set_result))
+        self.engine.submit(Operation(Command(method, arguments), done.set_result))
         return await done
 
     async def reached(self) -> None:
@@ -137,7 +137,7 @@ async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_
         queued, never = made.submit(span(2))
         operation: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         undone = Operation(Command("bug", ()), operation.set_result)
-        made.engine.operate(undone)
+        made.engine.submit(undone)
         assert not made.engine.cancel(running)
         assert made.engine.cancel(queued) and made.engine.cancel(undone)
         assert not made.engine.cancel(queued)

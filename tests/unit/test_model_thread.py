@@ -73,7 +73,7 @@ class Harness:
 
     def operate(self, run: Callable[[Any], object]) -> asyncio.Future[object]:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self.thread.operate(Operation(run, done.set_result))
+        self.thread.submit(Operation(run, done.set_result))
         return done
 
 

@@ -15,16 +15,19 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 from queue import Empty
 from typing import Any, Final
 
-from ferrum_rpc.core import SpanOutcome, StepTiming
-from ferrum_rpc.engine.api import Described, Finished, Operation, Runner, State, Submission
+from ferrum_rpc.core import StepTiming
+from ferrum_rpc.engine.api import Described, EngineCounters, Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump_turn, unpack_spans
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump
 
 READ_BYTES: Final = 64 << 10
+COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))
 OURS: Final = ("ferrum_rpc", "builtins")
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
@@ -46,14 +49,11 @@ class ChildLoop(EngineLoop):
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._arrived: deque[Work] = deque()
-        self._answers: list[tuple[int, tuple[SpanOutcome, ...], StepTiming | None]] = []
-        self._results: list[tuple[int, object]] = []
-        self._freed: list[int] = []
+        self._answers: list[tuple[int, tuple[Any, ...]]] = []
         self._reported: object = None
 
     @property
     def busy_since(self) -> float:
-        """See `EngineLoop`."""
         return float(self._shared.busy_since[0])
 
     @busy_since.setter
@@ -61,7 +61,7 @@ class ChildLoop(EngineLoop):
         self._shared.busy_since[0] = value
 
     def run(self) -> int:
-        """Build, and serve until the server says stop. The exit status: 0, or 1 if it broke."""
+        """Build, and serve until the server asks to stop. The exit status: 0, or 1 if it broke."""
         self._run()
         self._refuse_rest()
         return 0 if self._failure is None else 1
@@ -69,7 +69,6 @@ class ChildLoop(EngineLoop):
     # --- work -------------------------------------------------------------------------------------------------------
 
     def get(self, block: bool = True) -> Work:
-        """See `Inbox`."""
         while self.empty():
             if not block:
                 raise Empty
@@ -78,7 +77,6 @@ class ChildLoop(EngineLoop):
         return self._arrived.popleft()
 
     def empty(self) -> bool:
-        """See `Inbox`. Takes what the socket has."""
         if self._poll.poll(0):
             data = self._socket.recv(READ_BYTES)
             if not data:
@@ -86,34 +84,32 @@ class ChildLoop(EngineLoop):
             self._arrived += map(self._accept, self._messages.feed(data))
         return not self._arrived
 
-    def _accept(self, message: tuple[list[int], Any]) -> Work:
-        released, work = message
-        for at in released:
-            self._shared.release(at)
-        if work is None:
+    def _accept(self, message: tuple[Any, ...] | None) -> Work:
+        if message is None:
             return None
-        slot, what, *rest = work
-        if not rest:
-            return Operation(what, lambda result: self._results.append((slot, result)), slot=slot)
-        submission = Submission(unpack_spans(what), lambda *answer: self._answers.append((slot, *answer)), *rest)
-        submission.slot = slot
-        return submission
+        slot, what, *rest = message
+        done = partial(self._answer, slot)
+        work = Submission(what, done, *rest) if rest else Operation(what, done)
+        work.slot = slot
+        return work
 
     def _cancelled(self, work: Submission | Operation) -> bool:
         cancelled = self._shared.states[work.slot] == State.CANCELLED
         if cancelled:
-            self._freed.append(work.slot)
+            self._answer(work.slot)
         return cancelled
 
     def _claimed(self, work: Submission | Operation) -> None:
         self._shared.states[work.slot] = State.CLAIMED
-        if isinstance(work, Submission):
-            self._shared.claimed += (len(work.spans), work.tokens)
+        self._shared.claimed += (len(work.spans), work.tokens)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
         pass  # the server has them with the answers
+
+    def _answer(self, slot: int, *answer: Any) -> None:
+        self._answers.append((slot, answer))
 
     def _deliver(self, finished: Finished) -> None:
         for each in finished:
@@ -125,27 +121,26 @@ class ChildLoop(EngineLoop):
         news = self._news()
         if news == self._reported:
             news = None
-        if self._answers or self._results or self._freed or news is not None:
-            self._send(Turn(self._answers, self._results, self._freed, self.counters, self.cache, news))
-            self._answers, self._results, self._freed = [], [], []
+        if self._answers or news is not None:
+            self._send_turn(news)
             self._reported = news or self._reported
 
+    def _send_turn(self, news: object = None) -> None:
+        answers, self._answers = self._answers, []
+        self._send((answers, COUNTERS(self.counters), tuple(self.cache), news))
+
     def _report(self, runner: Runner) -> None:
-        self._send(Turn([], [], [], self.counters, self.cache))
+        self._send_turn()
         self._send(Described(runner.info, runner.device))
 
     def _send_error(self, error: BaseException) -> None:
-        """Send its text only where it holds what cannot be sent, or where the server would load torch for its class."""
-        try:
-            if type(error).__module__.partition(".")[0] not in OURS:
-                raise TypeError(type(error).__name__)
-            pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
-        except Exception:
+        """Send its text only where the server would load torch for its class, or may not have it."""
+        if type(error).__module__.partition(".")[0] not in OURS:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         self._send(error)
 
     def _send(self, message: object) -> None:
-        self._socket.sendall(dump_turn(message, self._shared.place))
+        self._socket.sendall(dump(message, self._shared.place))
 
 
 def work(build: Callable[[Any], Runner], arguments: Sequence[str], news: Callable[[], object] = lambda: None) -> int:

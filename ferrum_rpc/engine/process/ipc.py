@@ -1,9 +1,10 @@
 """Messages and memory between a server (`parent`) and the engine process that it started (`child`).
 
-    server -> engine   (places that are free again, work); work is (slot, packed spans, all or nothing, deadline,
-                       caller, arrived) of a submission, (slot, `Command`), or None: stop
-    engine -> server   a `Turn` for all that one turn of the engine's loop finished; a `Described` when the runner is
-                       built; the error that ends the engine
+    server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived), (slot, `Command`), or
+                       None: stop
+    engine -> server   (answers, counters, cache, news) for all that one turn of the engine's loop finished: by slot,
+                       what ``done`` gets, and nothing where the work was cancelled; what else changed, or None. A
+                       `Described` when the runner is built; the error that ends the engine
 
 Messages are pickles, and go between a server and its own child, nowhere else. Large columns of rows lie in shared
 memory beside them: a socket would copy 10 MB of logits twice, in pieces of its own size. The memory is an anonymous
@@ -17,16 +18,16 @@ import io
 import mmap
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState, OutputSpec, RowBlock, RowKind, Rows, Span, SpanOutcome, SpanResult, StepTiming
-from ferrum_rpc.engine.api import EngineCounters
+from ferrum_rpc.core import OutputSpec, RowBlock, RowKind, Rows, Span, SpanResult, StepTiming
 
 INLINE_BYTES: Final = 16 << 10
 """Larger columns of rows go through the shared memory."""
@@ -34,24 +35,14 @@ INLINE_BYTES: Final = 16 << 10
 ROWS_BYTES: Final = 4 << 30
 """Room for rows under way, in address space; what does not fit is part of the message. Memory is what rows touch."""
 
+UNIT: Final = 64 << 10
+"""Bytes of that room that are given out together: a multiple of a page."""
+
 KEPT_BYTES: Final = 32 << 20
 """Memory at the beginning of that room that stays when rows leave it; what lies behind goes back to the system."""
 
-PAGE: Final = 4096
 _HEADER: Final = Struct("<II")  # bytes of the pickle, number of places
 _PLACE: Final = Struct("<QQ")  # of a column in the shared memory: where, and its bytes
-
-
-class Turn(NamedTuple):
-    """By slot, ``answers`` of submissions and ``results`` of operations; ``freed``: slots of work that was cancelled.
-    ``news``: what else changed, or None."""
-
-    answers: list[tuple[int, tuple[SpanOutcome, ...], StepTiming | None]]
-    results: list[tuple[int, object]]
-    freed: list[int]
-    counters: EngineCounters
-    cache: CacheState
-    news: object = None
 
 
 class SharedMemory:
@@ -60,20 +51,21 @@ class SharedMemory:
 
     ``states`` uint8 [slots]: the `State` of each piece of work, changed under the lock. ``claimed`` int64 [2]: items
     and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the engine. It
-    alone places and releases rows; the server reads them.
+    alone places rows; the server alone reads and releases them.
     """
 
     def __init__(self, fd: int, slots: int, size: int = ROWS_BYTES) -> None:
-        self._first = -(-(24 + slots) // PAGE) * PAGE
+        self._first = -(-(24 + slots + size // UNIT) // UNIT) * UNIT
         if not os.fstat(fd).st_size:
             os.ftruncate(fd, self._first + size)
         self.fd = fd
         self._map = mmap.mmap(fd, self._first + size)
-        self.claimed: npt.NDArray[np.int64] = np.frombuffer(self._map, np.int64, 2)
-        self.busy_since: npt.NDArray[np.float64] = np.frombuffer(self._map, np.float64, 1, 16)
-        self.states = memoryview(self._map)[24 : 24 + slots]
-        self._rows = memoryview(self._map)[self._first :]
-        self._ends: dict[int, int] = {}  # of what is placed, by where it begins
+        whole = memoryview(self._map)
+        self.claimed: npt.NDArray[np.int64] = np.frombuffer(whole, np.int64, 2)
+        self.busy_since: npt.NDArray[np.float64] = np.frombuffer(whole, np.float64, 1, 16)
+        self.states = whole[24 : 24 + slots]
+        self._used = whole[24 + slots : 24 + slots + size // UNIT]  # by unit, 1 where rows lie
+        self._rows = whole[self._first :]
 
     @classmethod
     def create(cls, slots: int, size: int = ROWS_BYTES) -> SharedMemory:
@@ -95,30 +87,29 @@ class SharedMemory:
         return True
 
     def place(self, data: memoryview) -> int | None:
-        """Copy ``data`` to the lowest pages that are free, and say where; None where there is no room."""
-        at = 0
-        for begin in sorted(self._ends):
-            if begin - at >= data.nbytes:
-                break
-            at = self._ends[begin]
-        if at + data.nbytes > len(self._rows):
+        """Copy ``data`` to the lowest units that are free, and return where; None where there is no room."""
+        units = -(-data.nbytes // UNIT)
+        first = self._used.tobytes().find(bytes(units))
+        if first < 0:
             return None
-        self._ends[at] = at + -(-data.nbytes // PAGE) * PAGE
+        self._used[first : first + units] = b"\1" * units
+        at = first * UNIT
         self._rows[at : at + data.nbytes] = data
         return at
 
-    def release(self, at: int) -> None:
-        """What was placed there is not read any more."""
-        end = self._ends.pop(at)
-        if end > KEPT_BYTES:
-            begin = max(at, KEPT_BYTES)
-            self._map.madvise(mmap.MADV_REMOVE, self._first + begin, end - begin)
-
     def view(self, at: int, count: int) -> npt.NDArray[np.uint8]:
-        """So many bytes of what was placed there."""
+        """So many bytes of what was placed there. They are released when the last array over them is gone."""
         found: npt.NDArray[np.uint8] = np.frombuffer(self._rows, np.uint8, count, at)
         found.flags.writeable = False
+        weakref.finalize(found, self._release, at, count).atexit = False
         return found
+
+    def _release(self, at: int, count: int) -> None:
+        first, units = at // UNIT, -(-count // UNIT)
+        begin, end = max(at, KEPT_BYTES), at + units * UNIT
+        if end > begin:
+            self._map.madvise(mmap.MADV_REMOVE, self._first + begin, end - begin)
+        self._used[first : first + units] = bytes(units)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -135,26 +126,13 @@ def _loaded(output: bytes) -> OutputSpec:
     return found
 
 
-def pack_spans(spans: Iterable[Span]) -> list[tuple[Any, ...]]:
-    """Plain data: a lone decode's is pickled in a third of the time of its objects."""
-    return [
-        (sequence, tokens.tobytes(), start, _dumped(output), *options)
-        for sequence, tokens, start, output, *options in spans
-    ]
+def _take_span(span: Span) -> tuple[Any, ...]:
+    sequence, tokens, start, output, *options = span
+    return sequence, tokens.tobytes(), start, _dumped(output), *options
 
 
-def unpack_spans(packed: Iterable[tuple[Any, ...]]) -> tuple[Span, ...]:
-    """What `pack_spans` packed."""
-    return tuple(
-        [
-            Span(sequence, np.frombuffer(tokens, np.int32), start, _loaded(output), *options)
-            for sequence, tokens, start, output, *options in packed
-        ]
-    )
-
-
-def _make_block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> RowBlock:
-    return RowBlock.of(RowKind[kind], *[np.ndarray(*column) for column in columns])
+def _make_span(sequence: int, tokens: bytes, start: int, output: bytes, *options: Any) -> Span:
+    return Span(sequence, np.frombuffer(tokens, np.int32), start, _loaded(output), *options)
 
 
 def _take_block(block: RowBlock) -> tuple[Any, ...]:
@@ -162,14 +140,19 @@ def _take_block(block: RowBlock) -> tuple[Any, ...]:
     return block.kind.name, columns
 
 
+def _make_block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> RowBlock:
+    return RowBlock.of(RowKind[kind], *[np.ndarray(*column) for column in columns])
+
+
 _PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (
+    (Span, _take_span, _make_span),
     (RowBlock, _take_block, _make_block),
     (Rows, lambda of: (of.block, of.first, of.count), Rows),
-    (EngineCounters, lambda of: (of.steps, of.tokens, of.rows, of.blocks_copied, of.forward_s), EngineCounters),
-    *((each, tuple, each) for each in (SpanResult, StepTiming, CacheState, Turn)),
+    (SpanResult, tuple, SpanResult),
+    (StepTiming, tuple, StepTiming),
 )
 """What every step has, how it is taken apart and how it is made again. Pickle's own way with arrays, enums, dataclasses
-and names of classes costs a lone decode 100 µs."""
+and names of classes costs a single decode 100 µs."""
 
 
 def _make(part: int, *fields: Any) -> Any:
@@ -183,14 +166,8 @@ def _reducer(part: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any],
 _REDUCERS: Final = {of: _reducer(part, take) for part, (of, take, _) in enumerate(_PARTS)}
 
 
-def dump(message: object) -> bytes:
-    """A message of plain data, to be sent."""
-    pickled = pickle.dumps(message, 5)
-    return _HEADER.pack(len(pickled), 0) + pickled
-
-
-def dump_turn(message: object, place: Callable[[memoryview], int | None]) -> bytes:
-    """A message of any data, to be sent. Buffers for which ``place`` finds room lie there."""
+def dump(message: object, place: Callable[[memoryview], int | None] = lambda data: None) -> bytes:
+    """A message, to be sent. Buffers for which ``place`` finds room lie there."""
     places: list[bytes] = []
 
     def inline(buffer: pickle.PickleBuffer) -> bool:

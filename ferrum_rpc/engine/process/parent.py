@@ -12,15 +12,11 @@ import pickle
 import socket
 import subprocess
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from ferrum_rpc.core import CacheState, StepTiming
 from ferrum_rpc.engine.api import (
@@ -32,11 +28,10 @@ from ferrum_rpc.engine.api import (
     State,
     Submission,
     deliver,
-    lost,
+    ended,
 )
 from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, Turn, dump, pack_spans
-from ferrum_rpc.errors import Draining, ExecutorError
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump
 
 READ_BYTES: Final = 64 << 10
 DYING_S: Final = 0.1
@@ -84,9 +79,8 @@ class EngineProcess:
         self._shared = SharedMemory.create(slots)
         self._socket, self._theirs = socket.socketpair()
         self._socket.setblocking(False)
-        self._messages = Messages(self._view)
+        self._messages = Messages(self._shared.view)
         self._unsent = bytearray()
-        self._released: list[int] = []
         self._submitted = [0, 0]  # items and tokens, but for those that were cancelled
         self._ready = False
         self._progress_at = 0.0  # when it last got work after it had none, or answered
@@ -99,12 +93,10 @@ class EngineProcess:
 
     @property
     def queued_items(self) -> int:
-        """See `Engine`."""
         return self._submitted[0] - int(self._shared.claimed[0])
 
     @property
     def queued_tokens(self) -> int:
-        """See `Engine`."""
         return self._submitted[1] - int(self._shared.claimed[1])
 
     # --- the server's calls -----------------------------------------------------------------------------------------
@@ -112,7 +104,7 @@ class EngineProcess:
     def start(self) -> None:
         """Start the process; it builds the runner first."""
         fds = self._theirs.fileno(), self._shared.fd
-        command = [*self._program.command, *map(str, (*fds, len(self._slots) + len(self._open)))]
+        command = [*self._program.command, *map(str, (*fds, len(self._shared.states)))]
         self._process = process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.PIPE)
         self._theirs.close()
         assert process.stdin is not None  # noqa: S101 - a pipe
@@ -121,42 +113,35 @@ class EngineProcess:
         self._liveness.cpu_clock = process_clock(process.pid)
         self._loop.add_reader(self._socket, self._on_readable)
 
-    def submit(self, submission: Submission) -> None:
-        """See `Engine`."""
+    def submit(self, work: Submission | Operation) -> None:
         if self._ended.is_set():
-            self._loop.call_soon(submission.done, (self._reason(),) * len(submission.spans), None)
+            self._loop.call_soon(work.refuse, ended(self._failure))
             return
-        self._submitted[0] += len(submission.spans)
-        self._submitted[1] += submission.tokens
-        work, slot = submission, self._slot(submission)
-        self._send((slot, pack_spans(work.spans), work.all_or_nothing, work.deadline, work.caller, work.arrived))
-
-    def operate(self, operation: Operation) -> None:
-        """See `Engine`."""
-        if self._ended.is_set():
-            self._loop.call_soon(operation.done, self._reason())
-            return
-        self._send((self._slot(operation), operation.run))
+        work.slot = slot = self._slots.popleft()
+        self._shared.states[slot] = State.QUEUED
+        if not self._open:
+            self._progress_at = time.monotonic()
+        self._open[slot] = work
+        self._submitted[0] += len(work.spans)
+        self._submitted[1] += work.tokens
+        if isinstance(work, Operation):
+            self._send((slot, work.run))
+        else:
+            self._send((slot, work.spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
 
     def cancel(self, work: Submission | Operation) -> bool:
-        """See `Engine`. Never waits: while the engine claims its next step it is too late."""
-        states = self._shared.states
+        """Never waits: while the engine claims its next step it is too late."""
         if work.state is not State.QUEUED or not self._shared.try_enter():
             return False
-        try:
-            if states[work.slot] != State.QUEUED:
+        with self._shared:  # taken by `try_enter`
+            if self._shared.states[work.slot] != State.QUEUED:
                 return False
-            states[work.slot] = work.state = State.CANCELLED
-        finally:
-            self._shared.__exit__()
-        del self._open[work.slot]  # the slot is free again when the engine has seen it
-        if isinstance(work, Submission):
-            self._submitted[0] -= len(work.spans)
-            self._submitted[1] -= work.tokens
+            self._shared.states[work.slot] = work.state = State.CANCELLED
+        self._submitted[0] -= len(work.spans)
+        self._submitted[1] -= work.tokens
         return True
 
     def trouble(self, now: float) -> str | None:
-        """See `Engine`."""
         if self._ended.is_set():
             return "it has ended"
         busy_since = float(self._shared.busy_since[0])
@@ -165,7 +150,7 @@ class EngineProcess:
         return self._liveness.trouble(now, busy_since)
 
     async def stop(self) -> bool:
-        """See `Engine`. A process that hangs is killed."""
+        """A process that hangs is killed."""
         self._stopping = True
         process = self._process
         if process is None:
@@ -184,18 +169,9 @@ class EngineProcess:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _slot(self, work: Submission | Operation) -> int:
-        work.slot = slot = self._slots.popleft()
-        self._shared.states[slot] = State.QUEUED
-        if not self._open:
-            self._progress_at = time.monotonic()
-        self._open[slot] = work
-        return slot
-
     def _send(self, work: object) -> None:
         waiting = bool(self._unsent)
-        released, self._released = self._released, []
-        self._unsent += dump((released, work))
+        self._unsent += dump(work)
         if not waiting:
             self._flush()
 
@@ -205,7 +181,7 @@ class EngineProcess:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except OSError:  # the engine has died: reading says so, after what it has still answered
+        except OSError:  # the engine has died: reading notices it, after what it has still answered
             sent = len(self._unsent)
         del self._unsent[:sent]
         if self._unsent:
@@ -229,8 +205,8 @@ class EngineProcess:
             return
         try:
             for message in self._messages.feed(data):
-                if isinstance(message, Turn):
-                    self._on_turn(message)
+                if isinstance(message, tuple):
+                    self._on_turn(*message)
                 elif isinstance(message, Described):
                     self._ready = True
                     deliver(self._loop, [partial(self._on_ready, message)])
@@ -242,34 +218,22 @@ class EngineProcess:
             self._process.kill()
             self._on_end()
 
-    def _on_turn(self, turn: Turn) -> None:
-        self.counters, self.cache = turn.counters, turn.cache
+    def _on_turn(self, answers: Sequence[Any], counters: Sequence[Any], cache: Sequence[int], news: object) -> None:
+        self.counters, self.cache = EngineCounters(*counters), CacheState(*cache)
         self._progress_at = time.monotonic()
-        self._slots += turn.freed
         finished: Finished = []
-        if turn.news is not None:
-            finished.append(partial(self._program.on_news, turn.news))
-        finished += [self._answer(slot, result) for slot, result in turn.results]
-        finished += [self._answer(slot, outcomes, timing) for slot, outcomes, timing in turn.answers]
+        if news is not None:
+            finished.append(partial(self._program.on_news, news))
+        for slot, answer in answers:
+            work = self._open.pop(slot)
+            self._slots.append(slot)
+            if work.state is not State.CANCELLED:
+                work.state = State.CLAIMED
+                finished.append(partial(work.done, *answer))
         deliver(self._loop, finished)
-        timings = [timing for _, _, timing in turn.answers if timing is not None]
+        timings = [timing for _, answer in answers for timing in answer[1:] if timing is not None]
         if timings:  # behind whatever the answers wake: callers do not wait for the meters
             self._loop.call_soon(self._on_step, timings)
-
-    def _answer(self, slot: int, *answer: Any) -> Callable[[], object]:
-        work = self._open.pop(slot)
-        work.state = State.CLAIMED
-        self._slots.append(slot)
-        return partial(work.done, *answer)
-
-    def _view(self, at: int, count: int) -> npt.NDArray[np.uint8]:
-        """Rows in the shared memory, which are released when the last array over them is gone."""
-        found = self._shared.view(at, count)
-        weakref.finalize(found, self._release, at).atexit = False
-        return found
-
-    def _release(self, at: int) -> None:
-        self._released.append(at)  # it goes with whatever is sent next
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -283,25 +247,16 @@ class EngineProcess:
         self._socket.close()
         self._ended.set()
         if not self._stopping and self._failure is None:
-            self._fail(EngineDied(f"the engine process ended by itself{self._status()}"))
+            assert self._process is not None  # noqa: S101 - it was started
+            status = ""  # its socket is closed, so it is dead or about to be; but a driver may take seconds over it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = f" with status {self._process.wait(DYING_S)}"
+            self._fail(EngineDied(f"the engine process ended by itself{status}"))
         self._submitted = self._shared.claimed.tolist()
-        error = self._reason()
         finished: Finished = []
-        for slot, work in list(self._open.items()):
-            answer = ((error,) * len(work.spans), None) if isinstance(work, Submission) else (error,)
-            finished.append(self._answer(slot, *answer))
+        for work in self._open.values():
+            if work.state is not State.CANCELLED:
+                work.state = State.CLAIMED
+                finished.append(partial(work.refuse, ended(self._failure)))
+        self._open.clear()
         deliver(self._loop, finished)
-
-    def _status(self) -> str:
-        """Its socket is closed, so it is dead or about to be; but a driver may take seconds over it."""
-        assert self._process is not None  # noqa: S101 - it was started
-        try:
-            return f" with status {self._process.wait(DYING_S)}"
-        except subprocess.TimeoutExpired:
-            return ""
-
-    def _reason(self) -> ExecutorError:
-        """Why nothing is started any more."""
-        if self._failure is not None:
-            return lost(self._failure)
-        return Draining("the executor has stopped; nothing was started")
