@@ -56,6 +56,27 @@ class NativeAttention(AttentionBackend, Protocol):
         bfloat16; else None. Points into ``plan`` and this backend: the caller keeps both alive."""
 
 
+@runtime_checkable
+class StagedAttention(AttentionBackend, Protocol):
+    """A backend whose plans are sections of integers, which the caller sends. A *capacity* is how large a plan is:
+    ``sizes`` of it are the integers (int32) of its sections, the block tables last. See `TritonPagedAttention`."""
+
+    def draft(self, geometry: BatchGeometry) -> tuple[Any, list[Any]]:
+        """The capacity that a step needs, and what is in its sections."""
+
+    def reserve(self, spans: int, tokens: int, blocks: int) -> Any:
+        """The capacity of any step up to this size."""
+
+    def fill(self, capacity: Any, geometry: BatchGeometry) -> list[Any]:
+        """What is in the sections of ``capacity`` for a step. Raises ValueError where it does not fit."""
+
+    def bind(self, capacity: Any, sections: Sequence[Tensor]) -> Any:
+        """The plan that reads ``sections``. Sections of zeros are a plan that does nothing."""
+
+    def warm_up(self) -> None:
+        """Compile what any step may launch."""
+
+
 Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]
 
 NATIVE: Final = NativePagedAttention.name

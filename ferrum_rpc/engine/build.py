@@ -14,7 +14,8 @@ import torch
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, DeviceInfo
-from ferrum_rpc.engine.device import select_compute, select_depth
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
@@ -76,16 +77,18 @@ def _assemble(
     name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
     choices.append((f"attention={name}", reason))
     attention = factory(model.attention_specs, store.keys, store.values)
-    choice, compute = select_compute(
-        model,
-        attention,
-        graphs=config.cuda_graphs,
-        max_sequences=config.max_sequences,
-        blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
-    )
-    overlap, depth = select_depth(compute, config.overlap)
-    choices += [each for each in (choice, overlap) if each is not None]
+    compute, depth = Compute(model, attention), 1
     cuda = device.type == "cuda"
+    if cuda:
+        choice, compute = select_compute(
+            model,
+            attention,
+            graphs=config.cuda_graphs,
+            max_sequences=config.max_sequences,
+            blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
+        )
+        overlap, depth = select_depth(compute, config.overlap)
+        choices += (choice, overlap)
     return TorchRunner(
         model,
         KvManager(blocks + 1, config.block_size, config.block_order),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ferrum_rpc.engine.graphs import Replay
+from ferrum_rpc.engine.cuda.graphs import Replay
 
 
 class Rerun:

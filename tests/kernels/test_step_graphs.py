@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.engine.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Shape, buckets
+from ferrum_rpc.engine.cuda.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Graphs, Shape, buckets
 from tests.kernels.rerun import Rerun
 from tests.kernels.worlds import PER_SEQUENCE, PlannedTorch, World
 
@@ -26,8 +26,13 @@ def graphed(backend, device, capture=None, **limits) -> World:
     limits = {"most_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
     world.failures = []
     with torch.inference_mode():
-        world.compute.use_graphs(
-            capture or Rerun(), on_failure=lambda shape, error: world.failures.append((shape, error)), **limits
+        world.compute.graphs = Graphs(
+            world.compute.run_layers,
+            world.attention,
+            capture or Rerun(),
+            device,
+            on_failure=lambda shape, error: world.failures.append((shape, error)),
+            **limits,
         )
     return world
 

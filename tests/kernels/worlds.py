@@ -13,7 +13,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.staged_compute import StagedCompute
+from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
 from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.device import select_compute, select_depth
+from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from tests.kernels.rerun import Rerun
@@ -123,7 +122,7 @@ def test_a_replay_that_loses_the_device_is_the_device_lost() -> None:
 
     graphs = runner.compute.graphs  # type: ignore[attr-defined]
     for shape, graph in graphs._graphs.items():
-        graphs._graphs[shape] = type(graph)(graph.room, graph.layout, lost, graph.output)
+        graphs._graphs[shape] = type(graph)(graph.capacity, graph.layout, lost, graph.output)
     with pytest.raises(DeviceLost):
         run(runner, (1, [3], 2))
 
@@ -147,21 +146,19 @@ def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> 
 
 def test_steps_overlap_where_nothing_in_them_waits_and_nobody_said_no() -> None:
     plain: Any = build_runner(CONFIG).compute
-    assert select_depth(plain, "auto") == (None, 1) == select_depth(plain, "off")
     plain.late = True
-    (name, reason), depth = select_depth(plain, "auto")  # type: ignore[misc]
+    (name, reason), depth = select_depth(plain, "auto")
     assert (name, depth) == ("overlap=2", 2) and reason
     assert select_depth(plain, "off") == (("overlap=off", "requested"), 1)
-    plain.late, plain.model = False, SimpleNamespace(device=torch.device("cuda"))
-    (name, reason), depth = select_depth(plain, "auto")  # type: ignore[misc]
+    plain.late = False
+    (name, reason), depth = select_depth(plain, "auto")
     assert (name, depth) == ("overlap=off", 1) and plain.attention.name in reason
 
 
 def test_a_backend_without_reserved_plans_has_no_graphs() -> None:
     plain = build_runner(CONFIG)
     arguments: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16}
-    choice, compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
-    assert choice is not None and choice[0] == "cuda_graphs=off" and plain.attention.name in choice[1]
-    same_choice, plain_compute = select_compute(plain.model, plain.attention, **arguments)
-    assert same_choice is None and type(plain_compute) is type(compute)
+    (name, reason), compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
+    assert name == "cuda_graphs=off" and plain.attention.name in reason
+    assert type(plain.compute) is type(compute) and plain.depth == 1
     assert not any("graphs" in name for name, _ in plain.device.choices)

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Integers, Layout, Staging
 
@@ -45,34 +45,6 @@ Run = Callable[[Sequence[Tensor], Any], Tensor]
 """``run((token ids, positions, slots), plan)``: hidden rows, all on the device."""
 
 Replay = Callable[[], None]
-
-
-class Room(Protocol):
-    """How large an attention plan is."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Integers (int32) of its sections, the block tables last."""
-
-
-@runtime_checkable
-class StagedAttention(AttentionBackend, Protocol):
-    """A backend whose plans are sections of integers, which the caller sends. See `TritonPagedAttention`."""
-
-    def draft(self, geometry: BatchGeometry) -> tuple[Any, list[Any]]:
-        """The `Room` that a step needs, and what is in its sections."""
-
-    def reserve(self, spans: int, tokens: int, blocks: int) -> Any:
-        """The `Room` of any step up to this size."""
-
-    def fill(self, room: Any, geometry: BatchGeometry) -> list[Any]:
-        """What is in the sections of ``room`` for a step. Raises ValueError where it does not fit."""
-
-    def bind(self, room: Any, sections: Sequence[Tensor]) -> Any:
-        """The plan that reads ``sections``. Sections of zeros are a plan that does nothing."""
-
-    def warm_up(self) -> None:
-        """Compile what any step may launch."""
 
 
 class Capture(Protocol):
@@ -133,7 +105,7 @@ def buckets(most: int) -> list[int]:
 class Graph:
     """One recorded shape, and how its inputs are laid out."""
 
-    room: Any
+    capacity: Any
     layout: Layout
     replay: Replay
     output: Tensor
@@ -186,7 +158,7 @@ class Graphs:
         if graph is None:
             return None
         try:
-            planned = self._attention.fill(graph.room, geometry)
+            planned = self._attention.fill(graph.capacity, geometry)
         except ValueError:  # a sequence longer than what was reserved
             return None
         self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *planned])
@@ -212,9 +184,9 @@ class Graphs:
     def _record(self, shape: Shape) -> Graph | None:
         if self.closed is not None:
             return None
-        room, layout = self._layout(shape)
+        capacity, layout = self._layout(shape)
         sections = self._staging.open(layout)
-        plan = self._attention.bind(room, sections[STEP_INPUTS:])
+        plan = self._attention.bind(capacity, sections[STEP_INPUTS:])
         # recording runs the step: over nothing but padding, and never over what an earlier step left here
         nothing: Int64Array = np.zeros(0, dtype=np.int64)
         self._staging.send(layout, [nothing] * len(sections))
@@ -226,11 +198,11 @@ class Graphs:
             self.closed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._on_failure(shape, error)
             return None
-        self._graphs[shape] = graph = Graph(room, layout, replay, output)
+        self._graphs[shape] = graph = Graph(capacity, layout, replay, output)
         return graph
 
     def _layout(self, shape: Shape) -> tuple[Any, Layout]:
-        room = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)
+        capacity = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)
         rows = shape.spans * shape.tokens
         inputs = ((np.int64, rows),) * STEP_INPUTS
-        return room, Layout((*inputs, *((np.int32, size) for size in room.sizes)))
+        return capacity, Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))

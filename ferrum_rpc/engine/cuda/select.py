@@ -1,5 +1,4 @@
-"""Who computes on this device, and why: `Compute` as it is, or staged copies and CUDA graphs; and whether a step is
-begun while the one before it computes.
+"""How steps run on a GPU, and why: staged copies, CUDA graphs, and whether a step is begun while another is computed.
 
 Choices like that of a backend: made at the start, with their reasons for the log and for GetInfo.
 """
@@ -8,10 +7,10 @@ from __future__ import annotations
 
 import structlog
 
-from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.backend import AttentionBackend, StagedAttention
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape, StagedAttention
-from ferrum_rpc.engine.staged_compute import StagedCompute
+from ferrum_rpc.engine.cuda.compute import StagedCompute
+from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape
 from ferrum_rpc.models.base import Model
 
 OFF = "off"
@@ -27,38 +26,35 @@ def select_compute(
     max_sequences: int,
     blocks_per_sequence: int,
     capture: Capture | None = None,
-) -> tuple[tuple[str, str] | None, Compute]:
-    """``(choice, compute)``: the choice is a name and its reason, or None on a CPU, where there is none to make.
+) -> tuple[tuple[str, str], Compute]:
+    """``(choice, compute)``; the choice is a name and its reason.
 
     ``graphs`` is ``auto`` or ``off``. Graphs of decode steps are recorded here, which takes seconds for a large model;
     ``capture`` records them (default: CUDA's). Raises what means that the device is gone.
     """
-    if capture is None and model.device.type != "cuda":
-        return None, Compute(model, attention)
     if not isinstance(attention, StagedAttention):
-        return (f"cuda_graphs={OFF}", f"plans of attention={attention.name} have no fixed size"), Compute(
-            model, attention
-        )
+        reason = f"plans of attention={attention.name} have no fixed size"
+        return (f"cuda_graphs={OFF}", reason), Compute(model, attention)
     attention.warm_up()
     compute = StagedCompute(model, attention)
     if graphs == OFF:
         return (f"cuda_graphs={OFF}", "requested"), compute
-    recorded = compute.use_graphs(
-        CudaCapture(model.device) if capture is None else capture,
+    compute.graphs = Graphs(
+        compute.run_layers,
+        attention,
+        capture or CudaCapture(model.device),
+        model.device,
         most_spans=min(MOST_SPANS, max_sequences),
         blocks_per_span=blocks_per_sequence,
-        on_failure=_tell,
+        on_failure=_warn,
     )
-    recorded.record(tokens=1)
-    return _choice(recorded), compute
+    compute.graphs.record(tokens=1)
+    return _choice(compute.graphs), compute
 
 
-def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str] | None, int]:
-    """``(choice, steps that may be under way at once)``; the choice as for `select_compute`. ``overlap``: ``auto`` or
-    ``off``."""
+def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
+    """``(choice, steps that may be under way at once)``. ``overlap``: ``auto`` or ``off``."""
     if not compute.late:
-        if compute.model.device.type != "cuda":
-            return None, 1
         return (f"overlap={OFF}", f"with attention={compute.attention.name} the host waits within a step"), 1
     if overlap == OFF:
         return (f"overlap={OFF}", "requested"), 1
@@ -75,7 +71,7 @@ def _choice(graphs: Graphs) -> tuple[str, str]:
     return f"cuda_graphs={len(spans)}", reason
 
 
-def _tell(shape: Shape, error: Exception) -> None:
+def _warn(shape: Shape, error: Exception) -> None:
     log.warning(
         "graph_not_recorded",
         sequences=shape.spans,

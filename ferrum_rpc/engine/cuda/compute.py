@@ -10,24 +10,26 @@ and by then the rows that anybody wants of it have been queued before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.core import Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.graphs import MOST_TOKENS, STEP_INPUTS, Capture, Graphs, Shape, StagedAttention
+from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import Model, StepInputs
 from ferrum_rpc.sampling.transfer import to_device
 
 
 class StagedCompute(Compute):
-    """Forward passes of ``model`` over what ``attention`` reads and writes. See the module."""
+    """Forward passes of ``model`` over what ``attention`` reads and writes. ``graphs``: what replays steps whose shapes
+    it has recorded; set by the caller, as it is made of `run_layers`."""
 
     def __init__(self, model: Model, attention: StagedAttention) -> None:
         super().__init__(model, attention)
@@ -36,29 +38,6 @@ class StagedCompute(Compute):
         self.graphs: Graphs | None = None
         self._staging = Staging(model.device)
 
-    def use_graphs(
-        self,
-        capture: Capture,
-        *,
-        most_spans: int,
-        blocks_per_span: int,
-        most_tokens: int = MOST_TOKENS,
-        on_failure: Callable[[Shape, Exception], None] = lambda shape, error: None,
-    ) -> Graphs:
-        """Replay steps of at most ``most_spans`` spans of ``most_tokens`` tokens, whose sequences have at most
-        ``blocks_per_span`` blocks, as soon as their shapes are recorded."""
-        self.graphs = Graphs(
-            self._layers,
-            self.staged,
-            capture,
-            self.model.device,
-            most_spans=most_spans,
-            blocks_per_span=blocks_per_span,
-            most_tokens=most_tokens,
-            on_failure=on_failure,
-        )
-        return self.graphs
-
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """The rows are valid until the next step."""
         tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
@@ -66,14 +45,15 @@ class StagedCompute(Compute):
             hidden = self.graphs.forward(tokens, geometry)
             if hidden is not None:
                 return hidden
-        room, planned = self.staged.draft(geometry)
+        capacity, planned = self.staged.draft(geometry)
         inputs = ((np.int64, geometry.tokens),) * STEP_INPUTS
-        layout = Layout((*inputs, *((np.int32, size) for size in room.sizes)))
+        layout = Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))
         sections = self._staging.open(layout)
         self._staging.send(layout, [tokens, geometry.positions, geometry.slots, *planned])
-        return self._layers(sections[:STEP_INPUTS], self.staged.bind(room, sections[STEP_INPUTS:]))
+        return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]))
 
-    def _layers(self, inputs: Sequence[Tensor], plan: Any) -> Tensor:
+    def run_layers(self, inputs: Sequence[Tensor], plan: Any) -> Tensor:
+        """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
         attention = self.attention
         tokens, positions, slots = inputs
 
