@@ -26,21 +26,21 @@ TOKENIZER = "tokenizer.json"
 
 async def info(arguments: argparse.Namespace) -> int:
     """What the server is."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         _show(await client.info(), as_json=arguments.json)
     return 0
 
 
 async def status(arguments: argparse.Namespace) -> int:
     """How it does."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         _show(await client.status(), as_json=arguments.json)
     return 0
 
 
 async def health(arguments: argparse.Namespace) -> int:
     """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         state = await client.health()
     print(state.name)
     return 0 if state is Health.SERVING else 1
@@ -48,7 +48,7 @@ async def health(arguments: argparse.Namespace) -> int:
 
 async def sequences(arguments: argparse.Namespace) -> int:
     """The live sequences of every caller."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         _show(await client.list_sequences(), as_json=arguments.json)
     return 0
 
@@ -56,7 +56,7 @@ async def sequences(arguments: argparse.Namespace) -> int:
 async def drain(arguments: argparse.Namespace) -> int:
     """Let it take no new sequences, and end when the owned ones are gone. With ``wait``, exit status 1 if it has not
     ended after so many seconds."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         told: dict[str, Any] = {"state": await client.drain(arguments.grace_s)}
         if arguments.wait is not None:
             told["ended"] = await _ended(client, arguments.wait)
@@ -66,7 +66,7 @@ async def drain(arguments: argparse.Namespace) -> int:
 
 async def reset(arguments: argparse.Namespace) -> int:
     """Release every sequence of every caller."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         released = await client.reset(instance_id=arguments.instance_id)
     _show({"released_sequences": released}, as_json=arguments.json)
     return 0
@@ -74,14 +74,14 @@ async def reset(arguments: argparse.Namespace) -> int:
 
 async def warmup(arguments: argparse.Namespace) -> int:
     """Run steps of typical shapes."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         _show(await client.warmup(arguments.batch_size, arguments.prefill_tokens), as_json=arguments.json)
     return 0
 
 
 async def generate(arguments: argparse.Namespace) -> int:
     """Complete a prompt greedily; the text appears as it comes."""
-    async with _client(arguments) as client:
+    async with connect(arguments) as client:
         facts = await client.info()
         tokenizer = _Text(arguments.tokenizer, facts.model)
         prompt = tokenizer.encode(arguments.prompt)
@@ -115,14 +115,15 @@ async def _ended(client: ExecutorClient, seconds: float) -> bool:
         return True
 
 
-def _client(arguments: argparse.Namespace) -> ExecutorClient:
-    """A client with the credentials that the command line names."""
+def connect(arguments: argparse.Namespace, **options: Any) -> ExecutorClient:
+    """A client with the credentials that the command line names, and ``options`` of its own."""
     files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     return ExecutorClient(
         arguments.target,
         timeout_s=arguments.timeout,
         credentials=tls(*files) if arguments.tls or any(files) else None,
         token=arguments.token if arguments.token_file is None else read_token(arguments.token_file),
+        **options,
     )
 
 

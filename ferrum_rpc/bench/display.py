@@ -1,7 +1,6 @@
 """What a person sees: a line that moves while it runs, tables at the end.
 
-The line is for a terminal only; a pipe gets the tables alone. Tables are rich's on a terminal where it is installed,
-aligned text otherwise.
+The line is for a terminal only; a pipe gets the tables alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, TextIO
 
 from ferrum_rpc.bench.options import Workload
-from ferrum_rpc.bench.tally import Tally
+from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.terminal import moves
 
 REFRESH_S: Final = 0.2
@@ -34,7 +33,7 @@ COLUMNS: Final = {"p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "m
 
 
 @contextlib.asynccontextmanager
-async def progress(workload: Workload, tally: Tally, out: TextIO) -> AsyncIterator[None]:
+async def progress(workload: Workload, stats: Stats, out: TextIO) -> AsyncIterator[None]:
     """A line on ``out`` while the body runs, where that is a terminal."""
     if not moves(out):
         yield
@@ -43,7 +42,7 @@ async def progress(workload: Workload, tally: Tally, out: TextIO) -> AsyncIterat
     async def draw() -> None:
         while True:
             width = shutil.get_terminal_size().columns - 1
-            out.write(CLEAR + progress_line(workload, tally, time.perf_counter())[:width])
+            out.write(CLEAR + progress_line(workload, stats, time.perf_counter())[:width])
             out.flush()
             await asyncio.sleep(REFRESH_S)
 
@@ -57,31 +56,29 @@ async def progress(workload: Workload, tally: Tally, out: TextIO) -> AsyncIterat
         out.flush()
 
 
-def progress_line(workload: Workload, tally: Tally, now: float) -> str:
+def progress_line(workload: Workload, stats: Stats, now: float) -> str:
     """Where a run stands: steps that are done, their rate, and seconds that it will still take."""
-    if tally.phase != "steps":
-        prompts = f" {tally.prompts.times.count}/{workload.sequences}" if tally.phase == "prefill" else ""
-        return f"{tally.phase}{prompts} ..."
-    ran = max(now - tally.began, 1e-9)
-    rate = tally.attempts / ran
+    if stats.phase != "steps":
+        prompts = f" {stats.prompt.count}/{workload.sequences}" if stats.phase == "prefill" else ""
+        return f"{stats.phase}{prompts} ..."
+    ran = max(now - stats.began, 1e-9)
+    rate = stats.attempts / ran
     shares = []
     if workload.steps is not None:
-        shares.append(tally.attempts / workload.steps)
+        shares.append(stats.attempts / workload.steps)
     if workload.seconds is not None:
         shares.append(ran / workload.seconds)
     done = min(1.0, max(shares))
     left = f"{ran / done - ran:.0f} s left" if done else ""
     bar = ("#" * round(BAR * done)).ljust(BAR, "-")
-    refused = f"  {sum(tally.errors.values())} refused" if tally.errors else ""
-    return f"[{bar}] {done:4.0%}  {tally.attempts:,} steps  {rate:,.1f}/s  {left}{refused}"
+    refused = f"  {sum(stats.errors.values())} refused" if stats.errors else ""
+    return f"[{bar}] {done:4.0%}  {stats.attempts:,} steps  {rate:,.1f}/s  {left}{refused}"
 
 
 def show(report: dict[str, Any], out: TextIO) -> None:
     """Write a report's tables and notes."""
-    heading, notes = _heading(report), list(map(str, report["notes"]))
-    tables = [figures(report), times(report)]
-    if not (moves(out) and _show_rich(heading, tables, notes, out)):
-        out.write("\n\n".join([heading, *(aligned(table) for table in tables if table), "\n".join(notes)]) + "\n")
+    tables = [aligned(table) for table in (figures(report), times(report)) if table]
+    out.write("\n\n".join([_heading(report), *tables, "\n".join(report["notes"])]) + "\n")
 
 
 def figures(report: dict[str, Any]) -> Table:
@@ -129,33 +126,6 @@ def aligned(table: Table) -> str:
         ).rstrip()
         for row in table
     )
-
-
-def _show_rich(heading: str, tables: list[Table], notes: list[str], out: TextIO) -> bool:
-    """Whether rich is there and showed it."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError:
-        return False
-    console = Console(file=out, highlight=False)
-    console.print(Text(heading, style="bold"))
-    totals, percentiles = tables
-    grid = RichTable(box=None, show_header=False)
-    for row in totals:
-        grid.add_row(Text(row[0]), Text(row[1], style="bold"), Text(row[2], style="dim"))
-    console.print("", grid, "", sep="\n")
-    if percentiles:
-        timed = RichTable(percentiles[0][0], box=None)
-        for column in percentiles[0][1:]:
-            timed.add_column(column, justify="right")
-        for row in percentiles[1:]:
-            timed.add_row(*map(Text, row))
-        console.print(timed, "", sep="\n")
-    for note in notes:
-        console.print(Text(note, style="dim"))
-    return True
 
 
 def _heading(report: dict[str, Any]) -> str:

@@ -1,18 +1,18 @@
-"""A run: check that the executor has room for it, prefill, warm up, measure. Writes everything into the `Tally`."""
+"""A run: check that the executor has room for it, prefill, warm up, measure. Writes everything into the `Stats`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from ferrum_rpc.bench.group import GROWTH, Group, Outcome
+from ferrum_rpc.bench.arrivals import Arrivals
+from ferrum_rpc.bench.batch import GROWTH, Batch
 from ferrum_rpc.bench.options import Workload
-from ferrum_rpc.bench.tally import Tally
-from ferrum_rpc.bench.turns import Turns, turns
+from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, Pressure
 from ferrum_rpc.errors import (
     Cancelled,
@@ -35,78 +35,64 @@ PAUSE_S: Final = 0.01
 PROMPTS_AT_ONCE: Final = 8
 """Prompts in flight: enough to fill a forward pass, and no queue of an executor is full of them."""
 
+TOO_LONG: Final = "sequences of {} tokens: the model's context is {}; lower --context or --prompt-tokens"
+TOO_WIDE: Final = "a step of {} sequences: the executor takes {}; lower --batch and raise --depth"
+TOO_MANY: Final = "{} sequences: the executor takes {}; lower --batch, --depth or --callers"
+TOO_DEEP: Final = "{} steps in flight: a session of this executor has {}; lower --depth and raise --batch"
 
-async def measure(client: ExecutorClient, workload: Workload, tally: Tally) -> None:
+
+async def measure(client: ExecutorClient, workload: Workload, stats: Stats) -> None:
     """Run it. Raises the refusal of anything before the first measured step; later ones are counted."""
     info = await client.info()
     growth = fits(workload, info, (await client.status()).pressure)
     salt = os.urandom(16)
 
-    def group(index: int, shape: Workload = workload) -> Group:
+    def batch(index: int, shape: Workload = workload) -> Batch:
         seed = [workload.seed, 0, index]
-        return Group(client, shape, vocab_size=info.model.vocab_size, growth=growth, seed=seed, salt=salt)
+        return Batch(client, shape, vocab_size=info.model.vocab_size, growth=growth, seed=seed, salt=salt)
 
-    tally.phase = "warm-up"
-    first = group(workload.groups, replace(workload, batch=1))
+    stats.phase = "warm-up"
+    first = batch(workload.in_flight, replace(workload, batch=1))
     await first.prefill(0)
     await first.release()
-    tally.phase = "prefill"
-    groups = [group(index) for index in range(workload.groups)]
-    await _prefill(groups, tally)
-    tally.phase = "warm-up"
-    await together(_warm_up(each, workload.warmup) for each in groups)
-    tally.phase = "steps"
-    tally.began = tally.ended = time.perf_counter()
-    hand_out = turns(workload, tally.began)
-    await together(_caller(each, hand_out, tally, closed=workload.rate is None) for each in groups)
-    tally.unsent = hand_out.unsent
-    tally.phase = "done"
+    stats.phase = "prefill"
+    batches = [batch(index) for index in range(workload.in_flight)]
+    await _prefill(batches, stats)
+    stats.phase = "warm-up"
+    await together(_warm_up(each, workload.warmup) for each in batches)
+    stats.phase = "steps"
+    stats.began = stats.ended = time.perf_counter()
+    arrivals = Arrivals(workload, stats.began)
+    await together(_caller(each, arrivals, stats, closed=workload.rate is None) for each in batches)
+    stats.unsent = arrivals.unsent
+    stats.phase = "done"
 
 
 def fits(workload: Workload, info: ExecutorInfo, pressure: Pressure) -> int:
     """By how many tokens a sequence may outgrow the context. Raises where the executor cannot run the workload, and
     says what it could run."""
-    for field, message in _objections(workload, info):
-        raise InvalidRequest(message, field=field)
-    growth = min(GROWTH, info.model.max_context - workload.context)
+    limits, model, sequences = info.limits, info.model, workload.sequences
+    longest = max(workload.context + 1, workload.prompt_tokens)
+    in_session = workload.in_flight if workload.way == "session" else 0
+    for field, asked, most, message in (
+        ("context", longest, model.max_context, TOO_LONG),
+        ("batch", workload.batch, limits.max_batch_items, TOO_WIDE),
+        ("batch", sequences, limits.max_sequences, TOO_MANY),
+        ("depth", in_session, limits.max_steps_in_flight, TOO_DEEP),
+    ):
+        if asked > most:
+            raise InvalidRequest(message.format(asked, most), field=field)
+    if model.vocab_size < 2:
+        message = "a vocabulary of one token has nothing to feed but zeros: measure another model"
+        raise InvalidRequest(message, field="token_ids")
+    growth = min(GROWTH, model.max_context - workload.context)
     blocks = -(-max(workload.context + growth, workload.prompt_tokens) // info.block_size)
-    if blocks * workload.sequences > pressure.free_blocks:
+    if blocks * sequences > pressure.free_blocks:
         raise KvBlocksExhausted(
-            f"{workload.sequences} sequences need {blocks} blocks each and {pressure.free_blocks} are free",
-            metadata={"needed_blocks": blocks * workload.sequences, "free_blocks": pressure.free_blocks},
+            f"{sequences} sequences need {blocks} blocks each and {pressure.free_blocks} are free",
+            metadata={"needed_blocks": blocks * sequences, "free_blocks": pressure.free_blocks},
         )
     return growth
-
-
-def _objections(workload: Workload, info: ExecutorInfo) -> Iterator[tuple[str, str]]:
-    limits, model = info.limits, info.model
-    longest = max(workload.context + 1, workload.prompt_tokens)
-    if model.vocab_size < 2:
-        yield "token_ids", "a vocabulary of one token has nothing to feed but zeros: measure another model"
-    if longest > model.max_context:
-        yield (
-            "context",
-            f"sequences of {longest} tokens: the model's context is {model.max_context}; lower --context or "
-            "--prompt-tokens",
-        )
-    if workload.batch > limits.max_batch_items:
-        yield (
-            "batch",
-            f"a step of {workload.batch} sequences: the executor takes {limits.max_batch_items}; lower --batch and "
-            "raise --depth",
-        )
-    if workload.sequences > limits.max_sequences:
-        yield (
-            "batch",
-            f"{workload.sequences} sequences: the executor takes {limits.max_sequences}; lower --batch, --depth or "
-            "--callers",
-        )
-    if workload.way == "session" and workload.groups > limits.max_steps_in_flight:
-        yield (
-            "depth",
-            f"{workload.groups} steps in flight: a session of this executor has {limits.max_steps_in_flight}; lower "
-            "--depth and raise --batch",
-        )
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -120,43 +106,35 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _prefill(groups: list[Group], tally: Tally) -> None:
-    room, prompts, began = asyncio.Semaphore(PROMPTS_AT_ONCE), tally.prompts, time.perf_counter()
+async def _prefill(batches: list[Batch], stats: Stats) -> None:
+    room, began = asyncio.Semaphore(PROMPTS_AT_ONCE), time.perf_counter()
 
-    async def prompt(group: Group, at: int) -> None:
+    async def prompt(batch: Batch, at: int) -> None:
         async with room:
             sent = time.perf_counter()
-            answer = await group.prefill(at)
+            answer = await batch.prefill(at)
             now = time.perf_counter()
-            prompts.times.add(now - sent)
-            prompts.tokens += answer.length
-            prompts.cached_tokens += answer.cached_tokens
-            prompts.wall_s = now - began
+            stats.prompt.add(now - sent)
+            stats.prompt_tokens += answer.length
+            stats.cached_tokens += answer.cached_tokens
+            stats.prefill_s = now - began
 
-    async def settle(group: Group, at: int) -> None:
+    async def settle(batch: Batch, at: int) -> None:
         async with room:
-            await group.settle(at)
+            await batch.settle(at)
 
-    places = [(group, at) for group in groups for at in range(len(group))]
+    places = [(batch, at) for batch in batches for at in range(len(batch))]
     await together(prompt(*each) for each in places)
     await together(settle(*each) for each in places)
 
 
-async def _warm_up(group: Group, steps: int) -> None:
+async def _warm_up(batch: Batch, steps: int) -> None:
     """Steps whose refusals are forgiven where the measured ones' would be counted."""
     for _ in range(steps):
-        errors = (await _step(group)).errors
+        errors = (await batch.step()).errors
         for error in _lasting(errors):
             raise error
         await _pause(errors)
-
-
-async def _step(group: Group) -> Outcome:
-    """A step; what refused it as a whole counts as a refusal of it."""
-    try:
-        return await group.step()
-    except ExecutorError as error:
-        return Outcome(0, None, [error])
 
 
 def _lasting(errors: list[ExecutorError]) -> list[ExecutorError]:
@@ -168,19 +146,19 @@ async def _pause(errors: list[ExecutorError]) -> None:
         await asyncio.sleep(max(each.retry_after_s or PAUSE_S for each in errors))
 
 
-async def _caller(group: Group, hand_out: Turns, tally: Tally, *, closed: bool) -> None:
+async def _caller(batch: Batch, arrivals: Arrivals, stats: Stats, *, closed: bool) -> None:
     """Step after step, until there is none or the sequences are lost."""
-    while (due := await hand_out.next()) is not None:
-        tally.attempts += 1
+    while (due := await arrivals.next()) is not None:
+        stats.attempts += 1
         sent = time.perf_counter()
-        outcome = await _step(group)
-        tally.ended = time.perf_counter()
+        outcome = await batch.step()
+        stats.ended = time.perf_counter()
         if outcome.tokens:
-            tally.answered(due, sent, outcome.tokens, outcome.timing)
-        tally.refused(outcome.errors)
+            stats.answered(due, sent, outcome.tokens, outcome.timing)
+        stats.refused(outcome.errors)
         if lasting := _lasting(outcome.errors):
-            tally.gave_up += 1
-            tally.reason = lasting[0]
+            stats.gave_up += 1
+            stats.reason = lasting[0]
             return
         if closed:
             await _pause(outcome.errors)

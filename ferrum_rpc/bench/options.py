@@ -16,21 +16,21 @@ from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, TopTokens
 from ferrum_rpc.errors import InvalidRequest
 
 SECONDS: Final = 10.0
-"""How long a run measures where neither steps nor seconds are told."""
+"""How long a run measures where neither steps nor seconds are given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is asked of the executor.
 
-    ``groups`` of ``batch`` sequences, each group with one step in flight. ``single``: a group is one sequence, whose
-    steps are Decode calls and not BatchDecode. ``context``, ``prompt_tokens`` in tokens; ``seconds`` or ``steps`` end
-    it; ``warmup`` steps of each group come before. ``rate``: steps that become due in a second; None is a closed loop.
+    ``in_flight`` batches of ``batch`` sequences, each with one step in flight. ``single``: a batch is one sequence, and
+    its steps are Decode calls and not BatchDecode. ``context``, ``prompt_tokens`` in tokens; ``seconds`` or ``steps`` end
+    it; ``warmup`` steps of each batch come before. ``rate``: steps that become due in a second; None is a closed loop.
     """
 
     way: str
     batch: int
-    groups: int
+    in_flight: int
     single: bool
     context: int
     prompt_tokens: int
@@ -44,8 +44,8 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Sequences that live at a time."""
-        return self.groups * self.batch
+        """Sequences that there are at a time."""
+        return self.in_flight * self.batch
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from(arguments: argparse.Namespace) -> Workload:
-    """The workload that the flags tell. Raises `InvalidRequest` where they contradict each other."""
+    """The workload of the flags. Raises `InvalidRequest` where they contradict each other."""
     single = arguments.callers is not None
     if single and (arguments.batch or arguments.depth):
         raise InvalidRequest(
@@ -78,20 +78,14 @@ def workload_from(arguments: argparse.Namespace) -> Workload:
         )
     if single and arguments.way == "session":
         raise InvalidRequest("--callers make unary calls; in a session use --depth", field="callers")
+    as_given = ("way", "context", "output", "steps", "warmup", "rate", "arrivals", "seed")
     return Workload(
-        way=arguments.way,
         batch=arguments.batch or 1,
-        groups=arguments.callers or arguments.depth or 1,
+        in_flight=arguments.callers or arguments.depth or 1,
         single=single,
-        context=arguments.context,
         prompt_tokens=arguments.prompt_tokens or arguments.context,
-        output=arguments.output,
-        steps=arguments.steps,
         seconds=SECONDS if arguments.steps is None and arguments.seconds is None else arguments.seconds,
-        warmup=arguments.warmup,
-        rate=arguments.rate,
-        arrivals=arguments.arrivals,
-        seed=arguments.seed,
+        **{name: getattr(arguments, name) for name in as_given},
     )
 
 

@@ -9,16 +9,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from ferrum_rpc.ask import connect
 from ferrum_rpc.bench.display import progress, show
 from ferrum_rpc.bench.measure import measure
-from ferrum_rpc.bench.options import Workload, workload_from
+from ferrum_rpc.bench.options import workload_from
 from ferrum_rpc.bench.report import report
-from ferrum_rpc.bench.tally import Tally
-from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, read_token, tls
+from ferrum_rpc.bench.stats import Stats
+from ferrum_rpc.client import NEVER_RESEND
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, Reason
 
 INTERRUPTED: Final = 130
@@ -39,81 +40,55 @@ ADVICE: Final = {
 
 async def bench(arguments: argparse.Namespace) -> int:
     """Exit status 0; 1 where nothing could be measured, or a caller could not go on; 130 after Ctrl-C or SIGTERM."""
-    workload, tally = workload_from(arguments), Tally()
+    workload, stats = workload_from(arguments), Stats()
     info, interrupted = None, False
     try:
         if arguments.json is not None:
             _writable(arguments.json)
-        async with progress(workload, tally, sys.stderr), _client(arguments, workload) as client:
-            with _interrupts() as stop:
-                interrupted = await _unless(stop, measure(client, workload, tally))
+        # A call goes out once: a repetition would hide what it cost. Twice as many steps may be in flight as are sent:
+        # an answer may be read before the executor knows that it has written it.
+        options: dict[str, Any] = {"session": workload.way == "session", "steps_in_flight": 2 * workload.in_flight}
+        connected = connect(arguments, resend=NEVER_RESEND, client_name="bench", **options)
+        async with progress(workload, stats, sys.stderr), connected as client:
+            interrupted = await _until_interrupted(measure(client, workload, stats))
             with contextlib.suppress(ExecutorError):
                 info = await client.info(timeout_s=1.0)  # known since before the first step
     except ExecutorError as error:
         _say(error, arguments.target)
         return 1
-    made = report(arguments.target, info, workload, tally, interrupted=interrupted)
+    made = report(arguments.target, info, workload, stats, interrupted=interrupted)
     show(made, sys.stdout)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(made, indent=1) + "\n")
-    if tally.reason is not None:
-        _say(tally.reason, arguments.target)
+    if stats.reason is not None:
+        _say(stats.reason, arguments.target)
     if interrupted:
         return INTERRUPTED
-    return 1 if tally.reason is not None or not tally.step.count else 0
+    return 1 if stats.reason is not None or not stats.step.count else 0
 
 
-def _client(arguments: argparse.Namespace, workload: Workload) -> ExecutorClient:
-    """One connection. A call goes out once: a repetition would hide what it cost."""
-    files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
-    return ExecutorClient(
-        arguments.target,
-        timeout_s=arguments.timeout,
-        credentials=tls(*files) if arguments.tls or any(files) else None,
-        token=arguments.token if arguments.token_file is None else read_token(arguments.token_file),
-        resend=NEVER_RESEND,
-        client_name="bench",
-        session=workload.way == "session",
-        # Twice what is sent: an answer may be read before the executor knows that it has written it.
-        steps_in_flight=2 * workload.groups,
-    )
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[asyncio.Event]:
-    """Set by the first Ctrl-C or SIGTERM; the second one ends the program as if nobody listened."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
+    """Whether Ctrl-C or SIGTERM ended it. A second one ends the program, as if the first had not been handled."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     signals = (signal.SIGINT, signal.SIGTERM)
 
-    def ignore_no_more() -> None:
+    def restore() -> None:
         for each in signals:
             loop.remove_signal_handler(each)
 
     def interrupt() -> None:
-        stop.set()
-        ignore_no_more()
+        restore()
+        task.cancel()
 
     for each in signals:
         loop.add_signal_handler(each, interrupt)
     try:
-        yield stop
-    finally:
-        ignore_no_more()
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do it until it is done or ``stop`` is set; whether it was stopped."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return False
+        await task
+    except asyncio.CancelledError:
         return True
     finally:
-        for each in (task, stopped):
-            each.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        restore()
+    return False
 
 
 def _writable(path: Path) -> None:

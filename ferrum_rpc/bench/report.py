@@ -1,14 +1,13 @@
-"""What a tally says, as one JSON object; `display` shows the same object to a person."""
+"""What was measured, as one JSON object; `display` shows the same object to a person."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from ferrum_rpc import __version__
-from ferrum_rpc.bench.group import GROWTH
+from ferrum_rpc.bench.batch import GROWTH
 from ferrum_rpc.bench.options import Workload, output_name
-from ferrum_rpc.bench.samples import LIMIT
-from ferrum_rpc.bench.tally import Tally
+from ferrum_rpc.bench.stats import LIMIT, Stats
 from ferrum_rpc.client import ExecutorInfo
 from ferrum_rpc.errors import Reason
 
@@ -18,11 +17,11 @@ ENOUGH_FOR_P99_9: Final = 1000
 
 
 def report(
-    target: str, info: ExecutorInfo | None, workload: Workload, tally: Tally, *, interrupted: bool
+    target: str, info: ExecutorInfo | None, workload: Workload, stats: Stats, *, interrupted: bool
 ) -> dict[str, Any]:
     """Figures with their units in their names, and the notes without which they mislead. ``info``: None where the
-    executor did not tell it."""
-    prompts, steps = tally.prompts, tally.step.count
+    executor did not answer."""
+    steps = stats.step.count
     return {
         "ferrum_rpc": __version__,
         "target": target,
@@ -31,7 +30,7 @@ def report(
             "way": workload.way,
             "calls": "Session" if workload.way == "session" else "Decode" if workload.single else "BatchDecode",
             "batch": workload.batch,
-            "in_flight": workload.groups,
+            "in_flight": workload.in_flight,
             "sequences": workload.sequences,
             "context": workload.context,
             "prompt_tokens": workload.prompt_tokens,
@@ -46,34 +45,34 @@ def report(
         },
         "interrupted": interrupted,
         "prefill": {
-            "prompts": prompts.times.count,
-            "tokens": prompts.tokens,
-            "cached_tokens": prompts.cached_tokens,
-            "seconds": prompts.wall_s,
-            "tokens_per_s": _rate(prompts.tokens, prompts.wall_s),
+            "prompts": stats.prompt.count,
+            "tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "seconds": stats.prefill_s,
+            "tokens_per_s": _rate(stats.prompt_tokens, stats.prefill_s),
         },
         "decode": {
             "steps": steps,
-            "tokens": tally.tokens,
-            "seconds": tally.wall_s,
-            "tokens_per_s": _rate(tally.tokens, tally.wall_s),
-            "steps_per_s": _rate(steps, tally.wall_s),
-            "sequences_per_forward": tally.tokens / tally.forwards if tally.forwards else None,
+            "tokens": stats.tokens,
+            "seconds": stats.wall_s,
+            "tokens_per_s": _rate(stats.tokens, stats.wall_s),
+            "steps_per_s": _rate(steps, stats.wall_s),
+            "sequences_per_forward": stats.tokens / stats.forwards if stats.forwards else None,
         },
         "milliseconds": {
-            "prompt": prompts.times.milliseconds(),
-            "step": tally.step.milliseconds(),
-            "sent_late": {} if workload.rate is None else tally.late.milliseconds(),
-            "queue": tally.queue.milliseconds(),
-            "forward": tally.forward.milliseconds(),
-            "rest": tally.rest.milliseconds(),
+            "prompt": stats.prompt.milliseconds(),
+            "step": stats.step.milliseconds(),
+            "sent_late": {} if workload.rate is None else stats.late.milliseconds(),
+            "queue": stats.queue.milliseconds(),
+            "forward": stats.forward.milliseconds(),
+            "rest": stats.rest.milliseconds(),
         },
-        "attempts": tally.attempts,
-        "queue_full": tally.errors[str(Reason.QUEUE_FULL)],
-        "errors": dict(tally.errors.most_common()),
-        "gave_up": tally.gave_up,
-        "unsent": tally.unsent,
-        "notes": _notes(workload, tally),
+        "attempts": stats.attempts,
+        "queue_full": stats.errors[str(Reason.QUEUE_FULL)],
+        "errors": dict(stats.errors.most_common()),
+        "gave_up": stats.gave_up,
+        "unsent": stats.unsent,
+        "notes": _notes(workload, stats),
     }
 
 
@@ -90,8 +89,8 @@ def _server(info: ExecutorInfo | None) -> dict[str, Any]:
     }
 
 
-def _notes(workload: Workload, tally: Tally) -> list[str]:
-    steps = tally.step.count
+def _notes(workload: Workload, stats: Stats) -> list[str]:
+    steps = stats.step.count
     notes = [
         f"not counted: one prompt and {workload.warmup} steps of each caller, to warm up",
         f"a sequence grows from {workload.context} tokens by {GROWTH} at most, then a step rolls it back first",
@@ -100,15 +99,15 @@ def _notes(workload: Workload, tally: Tally) -> list[str]:
         notes.append(f"only {steps} steps: p99 and beyond are little more than the slowest; measure 1000 or more")
     elif 0 < steps < ENOUGH_FOR_P99_9:
         notes.append(f"{steps} steps: p99.9 is little more than the slowest; measure 1000 or more")
-    if tally.step.thinned:
+    if stats.step.thinned:
         notes.append(f"percentiles are of {LIMIT} random steps of {steps}; count, mean and max are of all")
-    if tally.prompts.cached_tokens:
-        notes.append(f"{tally.prompts.cached_tokens} prompt tokens came from the prefix cache, of no forward pass")
+    if stats.cached_tokens:
+        notes.append(f"{stats.cached_tokens} prompt tokens came from the prefix cache, of no forward pass")
     if workload.rate is not None:
         notes.append("a step's time counts from when it was due; refused steps are not sent again and have no time")
-    if tally.unsent:
+    if stats.unsent:
         notes.append(
-            f"{tally.unsent} steps were due and not sent before the end: the rate is more than these callers carry, "
+            f"{stats.unsent} steps were due and not sent before the end: the rate is more than these callers carry, "
             "and the times are those of a growing queue"
         )
     return notes

@@ -13,7 +13,7 @@ import pytest
 
 from ferrum_rpc.bench.measure import measure
 from ferrum_rpc.bench.options import add_flags, workload_from
-from ferrum_rpc.bench.tally import Tally
+from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.client import NEVER_RESEND, Answer, ExecutorClient, Item
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvBlocksExhausted, OutputTooLarge, Reason
 from tests.serving import Gate, Served, serve_identity
@@ -41,18 +41,18 @@ async def client_of(served: Served, *flags: str) -> AsyncIterator[tuple[Recordin
     add_flags(parser)
     workload = workload_from(parser.parse_args([*SMALL, *flags]))
     session = workload.way == "session"
-    options = {"session": session, "steps_in_flight": 2 * workload.groups, "resend": NEVER_RESEND}
+    options = {"session": session, "steps_in_flight": 2 * workload.in_flight, "resend": NEVER_RESEND}
     async with Recording(served.target, **options) as client:
         yield client, workload
     assert served.server.state.handles.records() == []
     await served.check()
 
 
-async def run(served: Served, *flags: str) -> Tally:
-    tally = Tally()
+async def run(served: Served, *flags: str) -> Stats:
+    stats = Stats()
     async with client_of(served, *flags) as (client, workload):
-        await measure(client, workload, tally)
-    return tally
+        await measure(client, workload, stats)
+    return stats
 
 
 async def until(true: Callable[[], bool], running: asyncio.Future[None]) -> None:
@@ -78,22 +78,22 @@ async def until(true: Callable[[], bool], running: asyncio.Future[None]) -> None
 )
 async def test_every_step_is_counted_once_and_nothing_is_left(flags: tuple[str, ...], tokens_a_step: int) -> None:
     async with serve_identity() as served:
-        tally = await run(served, "--steps", "12", "--warmup", "2", *flags)
-    assert (tally.attempts, tally.step.count, tally.tokens) == (12, 12, 12 * tokens_a_step)
-    assert tally.forward.count == tally.queue.count == 12 and tally.forwards <= 12
-    assert not tally.errors and tally.wall_s > 0
-    figures, forward = tally.step.milliseconds(), tally.forward.milliseconds()
+        stats = await run(served, "--steps", "12", "--warmup", "2", *flags)
+    assert (stats.attempts, stats.step.count, stats.tokens) == (12, 12, 12 * tokens_a_step)
+    assert stats.forward.count == stats.queue.count == 12 and stats.forwards <= 12
+    assert not stats.errors and stats.wall_s > 0
+    figures, forward = stats.step.milliseconds(), stats.forward.milliseconds()
     assert 0 < forward["p50"] < figures["p50"] <= figures["p99_9"] <= figures["max"]
 
 
 async def test_warm_up_is_run_and_not_counted() -> None:
     async with serve_identity() as served:
-        tally = Tally()
+        stats = Stats()
         async with client_of(served, "--steps", "3", "--warmup", "4", "--batch", "2") as (client, workload):
             before = (await client.status()).counters.tokens
-            await measure(client, workload, tally)
+            await measure(client, workload, stats)
             ran = (await client.status()).counters.tokens - before
-    assert (tally.step.count, tally.tokens, tally.prompts.times.count, tally.prompts.tokens) == (3, 6, 2, 16)
+    assert (stats.step.count, stats.tokens, stats.prompt.count, stats.prompt_tokens) == (3, 6, 2, 16)
     assert ran == (8 + 16) + (4 + 3) * 2
 
 
@@ -111,12 +111,12 @@ async def test_steps_begin_at_the_context_whatever_the_prompt_was(prompt: str, c
         parser = argparse.ArgumentParser()
         add_flags(parser)
         flags = ("--prompt-tokens", prompt, "--context", context, "--steps", "66", "--warmup", "0")
-        tally = Tally()
+        stats = Stats()
         async with Watching(served.target) as client:
-            await measure(client, workload_from(parser.parse_args(flags)), tally)
+            await measure(client, workload_from(parser.parse_args(flags)), stats)
     first = int(context) + 1
     assert lengths == [*range(first, first + 64), first, first + 1]
-    assert tally.prompts.tokens == int(prompt)
+    assert stats.prompt_tokens == int(prompt)
 
 
 async def test_tokens_are_of_the_vocabulary_never_zero_and_by_the_seed() -> None:
@@ -124,7 +124,7 @@ async def test_tokens_are_of_the_vocabulary_never_zero_and_by_the_seed() -> None
     async with serve_identity(vocab_size=3) as served:
         for seed in ("1", "1", "2"):
             async with client_of(served, "--batch", "4", "--steps", "20", "--seed", seed) as (client, workload):
-                await measure(client, workload, Tally())
+                await measure(client, workload, Stats())
                 fed.append(client.fed)
     assert set(fed[0]) == {1, 2}
     assert fed[0] == fed[1] != fed[2]
@@ -134,70 +134,70 @@ async def test_an_open_loop_counts_the_wait_of_every_step_that_a_stall_delays() 
     """One call stalls; the steps that fall due meanwhile wait for the only caller, and their times say so."""
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
-        tally = Tally()
+        stats = Stats()
         flags = ("--callers", "1", "--rate", "500", "--arrivals", "fixed", "--steps", "60", "--warmup", "0")
         async with client_of(served, *flags) as (client, workload):
-            running = asyncio.ensure_future(measure(client, workload, tally))
-            await until(lambda: tally.attempts > 0, running)
+            running = asyncio.ensure_future(measure(client, workload, stats))
+            await until(lambda: stats.attempts > 0, running)
             gate.closed = True
             await asyncio.to_thread(gate.reached.wait, 30)
-            answered = tally.step.count
-            due = [tally.began + step / 500 for step in range(60)]
+            answered = stats.step.count
+            due = [stats.began + step / 500 for step in range(60)]
             await asyncio.sleep(max(0.0, due[answered + 30] - time.perf_counter()))
             opened = time.perf_counter()
             gate.open()
             await running
     waited = [opened - each for each in due[answered:] if each < opened]
     assert len(waited) >= 30
-    assert tally.step.count == 60
-    assert tally.step.max >= waited[0]
-    assert tally.step._sum >= sum(waited) > 10 * waited[0]  # counted from when each was sent, it were about waited[0]
-    assert tally.late._sum >= sum(waited[1:])
+    assert stats.step.count == 60
+    assert stats.step.max >= waited[0]
+    assert stats.step.sum >= sum(waited) > 10 * waited[0]  # counted from when each was sent, it were about waited[0]
+    assert stats.late.sum >= sum(waited[1:])
 
 
 async def test_an_open_loop_counts_refusals_apart_and_sends_them_once() -> None:
     """A step holds 16 callers at most and the queue 16 more: of 40 some are refused, at once, again and again."""
     gate = Gate("forward")
     async with serve_identity(stage=gate, kv_blocks=1024, max_queued_items=16) as served:
-        tally = Tally()
+        stats = Stats()
         flags = ("--callers", "40", "--rate", "1000000", "--steps", "300")
         async with client_of(served, *flags) as (client, workload):
-            running = asyncio.ensure_future(measure(client, workload, tally))
-            await until(lambda: tally.attempts > 0, running)
+            running = asyncio.ensure_future(measure(client, workload, stats))
+            await until(lambda: stats.attempts > 0, running)
             gate.closed = True
-            await until(lambda: tally.errors.total() > 0, running)
+            await until(lambda: stats.errors.total() > 0, running)
             gate.open()
             await running
-    full = tally.errors[Reason.QUEUE_FULL]
-    assert full == tally.errors.total() > 0 and tally.gave_up == 0
-    assert tally.attempts == 300 == tally.step.count + full
+    full = stats.errors[Reason.QUEUE_FULL]
+    assert full == stats.errors.total() > 0 and stats.gave_up == 0
+    assert stats.attempts == 300 == stats.step.count + full
 
 
 async def test_a_cancelled_run_leaves_no_sequence_even_with_a_step_in_the_forward_pass() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
-        tally = Tally()
+        stats = Stats()
         async with client_of(served, "--batch", "4", "--seconds", "60") as (client, workload):
-            running = asyncio.ensure_future(measure(client, workload, tally))
-            await until(lambda: tally.attempts > 0, running)
+            running = asyncio.ensure_future(measure(client, workload, stats))
+            await until(lambda: stats.attempts > 0, running)
             gate.closed = True
             await asyncio.to_thread(gate.reached.wait, 30)
             running.cancel()
             await asyncio.wait([running])
             gate.open()
-    assert running.cancelled() and tally.tokens == 4 * tally.step.count
+    assert running.cancelled() and stats.tokens == 4 * stats.step.count
 
 
 async def test_a_caller_whose_sequences_are_gone_gives_up_and_says_why() -> None:
     async with serve_identity() as served:
-        tally = Tally()
+        stats = Stats()
         async with client_of(served, "--callers", "2", "--seconds", "60") as (client, workload):
-            running = asyncio.ensure_future(measure(client, workload, tally))
-            await until(lambda: tally.attempts > 0, running)
+            running = asyncio.ensure_future(measure(client, workload, stats))
+            await until(lambda: stats.attempts > 0, running)
             await client.reset()
             await running
-    assert tally.gave_up == 2 and tally.errors.total() == 2
-    assert tally.reason is not None and tally.reason.reason is Reason.HANDLE_RELEASED
+    assert stats.gave_up == 2 and stats.errors.total() == 2
+    assert stats.reason is not None and stats.reason.reason is Reason.HANDLE_RELEASED
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ FLOORS: dict[str, Floor] = {
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
-    "ferrum_rpc.bench": Floor("ferrum_rpc core errors client terminal", "numpy rich"),
+    "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
     "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling terminal"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),
 }

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from ferrum_rpc.bench import display as bench_display
-from ferrum_rpc.bench.tally import Tally
+from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.terminal import VERBOSITY, colours, keep_grpc_quiet, moves
 
@@ -73,7 +73,7 @@ def test_the_console_log_is_coloured_where_it_may_be(
 async def test_a_dumb_terminal_gets_no_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen = Screen()
-    async with bench_display.progress(None, Tally(), screen):  # type: ignore[arg-type]
+    async with bench_display.progress(None, Stats(), screen):  # type: ignore[arg-type]
         pass
     assert screen.getvalue() == ""
 

@@ -18,14 +18,14 @@ every step would measure something that no scheduler does."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step: tokens that it gave, the executor's times, and refusals of single sequences."""
+    """A step: tokens that it gave, the executor's times, and refusals, of single sequences or of the step."""
 
-    tokens: int
-    timing: StepTiming | None
+    tokens: int = 0
+    timing: StepTiming | None = None
     errors: list[ExecutorError] = field(default_factory=list)
 
 
-class Group:
+class Batch:
     """``workload.batch`` sequences. Token ids are 1 to ``vocab_size`` - 1, by ``seed``; zeros are never fed.
 
     ``salt`` keeps the prompts apart from those of an earlier run in an executor that caches prefixes.
@@ -59,31 +59,29 @@ class Group:
             await sequence.truncate(context)
 
     async def step(self) -> Outcome:
-        """Decode one token of each. Raises what refused them all; the next step then feeds the same tokens, so that one
-        whose fate is unknown is settled under its request id and never runs twice."""
+        """Decode one token of each. After what refused them all the next step feeds the same tokens, so that one whose
+        fate is unknown is settled under its request id and never runs twice."""
         if self._next is None:
             self._next = self._tokens(len(self))
-        roll_back = [
-            self._workload.context if each.length - self._workload.context >= self._growth else None
-            for each in self._sequences
-        ]
-        if self._workload.single:
-            answer = await self._sequences[0].decode(self._next[0], self._output, truncate_to=roll_back[0])
-            self._next = None
-            return Outcome(1, answer.timing)
-        results = await self._client.batch_decode(
-            [
-                sequence.item([token], self._output, truncate_to=to)
-                for sequence, token, to in zip(self._sequences, self._next, roll_back, strict=True)
-            ]
-        )
+        context = self._workload.context
+        roll_back = [context if each.length - context >= self._growth else None for each in self._sequences]
+        try:
+            if self._workload.single:
+                answer = await self._sequences[0].decode(self._next[0], self._output, truncate_to=roll_back[0])
+                self._next = None
+                return Outcome(1, answer.timing)
+            results = await self._client.batch_decode(
+                [
+                    sequence.item([token], self._output, truncate_to=to)
+                    for sequence, token, to in zip(self._sequences, self._next, roll_back, strict=True)
+                ]
+            )
+        except ExecutorError as error:
+            return Outcome(errors=[error])
         self._next = None
         answers = [each for each in results if isinstance(each, Answer)]
-        return Outcome(
-            len(answers),
-            answers[0].timing if answers else None,
-            [each for each in results if isinstance(each, ExecutorError)],
-        )
+        errors = [each for each in results if isinstance(each, ExecutorError)]
+        return Outcome(len(answers), answers[0].timing if answers else None, errors)
 
     async def release(self) -> None:
         """Free them."""

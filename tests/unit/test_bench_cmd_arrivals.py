@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ferrum_rpc.bench.arrivals import Arrivals, due_times
 from ferrum_rpc.bench.options import Workload
-from ferrum_rpc.bench.turns import Turns, _due_times, turns
 from ferrum_rpc.core import Greedy
 
 
@@ -17,7 +17,7 @@ def workload(**changes: Any) -> Workload:
     values: dict[str, Any] = {
         "way": "unary",
         "batch": 1,
-        "groups": 1,
+        "in_flight": 1,
         "single": True,
         "context": 8,
         "prompt_tokens": 8,
@@ -32,45 +32,45 @@ def workload(**changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
-async def handed_out(hand_out: Turns) -> list[float]:
+async def handed_out(arrivals: Arrivals) -> list[float]:
     due = []
-    while (at := await hand_out.next()) is not None:
+    while (at := await arrivals.next()) is not None:
         due.append(at)
     return due
 
 
 async def test_a_closed_loop_hands_out_the_steps_and_no_more() -> None:
     began = time.perf_counter()
-    due = await handed_out(turns(workload(steps=3), began))
+    due = await handed_out(Arrivals(workload(steps=3), began))
     assert len(due) == 3 and began <= due[0] <= due[1] <= due[2] <= time.perf_counter()
 
 
 async def test_a_closed_loop_ends_with_its_time() -> None:
-    assert await handed_out(turns(workload(seconds=1.0), time.perf_counter() - 1)) == []
+    assert await handed_out(Arrivals(workload(seconds=1.0), time.perf_counter() - 1)) == []
 
 
-async def test_steps_that_were_missed_keep_their_due_times() -> None:
+async def test_steps_that_were_missed_keep_theirdue_times() -> None:
     began = time.perf_counter() - 1
-    due = await handed_out(turns(workload(rate=10.0, steps=3), began))
+    due = await handed_out(Arrivals(workload(rate=10.0, steps=3), began))
     assert due == pytest.approx([began, began + 0.1, began + 0.2])
 
 
 async def test_no_step_is_handed_out_before_it_is_due() -> None:
-    hand_out = turns(workload(rate=200.0, steps=4), time.perf_counter())
-    while (due := await hand_out.next()) is not None:
+    arrivals = Arrivals(workload(rate=200.0, steps=4), time.perf_counter())
+    while (due := await arrivals.next()) is not None:
         assert time.perf_counter() >= due
 
 
 async def test_what_was_due_before_the_end_and_found_no_caller_is_counted() -> None:
     began = time.perf_counter() - 1
-    hand_out = turns(workload(rate=5.0, seconds=1.0), began)
-    assert await handed_out(hand_out) == []
-    assert hand_out.unsent == 5
+    arrivals = Arrivals(workload(rate=5.0, seconds=1.0), began)
+    assert await handed_out(arrivals) == []
+    assert arrivals.unsent == 5
 
 
 def test_arrivals_by_poisson_have_the_rate_and_depend_on_the_seed_alone() -> None:
     def first(seed: int) -> list[float]:
-        return list(itertools.islice(_due_times(workload(rate=100.0, arrivals="poisson", seed=seed), 0.0), 4000))
+        return list(itertools.islice(due_times(workload(rate=100.0, arrivals="poisson", seed=seed), 0.0), 4000))
 
     due = first(1)
     assert due == first(1) != first(2)

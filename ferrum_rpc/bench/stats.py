@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
-from ferrum_rpc.bench.samples import Samples
+import numpy as np
+
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import ExecutorError
 
+LIMIT: Final = 1 << 20
+"""Samples that are kept: 8 MiB; a p99.9 of them stands on a thousand."""
+
+QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99_9": 0.999}
+
+
+class Samples:
+    """Durations in seconds. Count, mean and maximum are those of all, and percentiles are exact up to ``limit``; from
+    then on each later duration replaces a random kept one with the probability that leaves all equally likely to be
+    kept (Vitter's algorithm R)."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._kept = array("d")
+        self._random = random.Random(0)  # noqa: S311 - which samples are kept is no secret
+        self.sum = 0.0
+        self.count = 0
+        self.max = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.count += 1
+        self.sum += seconds
+        self.max = max(self.max, seconds)
+        if len(self._kept) < self._limit:
+            self._kept.append(seconds)
+        elif (at := self._random.randrange(self.count)) < self._limit:
+            self._kept[at] = seconds
+
+    @property
+    def thinned(self) -> bool:
+        """Whether percentiles are of a part only."""
+        return self.count > len(self._kept)
+
+    def milliseconds(self) -> dict[str, float]:
+        """``p50 p90 p99 p99_9 max mean`` in milliseconds; nothing where there are no samples. A percentile is by
+        nearest rank: a duration that was measured, never one in between."""
+        if not self.count:
+            return {}
+        found = np.quantile(self._kept, list(QUANTILES.values()), method="inverted_cdf").tolist()
+        figures = dict(zip((*QUANTILES, "max", "mean"), (*found, self.max, self.sum / self.count), strict=True))
+        return {name: 1e3 * seconds for name, seconds in figures.items()}
+
 
 @dataclass(slots=True)
-class Prompts:
-    """Prefills: times in seconds, from before the first prompt to after the last."""
+class Stats:
+    """Times on `time.perf_counter`.
 
-    tokens: int = 0
-    cached_tokens: int = 0
-    times: Samples = field(default_factory=Samples)
-    wall_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """The measured steps. Times on `time.perf_counter`.
+    ``prompt``: of each prefill; ``prefill_s`` is from before the first to after the last.
 
     ``step``: from when it was due (open loop) or sent (closed loop) to its answer; ``late``: from due to sent.
     ``queue`` and ``forward`` are the executor's own; ``rest`` is what they leave of the time from sent to answered:
@@ -33,7 +72,10 @@ class Tally:
     """
 
     phase: str = "connecting"
-    prompts: Prompts = field(default_factory=Prompts)
+    prompt: Samples = field(default_factory=Samples)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
     began: float = 0.0
     ended: float = 0.0
     attempts: int = 0

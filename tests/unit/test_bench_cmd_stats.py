@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ferrum_rpc.bench.samples import Samples, quantile
+from ferrum_rpc.bench.stats import Samples
 
 
 def test_percentiles_are_samples_by_nearest_rank() -> None:
@@ -19,11 +19,6 @@ def test_percentiles_are_samples_by_nearest_rank() -> None:
     assert not samples.thinned
 
 
-@pytest.mark.parametrize(("q", "expected"), [(0.0, 1), (0.5, 2), (0.67, 3), (0.999, 3), (1.0, 3)])
-def test_a_percentile_of_few_samples_is_one_of_them(q: float, expected: int) -> None:
-    assert quantile([1, 2, 3], q) == expected
-
-
 def test_memory_is_bounded_and_late_samples_count_as_much_as_early_ones() -> None:
     samples = Samples(limit=1000)
     for each in range(20_000):
@@ -32,6 +27,15 @@ def test_memory_is_bounded_and_late_samples_count_as_much_as_early_ones() -> Non
     figures = samples.milliseconds()
     assert figures["p50"] == pytest.approx(500, abs=60)  # four deviations of a median of 1000
     assert (samples.count, figures["max"], figures["mean"]) == (20_000, 999.95, pytest.approx(499.975))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_percentile_of_few_samples_is_one_of_them(count: int) -> None:
+    samples = Samples()
+    for each in range(1, count + 1):
+        samples.add(each / 1000)
+    figures = samples.milliseconds()
+    assert (figures["p50"], figures["p99_9"]) == pytest.approx(((count + 1) // 2, count))
 
 
 def test_without_samples_there_are_no_figures() -> None:
