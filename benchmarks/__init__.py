@@ -3,8 +3,6 @@
 No part of the package and no part of the test suite's verdict; the tests only see to it that these programs run.
 """
 
-from ferrum_rpc.openmp import wait_briefly
-from ferrum_rpc.polling import poll_directly
+from ferrum_rpc.runtime import prepare
 
-wait_briefly()  # as `ferrum-rpc serve` does: both sides compute alike
-poll_directly()  # as it does too, and so do the callers and the bare echo
+prepare()  # as `ferrum-rpc` does: both sides compute alike, and so do the callers and the bare echo

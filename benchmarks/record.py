@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from benchmarks import machine
 from benchmarks.cases import CACHE, SEED, tensor_shapes
-from ferrum_rpc.polling import polled
+from ferrum_rpc.runtime import polled
 
 SCHEMA: Final = 1
 

@@ -29,7 +29,7 @@ from benchmarks.limits import Machine, roof
 from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, slopes, starting
 from benchmarks.record import Record, add_common, model_facts, out_of
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.openmp import waits
+from ferrum_rpc.runtime import openmp_waits
 
 PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
 EAGER: Final = PeerKind("transformers eager", "hf")
@@ -49,7 +49,7 @@ class Contest:
             "round_s": options.round_seconds,
             "lead_in_steps": LEAD_IN,
             "block_size": BLOCK_SIZE,
-            "openmp_waits": waits(),
+            "openmp_waits": openmp_waits(),
             "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
         }
         self.record = Record(name, told, options.out)

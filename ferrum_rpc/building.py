@@ -16,7 +16,6 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.api import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.openmp import wait_briefly
 from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
 
@@ -58,7 +57,6 @@ def _demo_folder(model: str) -> str:
 def build(settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
     """Load the model and make its runner. This is what imports torch: not before the port is bound and
     health is answered."""
-    wait_briefly()
     import torch
 
     from ferrum_rpc.engine.build import build_runner, failing_stage

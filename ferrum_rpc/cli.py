@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 
 from ferrum_rpc import __version__
 from ferrum_rpc.bench.options import add_flags
-from ferrum_rpc.polling import poll_directly
-from ferrum_rpc.terminal import keep_grpc_quiet
+from ferrum_rpc.runtime import prepare
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 
 EXIT_USAGE = 2
@@ -135,8 +134,7 @@ def _command(arguments: list[str]) -> NoReturn:
     command = commands[parsed.command]
     if unknown:
         command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
-    poll_directly()
-    keep_grpc_quiet()
+    prepare()
     try:
         status = _run(parsed)
         sys.stdout.flush()

@@ -13,7 +13,6 @@ from functools import partial
 import structlog
 
 from ferrum_rpc import __version__
-from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build, model_folder
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.core import NO_KERNELS
@@ -21,10 +20,9 @@ from ferrum_rpc.engine.api import Described, Runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import Program
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
-from ferrum_rpc.event_loop import choose_loop
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
-from ferrum_rpc.polling import polled
+from ferrum_rpc.runtime import choose_loop, keep_freed_memory, polled
 from ferrum_rpc.service import control
 from ferrum_rpc.service.auth import Security, SecurityError
 from ferrum_rpc.service.bind import PortInUse

@@ -8,13 +8,13 @@ from __future__ import annotations
 import gc
 import sys
 
-from ferrum_rpc.allocator import keep_freed_memory
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.engine.api import Runner
 from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.runtime import keep_freed_memory
 
 
 def main() -> int:

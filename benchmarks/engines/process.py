@@ -1,7 +1,7 @@
 """Sides in processes of their own: a server that tells its address, and a peer that is driven by lines of JSON.
 
 A peer lives in a Python environment of its own where it needs one and runs a program of `benchmarks.engines.peers`. Its
-threads wait as ours do (see `ferrum_rpc.openmp`): libgomp's own default spins for milliseconds, and next to any other
+threads wait as ours do (see `ferrum_rpc.runtime`): libgomp's own default spins for milliseconds, and next to any other
 busy process such a team takes seconds for a step that takes 0.1 s otherwise (measured: 4.2 s).
 """
 

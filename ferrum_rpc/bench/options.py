@@ -24,8 +24,9 @@ class Workload:
     """What is asked of the executor.
 
     ``in_flight`` batches of ``batch`` sequences, each with one step in flight. ``single``: a batch is one sequence, and
-    its steps are Decode calls and not BatchDecode. ``context``, ``prompt_tokens`` in tokens; ``seconds`` or ``steps`` end
-    it; ``warmup`` steps of each batch come before. ``rate``: steps that become due in a second; None is a closed loop.
+    its steps are Decode calls and not BatchDecode. ``context``, ``prompt_tokens`` in tokens; ``seconds`` or ``steps``
+    end it; ``warmup`` steps of each batch come before. ``rate``: steps that become due in a second; None is a closed
+    loop.
     """
 
     way: str

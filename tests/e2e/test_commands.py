@@ -132,8 +132,7 @@ def test_who_shows_no_token_is_told_how(
         raise error
 
     monkeypatch.setattr(ask, "status", refuse)
-    for sets in ("poll_directly", "keep_grpc_quiet"):  # the environment of this process is not ours
-        monkeypatch.setattr(cli, sets, lambda: None)
+    monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
     with pytest.raises(SystemExit) as caught:
         cli.main(["status"])
     assert caught.value.code == cli.EXIT_FAILED

@@ -9,7 +9,7 @@ from benchmarks.cases import DECODE, Cell
 from benchmarks.compare import Round, figures, ratio
 from benchmarks.record import Record, conditions
 from benchmarks.tables import WIRE_COLUMNS, wire
-from ferrum_rpc.polling import polled
+from ferrum_rpc.runtime import polled
 
 
 def rounds(step_s, forward_s=None):

@@ -73,23 +73,18 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
     # programs
-    "ferrum_rpc.event_loop": Floor("usage", "uvloop"),
-    "ferrum_rpc.allocator": Floor(),
-    "ferrum_rpc.openmp": Floor(),
-    "ferrum_rpc.polling": Floor(),
+    "ferrum_rpc.runtime": Floor("usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
-    "ferrum_rpc.building": Floor(
-        "errors failpoints models engine engine.api config usage openmp terminal", "structlog torch"
-    ),
-    "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config allocator"),
+    "ferrum_rpc.building": Floor("errors failpoints models engine engine.api config usage terminal", "structlog torch"),
+    "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
-        "config usage event_loop allocator polling",
+        "config usage runtime",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve polling terminal"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve runtime"),
     "clients": Floor("core errors client", "numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""

@@ -86,3 +86,16 @@ def test_make_builds_again_after_a_source_changed(tmp_path):
     assert subprocess.run(setup, cwd=tmp_path, check=False).returncode == 0
     os.utime(tmp_path / source, (1001, 1001))
     assert subprocess.run(setup, cwd=tmp_path, check=False).returncode == 1
+
+
+def test_the_runtime_is_found_in_a_folder_with_spaces_in_its_name() -> None:
+    maps = "\n".join(
+        (
+            "7f0d2a000000-7f0d2a021000 rw-p 00000000 00:00 0 ",
+            "7f0d2b000000-7f0d2b008000 r--p 00000000 fe:00 1180  /my own/check out/torch.libs/libgomp-a34b.so.1.0.0",
+            "7f0d2b008000-7f0d2b02c000 r-xp 00008000 fe:00 1180    /usr/lib/libomp.so",
+            "7f0d2c000000-7f0d2c001000 r--p 00000000 fe:00 1181  /my own/check out/torch/libgomp-users.txt",
+            "7f0d2d000000-7f0d2d001000 r--p 00000000 fe:00 1182  /gone/libgomp.so.1 (deleted)",
+        )
+    )
+    assert library.mapped_runtimes(maps) == ["/my own/check out/torch.libs/libgomp-a34b.so.1.0.0", "/usr/lib/libomp.so"]

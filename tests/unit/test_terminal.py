@@ -1,10 +1,9 @@
-"""Colours and moving lines are for terminals that know them, and nobody else's lines stand between ours."""
+"""Colours and moving lines are for terminals that know them."""
 
 from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ import structlog
 from ferrum_rpc.bench import display as bench_display
 from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.terminal import VERBOSITY, colours, keep_grpc_quiet, moves
+from ferrum_rpc.terminal import colours, moves
 
 
 class Screen(io.StringIO):
@@ -76,51 +75,3 @@ async def test_a_dumb_terminal_gets_no_line_that_moves(monkeypatch: pytest.Monke
     async with bench_display.progress(None, Stats(), screen):  # type: ignore[arg-type]
         pass
     assert screen.getvalue() == ""
-
-
-def test_grpc_writes_nothing_unless_the_user_says_so() -> None:
-    silent: dict[str, str] = {}
-    keep_grpc_quiet(silent)
-    assert silent == {VERBOSITY: "NONE"}
-    asked = {VERBOSITY: "DEBUG"}
-    keep_grpc_quiet(asked)
-    assert asked == {VERBOSITY: "DEBUG"}
-
-
-TALKATIVE = """
-import socket
-from concurrent.futures import ThreadPoolExecutor
-
-from ferrum_rpc import cli
-
-
-def make_grpc_write(_):
-    import grpc, trustme
-
-    made = trustme.CA().issue_cert("localhost")
-    pair = [(made.private_key_pem.bytes(), made.cert_chain_pems[0].bytes())]
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair))
-    server.start()
-    with socket.create_connection(("127.0.0.1", port)) as peer:
-        peer.sendall(b"this is no handshake" * 10)
-        while peer.recv(100):
-            pass
-    server.stop(None).wait()
-    return 0
-
-
-cli._run = make_grpc_write
-cli.main(["status"])
-"""
-
-
-@pytest.mark.parametrize(("said", "writes"), [(None, False), ("INFO", True)])
-def test_a_failed_handshake_writes_no_line_of_grpcs_between_ours(said: str | None, writes: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VERBOSITY}
-    if said is not None:
-        environment[VERBOSITY] = said
-    run = [sys.executable, "-c", TALKATIVE]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert ("andshake" in done.stderr) is writes and bool(done.stderr) is writes

@@ -1,0 +1,127 @@
+"""What a program decides for its process before it imports torch and gRPC: who polls, who spins, which event loop runs,
+what memory is kept. For programs only: a library must not decide it. What the user has set stays.
+
+OpenMP: libgomp's own default spins for milliseconds. A spinning thread takes the core that the event loop, or any
+other, needs, and then the thread that it waits for: with a second busy process a decode step of 30 ms took 230 to 500.
+Asleep at once, a step of 200 pieces pays for 200 wake-ups: 48 ms instead of 27. `SPINS` is a little more than what lies
+between two pieces of a step, and about what a wake-up costs.
+
+Sockets: gRPC's event engine hands every read and write to threads of its own, which hand what came to the thread that
+waits for completions, which wakes the event loop: four wake-ups of which two do no work. gRPC still has the polling
+that came before, where the waiting thread reads by itself. One step of a session then takes 6.5 switches between
+threads in the server instead of 11.3, and 4.6 instead of 9.1 in its caller (grpcio 1.85). Both ways are behind the same
+switches in every version that this package takes; one that had dropped them would say so in a line on stderr and go on.
+
+Event loop: a call of grpc.aio takes several turns of the loop, and its completion queue wakes it through a socket each
+time. uvloop's turn costs about half: a flood of reset streams, which is little else, takes 70 us a stream, not 140.
+
+Memory: glibc gives a large block back to the system when it is freed, and the heap's end too. The rows of the next
+answer are then new pages, at a page fault each. An answer of eight float32 rows of a 152k vocabulary took 22 ms that
+way, and 8 ms with 128 MiB kept (identity model, two busy cores); intermediate tensors are blocks of such sizes too.
+Less is kept now, so that a promise on memory holds: what 32 MiB gain has not been measured apart. What lies free below
+blocks in use glibc never gives back by itself: a burst of 64 MiB left 42 of them resident. So it is asked to, once a
+second. That takes 0.13 ms where there is little to give, and such answers take no longer for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Final, Literal, NamedTuple
+
+from ferrum_rpc.usage import ConfigError
+
+SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
+SPINS: Final = 4000
+"""Rounds of libgomp's loop, some 15 ns each."""
+
+WAIT_VARIABLES: Final = ("OMP_WAIT_POLICY", SPIN_VARIABLE)
+"""Each of them decides how OpenMP's threads wait."""
+
+POLLING_VARIABLE: Final = "GRPC_EXPERIMENTS"
+POLL_DIRECTLY: Final = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
+VERBOSITY: Final = "GRPC_VERBOSITY"
+
+KEPT_BYTES: Final = 32 << 20
+"""Free bytes at the heap's end that are kept: what this may cost."""
+
+LARGEST_BYTES: Final = 32 << 20
+"""Larger blocks go back to the system as before: glibc takes no higher limit."""
+
+GIVEN_BACK_EVERY_S: Final = 1.0
+
+MALLOC_VARIABLES: Final = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""glibc's own: each of them decides what is kept."""
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3  # both from glibc's malloc.h
+
+UVLOOP: Final = "uvloop"
+
+
+def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of this process and of those that it starts. To be called before torch and gRPC are imported:
+    they read them once. gRPC's C core then writes no lines, which would stand between ours, one JSON object each."""
+    environment.setdefault(POLLING_VARIABLE, POLL_DIRECTLY)
+    environment.setdefault(VERBOSITY, "NONE")
+    if not any(name in environment for name in WAIT_VARIABLES):
+        environment[SPIN_VARIABLE] = str(SPINS)
+
+
+def openmp_waits(environment: Mapping[str, str] = os.environ) -> str:
+    """How OpenMP's threads wait in this process, for a record."""
+    found = [f"{name}={environment[name]}" for name in WAIT_VARIABLES if name in environment]
+    return ", ".join(found) or "libgomp's default"
+
+
+def polled(environment: Mapping[str, str] = os.environ) -> str:
+    """How sockets are read in this process, for a log line and for records."""
+    switches = environment.get(POLLING_VARIABLE)
+    if switches is None:
+        return "by gRPC's event engine"
+    return "by the thread that waits for completions" if switches == POLL_DIRECTLY else f"as {POLLING_VARIABLE} says"
+
+
+class Loop(NamedTuple):
+    """An event loop that was chosen, and why."""
+
+    name: str
+    reason: str
+    make: Callable[[], asyncio.AbstractEventLoop]
+
+
+def choose_loop(choice: Literal["auto", "asyncio", "uvloop"]) -> Loop:
+    """Raises `ConfigError` where uvloop is asked for and not there."""
+    there = importlib.util.find_spec(UVLOOP) is not None
+    if choice == UVLOOP and not there:
+        raise ConfigError("event_loop: uvloop is not installed; pip install 'ferrum-rpc[uvloop]', or say auto")
+    if choice == "asyncio" or not there:
+        return Loop("asyncio", "uvloop is not installed" if choice == "auto" else "asked for", asyncio.new_event_loop)
+    import uvloop
+
+    return Loop(UVLOOP, "it is installed" if choice == "auto" else "asked for", uvloop.new_event_loop)
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> str:
+    """For the life of the process. Returns what was done, for the log."""
+    for name in MALLOC_VARIABLES:
+        if name in environment:
+            return f"as {name} says"
+    libc = ctypes.CDLL(None)
+    if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
+        return "this libc has no mallopt: freed memory is its own affair"
+    if not (libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
+        return "this libc refused to keep freed memory"
+    threading.Thread(target=_give_back, args=(libc,), name="ferrum-memory", daemon=True).start()
+    return f"up to {KEPT_BYTES >> 20} MiB that were freed are kept for the next answer, for a second"
+
+
+def _give_back(libc: Any) -> None:
+    while True:
+        time.sleep(GIVEN_BACK_EVERY_S)
+        libc.malloc_trim(0)

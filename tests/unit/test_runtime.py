@@ -1,0 +1,180 @@
+"""What `ferrum-rpc` decides for its process: environment variables, the event loop, memory that is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ferrum_rpc.runtime import (
+    MALLOC_VARIABLES,
+    POLL_DIRECTLY,
+    POLLING_VARIABLE,
+    SPINS,
+    VERBOSITY,
+    choose_loop,
+    keep_freed_memory,
+    openmp_waits,
+    polled,
+    prepare,
+)
+from ferrum_rpc.usage import ConfigError
+
+
+def test_where_nothing_is_set() -> None:
+    environment: dict[str, str] = {}
+    assert openmp_waits(environment) == "libgomp's default" and polled(environment) == "by gRPC's event engine"
+    prepare(environment)
+    assert environment == {POLLING_VARIABLE: POLL_DIRECTLY, VERBOSITY: "NONE", "GOMP_SPINCOUNT": str(SPINS)}
+    assert str(SPINS) in openmp_waits(environment)
+    assert polled(environment) == "by the thread that waits for completions"
+
+
+@pytest.mark.parametrize("waits", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "0"}], ids=str)
+def test_what_is_set_stays(waits: dict[str, str]) -> None:
+    environment = {POLLING_VARIABLE: "event_engine_listener", VERBOSITY: "DEBUG", **waits}
+    before = dict(environment)
+    prepare(environment)
+    assert environment == before
+    assert polled(environment) == f"as {POLLING_VARIABLE} says"
+
+
+@pytest.mark.parametrize("module", ["ferrum_rpc.client", "ferrum_rpc.service.server"])
+def test_importing_the_library_sets_nothing(module: str) -> None:
+    code = f"import os, {module}; print(os.environ.get({POLLING_VARIABLE!r}))"
+    environment = {name: value for name, value in os.environ.items() if name != POLLING_VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+@pytest.mark.parametrize(("more", "unknown"), [("", False), (",-event_engine_that_never_was", True)])
+def test_grpc_knows_the_switches(more: str, unknown: bool) -> None:
+    """One that it no longer knows changes nothing any more, and it says so in a line that is easy to miss."""
+    code = "import grpc; grpc.server(None)"
+    environment = os.environ | {POLLING_VARIABLE: POLL_DIRECTLY + more}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ("Unknown experiment" in done.stderr) is unknown
+
+
+TALKATIVE = """
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from ferrum_rpc import cli
+
+
+def make_grpc_write(_):
+    import grpc, trustme
+
+    made = trustme.CA().issue_cert("localhost")
+    pair = [(made.private_key_pem.bytes(), made.cert_chain_pems[0].bytes())]
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair))
+    server.start()
+    with socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.sendall(b"this is no handshake" * 10)
+        while peer.recv(100):
+            pass
+    server.stop(None).wait()
+    return 0
+
+
+cli._run = make_grpc_write
+cli.main(["status"])
+"""
+
+
+@pytest.mark.parametrize(("said", "writes"), [(None, False), ("INFO", True)])
+def test_a_failed_handshake_writes_no_line_of_grpcs_between_ours(said: str | None, writes: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VERBOSITY}
+    if said is not None:
+        environment[VERBOSITY] = said
+    run = [sys.executable, "-c", TALKATIVE]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("andshake" in done.stderr) is writes and bool(done.stderr) is writes
+
+
+@pytest.mark.parametrize(
+    ("choice", "module"), [("auto", "uvloop"), ("uvloop", "uvloop"), ("asyncio", "asyncio.unix_events")]
+)
+def test_the_loop_that_was_asked_for_is_made(choice: Any, module: str) -> None:
+    loop = choose_loop(choice).make()
+    try:
+        assert type(loop).__module__ == module
+    finally:
+        loop.close()
+
+
+def test_without_uvloop_auto_is_asyncio_and_asking_for_it_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str, *rest: Any) -> None:
+        assert name == "uvloop"
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert choose_loop("auto").name == choose_loop("asyncio").name == "asyncio"
+    with pytest.raises(ConfigError, match=r"pip install .*uvloop"):
+        choose_loop("uvloop")
+
+
+FAULTS_OF_TWENTY_ANSWERS = """
+import os, resource
+from ferrum_rpc.runtime import keep_freed_memory
+if os.environ.get("KEEP"):
+    keep_freed_memory()
+def answer():
+    return len(bytearray(b"rows") * (2 << 20)) + len(bytearray(b"rows") * (2 << 20))
+answer()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    answer()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**variables: str) -> int:
+    environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_TWENTY_ANSWERS], env=environment, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc keeps memory in its own way")
+def test_freed_memory_of_an_answers_size_costs_no_page_faults() -> None:
+    assert faults(KEEP="1") * 10 < faults(MALLOC_MMAP_THRESHOLD_=str(128 << 10))
+
+
+MIB_LEFT_OF_A_BURST = """
+import os, sys, time
+from ferrum_rpc.runtime import keep_freed_memory
+if os.environ.get("KEEP"):
+    keep_freed_memory()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+before = resident()
+burst = [bytes(16 << 10) for _ in range(4096)]
+del burst[:-1]  # the last one lies above what was freed
+until = time.monotonic() + float(sys.argv[1])
+while resident() - before > 16 and time.monotonic() < until:
+    time.sleep(0.01)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc keeps memory in its own way")
+@pytest.mark.parametrize(("keep", "patience_s"), [("1", 30), ("", 0)], ids=["asked to", "as it is"])
+def test_what_lies_free_below_a_block_in_use_is_given_back(keep: str, patience_s: float) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES} | {"KEEP": keep}
+    program = [sys.executable, "-c", MIB_LEFT_OF_A_BURST, str(patience_s)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) <= 16) == bool(keep)
+
+
+@pytest.mark.parametrize("name", MALLOC_VARIABLES)
+def test_the_operators_own_setting_is_left_alone(name: str) -> None:
+    assert keep_freed_memory({name: "1"}) == f"as {name} says"
