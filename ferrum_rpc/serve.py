@@ -24,10 +24,12 @@ from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
 from ferrum_rpc.runtime import choose_loop, keep_freed_memory, polled
 from ferrum_rpc.service import control
-from ferrum_rpc.service.auth import Security, SecurityError
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.bind import PortInUse
-from ferrum_rpc.service.server import ExecutorServer, Keepalive
-from ferrum_rpc.service.telemetry import Observation, TracingError
+from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.server import ExecutorServer
+from ferrum_rpc.service.telemetry import Tracing, TracingError, connect
+from ferrum_rpc.service.watched_file import SecurityError
 from ferrum_rpc.usage import TOKEN_VARIABLE
 
 log = structlog.get_logger("ferrum_rpc.serve")
@@ -66,13 +68,14 @@ async def _serve(settings: ServeSettings) -> int:
         host=settings.host,
         port=settings.port,
         grace_s=settings.grace_s,
-        keepalive=Keepalive(settings.keepalive_time_s, settings.keepalive_timeout_s),
+        keepalive_time_s=settings.keepalive_time_s,
+        keepalive_timeout_s=settings.keepalive_timeout_s,
         max_streams=settings.max_streams,
         security=_security(settings),
         liveness=Liveness(settings.stall_timeout_s, settings.max_step_s),
         failpoints=failpoints,
     )
-    observation = Observation(settings.metrics_host, settings.metrics_port, settings.otel_endpoint)
+    observers: list[MetricsServer | Tracing] = []
     _drain_on_signals(server)
     await server.start()
     loading = asyncio.create_task(server.ready())
@@ -80,7 +83,14 @@ async def _serve(settings: ServeSettings) -> int:
     drained = asyncio.create_task(server.draining.done.wait())
     failing = asyncio.create_task(server.failed())
     try:
-        observation.begin(server, failpoints.fired, lines_dropped)
+        if settings.otel_endpoint is not None:
+            server.calls.tracer = connect(settings.otel_endpoint, server.state.handles.instance_id)
+            observers.append(server.calls.tracer)
+        if settings.metrics_port is not None:
+            numbers = registry_of(Metrics(server.state, server.calls, server.steps, failpoints.fired, lines_dropped))
+            metrics = MetricsServer(numbers, settings.metrics_host, settings.metrics_port)
+            observers.append(metrics)
+            log.info("metrics", url=metrics.url)
         await asyncio.wait((loading, draining), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             runner = await loading
@@ -96,7 +106,8 @@ async def _serve(settings: ServeSettings) -> int:
             task.cancel()
         log.info("stopping", grace_s=settings.grace_s, in_flight=server.calls.in_flight)
         await server.stop(settings.grace_s)
-        await observation.end()
+        for each in observers:
+            await asyncio.to_thread(each.stop)
 
 
 async def warm_up(server: ExecutorServer) -> None:

@@ -3,8 +3,8 @@
 grpc.aio has one call accepted at a time, which takes about five turns of the event loop: with 4 ms of other work a
 turn, 64 callers together get 49 calls a second, and a new one waits behind all of them, unseen. gRPC's core takes
 any number of pending accepts. So each method has some of its own here, beside grpc.aio's, by the functions that
-grpc.aio's own loop is made of. They are private to grpcio: where they are missing or others, the server goes on with
-grpc.aio's loop alone and says so.
+grpc.aio's own loop is made of. They are private to grpcio: where they are missing or have changed, the server logs it
+and goes on with grpc.aio's own loop.
 """
 
 from __future__ import annotations

@@ -60,7 +60,11 @@ def check_room(state: ServerState, account: Account, items: Sequence[forward_pb2
     or that are too large for an empty queue, are let through to be refused so."""
     limits, knows, owner = state.limits, state.replay.knows, account.caller.name
     if len(items) > limits.max_batch_items:
-        raise too_many_items(len(items), limits)
+        raise InvalidRequest(
+            f"{len(items)} items exceed the limit of {limits.max_batch_items}",
+            field="items",
+            metadata={"max_batch_items": limits.max_batch_items},
+        )
     # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
     if has_room(state, account, len(items), limits.max_batch_tokens):
         return
@@ -106,12 +110,9 @@ def sound_items(
     max_bytes: int,
     outcomes: list[ItemOutcome | None],
 ) -> list[Sound]:
-    """The items that are sound; the refusals of the others go into ``outcomes``. Raises what refuses the call as a
-    whole: no items, or too many."""
+    """The items that are sound; the refusals of the others go into ``outcomes``. Raises where there are no items."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
-    if len(items) > limits.max_batch_items:
-        raise too_many_items(len(items), limits)
     sound: list[Sound] = []
     size = checked_count = 0
     checked_output: OutputSpec | None = None  # a batch mostly wants the same of each
@@ -135,15 +136,6 @@ def sound_items(
             continue
         sound.append((index, item, size))
     return sound
-
-
-def too_many_items(items: int, limits: Limits) -> InvalidRequest:
-    """The refusal of a call of more items than one may have."""
-    return InvalidRequest(
-        f"{items} items exceed the limit of {limits.max_batch_items}",
-        field="items",
-        metadata={"max_batch_items": limits.max_batch_items},
-    )
 
 
 def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
@@ -205,7 +197,10 @@ def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down o
         if (known := scope.get(request_id)) is not None:
             return known.repeated(fingerprint)
     if handle is None:
-        record, start = _create(state, account, item, model, origin), 0
+        room, start = len(tokens) + create.reserve_tokens, 0
+        check_length(0, None, room, model)
+        lease = state.leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
+        [record] = state.mint(1, account, lease, room, origin, room if create.reserve_tokens else 0)
     else:
         record = state.handles.claim(handle, owner, now=now)
         try:
@@ -217,26 +212,6 @@ def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down o
     span = named(Span, (record.sequence, tokens, start, output, handle is None, create.reserve_tokens))
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))
-
-
-def _create(
-    state: ServerState, account: Account, item: WorkItem, model: ModelInfo, origin: object | None
-) -> SequenceRecord:
-    """The record of a sequence that the item creates."""
-    create = item.create
-    room = len(item.tokens) + create.reserve_tokens
-    check_length(0, None, room, model)
-    leases, owner = state.leases, account.caller.name
-    lease = leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
-    record = state.mint(1, account, lease)[0]
-    record.origin = origin
-    record.held_to = room if create.reserve_tokens else 0
-    try:
-        state.quotas.charge(record, room)
-    except ExecutorError:
-        state.discard(record)
-        raise
-    return record
 
 
 def check_length(length: int, truncate_to: int | None, tokens: int, model: ModelInfo | None) -> int:

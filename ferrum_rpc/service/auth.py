@@ -2,20 +2,14 @@
 
 Default deny: every method asks who calls, but the health check. The guard is the outermost: a caller without
 credentials does not even reach the parser. Where callers are not asked, there is no guard. grpc.aio runs every handler
-in a task of its own, so a context variable that is set before the handler is the handler's alone.
+in a task of its own, so a context variable that is set before the handler belongs to that call.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import os
-import stat
-import weakref
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,15 +18,10 @@ from grpc_health.v1 import health
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import PermissionDenied, Unauthenticated
-from ferrum_rpc.service.supervisor import Background, Supervisor
 from ferrum_rpc.service.trace_context import Context
+from ferrum_rpc.service.watched_file import SecurityError, WatchedFiles
 
 log = structlog.get_logger("ferrum_rpc.security")
-
-
-class SecurityError(RuntimeError):
-    """A setting of security, or a file that it names, is wrong; the server does not start. The message names it and
-    never holds a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +48,7 @@ class Security:
             raise SecurityError("tls_client_ca needs tls_cert and tls_key: there is no mutual TLS without TLS")
         if self.operators and (self.tls_client_ca is None or self.tokens is not None):
             raise SecurityError(
-                "operators names certificates, and here they identify nobody: it needs tls_client_ca and no tokens, "
+                "operators names certificates, and here they identify no caller: it needs tls_client_ca and no tokens, "
                 "whose file says who is an operator"
             )
 
@@ -74,15 +63,6 @@ class Security:
         return self.tokens is not None or self.tls_client_ca is not None
 
 
-def warn_if_open(path: Path, mode: int, what: str) -> None:
-    """A secret that other users of the machine can read or write is logged, not refused: in a container there may be
-    none."""
-    others = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
-    if mode & others:
-        action = f"chmod go-rw {path}"
-        log.warning("secret_is_open", what=what, path=str(path), mode=f"{stat.S_IMODE(mode):04o}", action=action)
-
-
 ARRIVED: Final[ContextVar[float]] = ContextVar("ferrum_arrived", default=0.0)
 """When the event loop took the call, or read the frame, on `time.monotonic`. A call's queueing time begins here: its
 own turns of a busy event loop are part of it."""
@@ -91,66 +71,35 @@ CALLER: Final[ContextVar[Caller]] = ContextVar("ferrum_caller", default=ANYBODY)
 """Who makes the present call; `ANYBODY` where no credentials are asked for."""
 
 
-CHECK_EVERY_S: Final = 1.0
-"""A removed token works about this long; a look at the file costs some microseconds of the event loop."""
-
 OPERATOR: Final = "operator"
 
-Stamp = tuple[int, int, int]
-NO_FILE: Final[Stamp] = (0, 0, 0)
 
+class TokenFile(WatchedFiles[dict[bytes, Caller]]):
+    """The tokens of a file."""
 
-class TokenFile:
-    """The tokens of a file. Raises `SecurityError` when the file cannot be used at the start; a change that cannot be
-    used is logged, what was known stays, and ``failed`` is called."""
-
-    def __init__(self, path: Path, failed: Callable[[], object] = lambda: None) -> None:
-        self._path = path
-        self._failed = failed
-        self._stamp, self._callers = self._read()
+    what = "tokens"
 
     def __len__(self) -> int:
-        return len(self._callers)
+        return len(self.content)
 
     def caller(self, token: str) -> Caller | None:
         """Who a token stands for, or None."""
-        return self._callers.get(_digest(token))
+        return self.content.get(_digest(token))
 
-    def watch(self) -> TokenFile:
-        """Look at the file every `CHECK_EVERY_S` seconds as long as this object is referred to, so that the log says
-        at once what is wrong with a new file, and not when the next call comes."""
-        _look(asyncio.get_running_loop(), weakref.ref(self))
-        return self
+    def refresh(self) -> bool:
+        """See `WatchedFiles`."""
+        if changed := super().refresh():
+            log.info("tokens_loaded", path=str(self.paths[0]), tokens=len(self))
+        return changed
 
-    def refresh(self) -> None:
-        """Read the file again if it has changed."""
-        stamp = NO_FILE
+    def _read(self) -> dict[bytes, Caller]:
+        [path] = self.paths
         try:
-            stamp = _stamp(os.stat(self._path))
-            if stamp == self._stamp:
-                return
-            self._stamp, self._callers = self._read()
-        except Exception as error:
-            if stamp != self._stamp:  # once for each state of the file, not once a second
-                self._stamp = stamp
-                action = "correct the file; until then the tokens that were read before are accepted"
-                log.error("tokens_rejected", path=str(self._path), error=str(error), action=action)
-                self._failed()
-            return
-        log.info("tokens_loaded", path=str(self._path), tokens=len(self._callers))
-
-    def _read(self) -> tuple[Stamp, dict[bytes, Caller]]:
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())  # before the content: a change between the two is then seen later
-                text = file.read().decode()
-        except OSError as error:
-            raise SecurityError(f"tokens: {self._path}: {error.strerror}") from error
+            callers = parse(path.read_bytes().decode(), str(path))
         except UnicodeDecodeError:
-            raise SecurityError(f"tokens: {self._path} is no text") from None  # the error would show the bytes
-        callers = parse(text, str(self._path))
-        warn_if_open(self._path, status.st_mode, "tokens")
-        return _stamp(status), callers
+            raise SecurityError(f"tokens: {path} is no text") from None  # the error would show the bytes
+        self._warn_if_open(path)
+        return callers
 
 
 def parse(text: str, where: str) -> dict[bytes, Caller]:
@@ -170,24 +119,14 @@ def parse(text: str, where: str) -> dict[bytes, Caller]:
             raise SecurityError(f"tokens: {where}, line {number}: the token stands in an earlier line too")
         callers[_digest(token)] = Caller(name, operator=len(parts) == 3)
     if not callers:
-        raise SecurityError(f"tokens: {where} holds no token; nobody could call")
+        raise SecurityError(f"tokens: {where} holds no token; no caller would be admitted")
     if len({each.name for each in callers.values() if not each.operator}) > 1:
         return {digest: replace(each, shares=not each.operator) for digest, each in callers.items()}
     return callers
 
 
-def _look(loop: asyncio.AbstractEventLoop, watched: weakref.ref[TokenFile]) -> None:
-    if (tokens := watched()) is not None:
-        loop.call_later(CHECK_EVERY_S, _look, loop, watched)  # first: whatever goes wrong now, it looks again
-        tokens.refresh()
-
-
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
-
-
-def _stamp(status: os.stat_result) -> Stamp:
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
@@ -200,13 +139,23 @@ AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "bearer"
 
 
-class Authenticator:
-    """Finds who a call is from: the name of its token, or else of the certificate that its connection showed. Where
-    both are asked for, TLS itself has checked the certificate, and the token has the name."""
+class Guard:
+    """Lets a call in, or refuses it, by its headers. A call is from the name of its token, or else of the certificate
+    that its connection showed. Where both are asked for, TLS itself has checked the certificate, and the token has the
+    name."""
 
     def __init__(self, tokens: TokenFile | None, operators: frozenset[str] = frozenset()) -> None:
         self._tokens = tokens
         self._operators = operators
+
+    def admit(self, service: str, context: Context) -> None:
+        """Make the call's caller known to its handler. Raises `Unauthenticated` or `PermissionDenied`."""
+        if service in OPEN_SERVICES:
+            return
+        caller = self.caller(context)
+        CALLER.set(caller)  # grpc.aio runs every call in a task, and so in a context, of its own
+        if service in OPERATOR_SERVICES and not caller.operator:
+            raise PermissionDenied("only operators may use this service")
 
     def caller(self, context: Context) -> Caller:
         """Raises `Unauthenticated`."""
@@ -235,29 +184,3 @@ class Authenticator:
             )
         operator = name in self._operators
         return Caller(name, operator=operator, shares=not operator)
-
-
-class Guard:
-    """Lets a call in, or refuses it, by its headers alone."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    def admit(self, service: str, context: Context) -> None:
-        """Make the call's caller known to its handler. Raises `Unauthenticated` or `PermissionDenied`."""
-        if service in OPEN_SERVICES:
-            return
-        caller = self._authenticator.caller(context)
-        CALLER.set(caller)  # grpc.aio runs every call in a task, and so in a context, of its own
-        if service in OPERATOR_SERVICES and not caller.operator:
-            raise PermissionDenied("only operators may use this service")
-
-
-def guard_of(security: Security, supervisor: Supervisor) -> Guard | None:
-    """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
-    if not security.asks:
-        return None
-    tokens = None
-    if security.tokens is not None:
-        tokens = TokenFile(security.tokens, partial(supervisor.count, Background.TOKENS)).watch()
-    return Guard(Authenticator(tokens, security.operators))

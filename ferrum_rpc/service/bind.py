@@ -1,7 +1,7 @@
 """Opening the port: where a server may listen without credentials, TCP and unix sockets, and who had the place first.
 
-An executor gives whoever reaches it the model and the cache. So it is reachable from this machine alone, until somebody
-has set up TLS or tokens, or says in so many words that the network around it is trusted.
+Any program that can reach an executor can use the model and read the cache. So it is reachable from this machine only,
+unless TLS or tokens are set, or a setting says that the network around it is trusted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Final
 import grpc
 import structlog
 
-from ferrum_rpc.service.auth import Security, SecurityError
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.tls import ServerCertificates
+from ferrum_rpc.service.watched_file import SecurityError
 
 UNIX: Final = "unix:"
 LOCK_TRIES: Final = 25
@@ -69,15 +70,15 @@ def check_bind(host: str, security: Security) -> None:
     if not security.encrypted and not security.asks:
         if not security.insecure:
             raise SecurityError(
-                f"{host} can be reached from other machines, and neither TLS nor tokens are set: whoever reaches it "
+                f"{host} can be reached from other machines, and neither TLS nor tokens are set: who reaches it "
                 "could use the model and read the cache; set --tls-cert and --tls-key, or --tokens, or listen on "
                 "127.0.0.1, or say --insecure where the network itself is trusted"
             )
-        log.warning("insecure", host=host, action="let nobody but the schedulers reach this address")
+        log.warning("insecure", host=host, action="let only the schedulers reach this address")
     elif not security.encrypted:
         log.warning("tokens_in_plain_text", host=host, action="set --tls-cert and --tls-key: tokens can be overheard")
     elif not security.asks:
-        log.warning("anybody_may_call", host=host, action="set --tokens or --tls-client-ca: TLS alone asks nobody")
+        log.warning("no_credentials", host=host, action="set --tokens or --tls-client-ca: TLS admits every caller")
 
 
 def open_port(
@@ -107,12 +108,11 @@ def open_port(
 
 @contextlib.contextmanager
 def _place(path: Path) -> Iterator[None]:
-    """Hold the place of a unix socket while it is bound: nobody else's, and open to this user alone.
+    """Hold the path of a unix socket while it is bound, with access for this user only.
 
-    gRPC unlinks whatever socket it finds there, a living server's too. So a server is asked first whether it lives, and
-    a file beside the socket is locked from the question to the answer, against one that starts at the same time. The
-    file is ours alone, because whoever may open a file may lock it, and it stays, because a lock on a file that is gone
-    keeps nobody out.
+    gRPC unlinks whatever socket it finds there, that of a running server too. So the path is probed first, and a file
+    beside the socket is locked meanwhile, against a server that starts at the same time. Only this user may open the
+    lock file, because who can open a file can lock it; and it stays, because a lock on a removed file excludes no one.
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
@@ -125,7 +125,7 @@ def _place(path: Path) -> Iterator[None]:
         )
         if _taken(path):
             raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")
-        before = os.umask(0o177)  # the socket is born with mode 0600; a chmod later would leave a gap
+        before = os.umask(0o177)  # the socket is made with mode 0600; a chmod later would leave a gap
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ def _place(path: Path) -> Iterator[None]:
 def _lock(held: int, otherwise: str) -> None:
     """Lock an open file; a server that starts at the same time has it for an instant."""
     for _ in range(LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):  # somebody has it: try again
+        with contextlib.suppress(BlockingIOError):  # it is locked: try again
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(LOCK_WAIT_S)
@@ -145,7 +145,7 @@ def _lock(held: int, otherwise: str) -> None:
 
 
 def _taken(path: Path) -> bool:
-    """Whether something is there that is not a socket that a dead server left."""
+    """Whether something is there other than the socket of a server that has ended."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return True
@@ -157,6 +157,6 @@ def _taken(path: Path) -> bool:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return False
-        except OSError:  # its queue is full, or it is another user's: somebody is there
+        except OSError:  # its queue is full, or it is another user's: it is in use
             return True
     return True

@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.errors import InvalidRequest, QueueFull
-from ferrum_rpc.service.rpc import Context
+from ferrum_rpc.service.trace_context import Context
 
 PATIENCE_S: Final = 0.5
 TURNS: Final = 4

@@ -18,16 +18,13 @@ from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.records import Ending, SequenceRecord
-from ferrum_rpc.service.rpc import Context
 from ferrum_rpc.service.state import Lifecycle, ServerState
+from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.info import seconds, set_seconds
 from ferrum_rpc.wire.items import pressure_to_proto
 
-STATE_TO_PROTO: Final = {
-    Lifecycle.STARTING: info_pb2.EXECUTOR_STATE_STARTING,
-    Lifecycle.SERVING: info_pb2.EXECUTOR_STATE_SERVING,
-    Lifecycle.DRAINING: info_pb2.EXECUTOR_STATE_DRAINING,
-    Lifecycle.FAILED: info_pb2.EXECUTOR_STATE_FAILED,
+STATE_TO_PROTO: Final[dict[Lifecycle, Any]] = {
+    each: info_pb2.ExecutorState.Value(f"EXECUTOR_STATE_{each.name}") for each in Lifecycle
 }
 
 WARMUP_BATCH: Final = 8
@@ -36,7 +33,7 @@ WARMUP_PREFILL: Final = 128
 
 async def warm_up(state: ServerState, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
     """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
-    returns how many steps ran. They are the engine's alone, so they count against no limit and no quota."""
+    returns how many steps ran. Only the engine knows them, so they count against no limit and no quota."""
     # A task of its own, so that a cancelled caller leaves no sequences behind.
     return await asyncio.shield(asyncio.create_task(_warm_up(state, batch_size, prefill_tokens)))
 

@@ -1,4 +1,4 @@
-"""Every refusal is counted, and logged once: why, to whom, and what an operator should do about it.
+"""Every refusal is counted, and logged once: the reason, the caller, and what an operator should do about it.
 
 A scheduler that is refused in a loop must not fill the disk of the machine that refuses it: per reason `BURST` events,
 then one a second, and that one says how many were left out. The counts leave nothing out.
@@ -27,8 +27,8 @@ MESSAGE_CHARACTERS: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How loud a refusal is, and what an operator should do. info: the caller's own doing. warning: the operator's too,
-    want of room above all. error: the executor is ill."""
+    """The log level of a refusal, and what an operator should do. info: the caller's mistake. warning: the operator can
+    help, mostly with more capacity. error: the executor fails."""
 
     level: str
     action: str
@@ -51,7 +51,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.QUOTA_EXCEEDED: Advice("warning", "raise the caller's quota, or let it release sequences of its own"),
     Reason.QUEUE_FULL: Advice("warning", "slow the schedulers down, add an executor, or raise max_queued_items"),
     Reason.OUTPUT_TOO_LARGE: Advice("info", "ask for fewer rows or less per row, or raise max_response_bytes"),
-    Reason.STARTING: Advice("info", "wait until the health check says SERVING"),
+    Reason.STARTING: Advice("info", "wait until the health check answers SERVING"),
     Reason.DRAINING: Advice("info", "send new sequences to another executor"),
     Reason.NOT_SUPPORTED: Advice("info", "let the scheduler read the capabilities of GetInfo first"),
     Reason.UNAUTHENTICATED: Advice("warning", "give the scheduler valid credentials, or find who is probing"),
@@ -61,7 +61,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.DEVICE_LOST: Advice("error", "restart the executor; every handle is lost"),
     Reason.STEP_FAILED: Advice("error", "read the message: the forward pass raised; the sequences are unchanged"),
     Reason.INTERNAL_ERROR: Advice("error", "report this stack trace: it is a bug in the executor"),
-    Reason.TRANSPORT: Advice("error", "none: only a client says this"),
+    Reason.TRANSPORT: Advice("error", "none: only a client raises this"),
 }
 """The log's side of the error table; its wire side is ``wire/status.py``."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any, Final
 
 from ferrum_rpc import __version__
@@ -14,15 +13,17 @@ from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.records import Account, Ending
-from ferrum_rpc.service.rpc import CallLog, Context, deadline_of
-from ferrum_rpc.service.session import Session, Sessions
+from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.rpc import CallLog, deadline_of
+from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.state import ServerState
+from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.framing import framed
 from ferrum_rpc.wire.info import (
     CAPABILITIES,
     MINIMUM_CLIENT_REVISION,
     SCHEMA_REVISION,
+    counters_to_proto,
     device_to_proto,
     limits_to_proto,
     model_to_proto,
@@ -34,6 +35,7 @@ from ferrum_rpc.wire.items import (
     fill_outputs,
     fill_results,
     fill_step,
+    fork_from_proto,
     handle_from_proto,
     handle_to_proto,
     item_from_proto,
@@ -45,54 +47,37 @@ from ferrum_rpc.wire.items import (
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
 
-def _of_one(name: str, response_class: type[Any], shape: Shape) -> Any:
-    """The handler of a forward call of one item: its refusal is the call's."""
+def _forward(name: str, response_class: type[Any], shape: Shape, *, one: bool = False) -> Any:
+    """The handler of a forward call: of several items, each with an outcome of its own, or of ``one``, whose refusal is
+    the call's."""
     method = f"{SERVICE}/{name}"
 
     async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
-        self.calls.methods[method].items += 1
-        message = request.item
-        account = self.state.quotas.account(CALLER.get())
-        check_room(self.state, account, (message,))
-        call = await ForwardCall(
-            self.state,
-            account,
-            (item_from_proto(message, shape),),
-            deadline=deadline_of(context),
-            hold=partial(self.hold, context),
-        )
-        outcome = call.outcomes[0]
-        if isinstance(outcome, ExecutorError):
-            raise outcome
-        response = response_class()
-        rows = fill_outputs(((response.output, outcome),))
-        fill_step(response, self.state.pressure(), call.timing)
-        return framed(response, rows)
-
-    handler.__name__ = name
-    return handler
-
-
-def _of_many(name: str, response_class: type[Any], shape: Shape) -> Any:
-    """The handler of a forward call of several items: each has an outcome of its own."""
-    method = f"{SERVICE}/{name}"
-
-    async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
-        messages = request.items
+        messages = (request.item,) if one else request.items
         self.calls.methods[method].items += len(messages)
         account = self.state.quotas.account(CALLER.get())
         check_room(self.state, account, messages)
-        call = await ForwardCall(
+        call = ForwardCall(
             self.state,
             account,
-            items_from_proto(messages, shape),
-            all_or_nothing=request.all_or_nothing,
+            (item_from_proto(request.item, shape),) if one else items_from_proto(messages, shape),
+            all_or_nothing=not one and request.all_or_nothing,
             deadline=deadline_of(context),
-            hold=partial(self.hold, context),
+            peer=context.peer,
         )
-        self.calls.refused_items(method, call.outcomes, context)
+        if (give_back := call.give_back) is not None:  # when gRPC has sent the answer, or the call is over
+            done: Any = lambda _: give_back()  # noqa: E731 - the stubs want a class of theirs
+            context.add_done_callback(done)
+        await call
         response = response_class()
-        rows = fill_results(response, messages, call.outcomes)
+        if one:
+            [outcome] = call.outcomes
+            if isinstance(outcome, ExecutorError):
+                raise outcome
+            rows = fill_outputs(((response.output, outcome),))
+        else:
+            self.calls.refused_items(method, call.outcomes, context)
+            rows = fill_results(response, messages, call.outcomes)
         fill_step(response, self.state.pressure(), call.timing)
         return framed(response, rows)
 
@@ -105,25 +90,19 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     service = SERVICE
 
-    def __init__(self, state: ServerState, calls: CallLog, sessions: Sessions) -> None:
+    def __init__(self, state: ServerState, calls: CallLog, sessions: set[Session]) -> None:
         self.calls = calls
         self.state = state
         self._sessions = sessions
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    Prefill = _of_one("Prefill", model_executor_pb2.PrefillResponse, Shape.PREFILL)
-    Decode = _of_one("Decode", model_executor_pb2.DecodeResponse, Shape.DECODE)
-    ForwardVerify = _of_one("ForwardVerify", model_executor_pb2.ForwardVerifyResponse, Shape.VERIFY)
-    BatchPrefill = _of_many("BatchPrefill", model_executor_pb2.BatchPrefillResponse, Shape.PREFILL)
-    BatchDecode = _of_many("BatchDecode", model_executor_pb2.BatchDecodeResponse, Shape.DECODE)
-    UnifiedForward = _of_many("UnifiedForward", model_executor_pb2.UnifiedForwardResponse, Shape.ANY)
-
-    def hold(self, context: Context, account: Account, size: int) -> None:
-        """Take room for a call's answer until the call is over, which it is when gRPC has sent the answer."""
-        give = self.state.unread.take(context.peer(), account, size)
-        done: Any = lambda _: give()  # noqa: E731 - the stubs want a class of theirs
-        context.add_done_callback(done)
+    Prefill = _forward("Prefill", model_executor_pb2.PrefillResponse, Shape.PREFILL, one=True)
+    Decode = _forward("Decode", model_executor_pb2.DecodeResponse, Shape.DECODE, one=True)
+    ForwardVerify = _forward("ForwardVerify", model_executor_pb2.ForwardVerifyResponse, Shape.VERIFY, one=True)
+    BatchPrefill = _forward("BatchPrefill", model_executor_pb2.BatchPrefillResponse, Shape.PREFILL)
+    BatchDecode = _forward("BatchDecode", model_executor_pb2.BatchDecodeResponse, Shape.DECODE)
+    UnifiedForward = _forward("UnifiedForward", model_executor_pb2.UnifiedForwardResponse, Shape.ANY)
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
@@ -148,10 +127,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """Share until they diverge."""
         handles, replayed = await kv_ops.fork(
             self.state,
-            handle_from_proto(request.handle),
-            request.count or 1,
-            request.at_length if request.HasField("at_length") else None,
-            request_id_from_proto(request.request_id),
+            *fork_from_proto(request),
             caller=CALLER.get(),
             lease_id=request.lease_id,
         )
@@ -243,30 +219,18 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     ) -> model_executor_pb2.GetStatusResponse:
         """How it does; answers in every state."""
         state = self.state
-        engine, counters = state.engine.counters, state.counters
+        engine = state.engine.counters
         response = model_executor_pb2.GetStatusResponse(
             state=STATE_TO_PROTO[state.lifecycle],
             pressure=self._pressure(),
-            counters=info_pb2.Counters(
-                steps=engine.steps,
-                tokens=engine.tokens,
-                rows=engine.rows,
-                sequences_created=counters.created,
-                sequences_released=counters.released,
-                replays=state.replay.replays,
-                kv_exhausted=counters.kv_exhausted,
-                queue_full=counters.queue_full,
-                tokens_truncated=counters.tokens_truncated,
-                blocks_copied=engine.blocks_copied,
-                leases_expired=counters.leases_expired,
-                sequences_expired=counters.sequences_expired,
+            counters=counters_to_proto(
+                engine, state.counters, forward_s=engine.forward_s, replays=state.replay.replays
             ),
             replay_bytes=state.replay.bytes,
             leases=len(state.leases),
             sessions=state.sessions,
         )
-        response.counters.forward_time.FromMicroseconds(round(engine.forward_s * 1e6))
-        response.uptime.FromMilliseconds(round((time.monotonic() - state.started) * 1e3))
+        set_seconds(response.uptime, time.monotonic() - state.started)
         for name, count in sorted(self.calls.methods.items()):
             response.methods.add(
                 method=name, calls=count.calls, errors=count.errors, items=count.items, item_errors=count.item_errors

@@ -25,12 +25,12 @@ from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
 from ferrum_rpc.service.admission import Admitted, Sound, admit, has_room, queue_full, sound_items, too_large
 from ferrum_rpc.service.auth import ARRIVED
+from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource
-from ferrum_rpc.service.replay import Recorded, Ticket
+from ferrum_rpc.service.replay import Entry, Outcome
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED, Transaction
-from ferrum_rpc.service.unread import UNCOUNTED_BYTES
 
 
 class ForwardCall(Transaction["ForwardCall"]):
@@ -38,11 +38,11 @@ class ForwardCall(Transaction["ForwardCall"]):
     nothing before. It is its own answer: ``outcomes[i]`` answers ``items[i]`` once it has ended (None before), and
     ``timing`` is None where no step ran for it.
 
-    An item that is an error already (malformed on the wire) is refused alone. The call as a whole is refused for its
+    An item that is an error already (malformed on the wire) refuses itself only. The call as a whole is refused for its
     size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on `time.monotonic`.
     ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that creates
-    sequences. ``hold`` is called with the account and the bytes of a large answer, before anything is submitted; what
-    it raises refuses the call.
+    sequences. ``peer()`` names the connection, which a large answer takes room of before anything is submitted; call
+    ``give_back`` once, when the answer has left or the call is over.
     """
 
     _submission: Submission | None = None  # what waits or runs for it now, and counts in its account
@@ -51,6 +51,7 @@ class ForwardCall(Transaction["ForwardCall"]):
     _abandoned = False  # its caller was cancelled after the point of no return
     _culprit: int | None = None  # the item whose refusal refused the others, where the engine refused an atomic group
     timing: StepTiming | None = None
+    give_back: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         deadline: float | None = None,
         max_bytes: int | None = None,
         origin: object | None = None,
-        hold: Callable[[Account, int], object] | None = None,
+        peer: Callable[[], str] | None = None,
     ) -> None:
         self._state = state
         self._account = account
@@ -70,11 +71,10 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._deadline = deadline
         self._admitted: list[Admitted] = []
         self._spans: list[Span] = []
-        self._joined: dict[int, Ticket] = {}  # its places at calls that it repeats, by item
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
-            self._begin(items, max_bytes or state.limits.max_response_bytes, origin, hold)
+            self._begin(items, max_bytes or state.limits.max_response_bytes, origin, peer)
         except Exception as error:
             self._refuse(error)
 
@@ -93,14 +93,15 @@ class ForwardCall(Transaction["ForwardCall"]):
         items: Sequence[WorkItem | ExecutorError],
         max_bytes: int,
         origin: object | None,
-        hold: Callable[[Account, int], object] | None,
+        peer: Callable[[], str] | None,
     ) -> None:
         """Admit the items, join what they repeat, submit. Raises what refuses the call."""
         state, account, outcomes, admitted = self._state, self._account, self.outcomes, self._admitted
         model, limits, replay = state.model, state.limits, state.replay
         sound = sound_items(items, model, limits, max_bytes, outcomes)
         if len(sound) > 1:
-            self._check_twins(sound)
+            self._check_distinct(sound)
+        repeated: list[tuple[int, Entry]] = []
         now = time.monotonic()
         tokens = size = 0
         for index, item, most in sound:
@@ -117,27 +118,27 @@ class ForwardCall(Transaction["ForwardCall"]):
             elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
                 self._echoes[index] = twin.place  # a repetition within the call waits for no other call
             else:
-                self._joined[index] = replay.join(found)
+                repeated.append((index, found))
         if self._all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
             raise refusal
         if tokens > limits.max_batch_tokens or size > max_bytes:
             raise too_large(tokens, size, limits, max_bytes)
-        if hold is not None and size > UNCOUNTED_BYTES:
+        if peer is not None and size > UNCOUNTED_BYTES:
             try:
-                hold(account, size)
+                self.give_back = state.unread.take(peer(), account, size)
             except QueueFull:
                 state.counters.queue_full += 1
                 raise
-        for index, ticket in self._joined.items():
-            if ticket.pending is None:
-                outcomes[index] = _item_outcome(replay.read(ticket))
-            else:
+        for index, entry in repeated:
+            if entry.answer is None:
                 self._waits += 1
-                ticket.pending.add_done_callback(partial(self.settle, self._on_repeated, index, ticket))
+                self._wait_for(entry, partial(self._on_repeated, index))
+            else:
+                outcomes[index] = replay.repeat(entry.answer)
         self._proceed()
 
-    def _check_twins(self, sound: Sequence[Sound]) -> None:
-        """Refuse a call that names one sequence twice. What names none is refused alone, and so is its twin."""
+    def _check_distinct(self, sound: Sequence[Sound]) -> None:
+        """Refuse a call that names one sequence twice. Handles that name no sequence refuse their own items only."""
         ids = [item.handle.id for _, item, _ in sound if item.handle is not None]
         if len(set(ids)) == len(ids):
             return
@@ -172,11 +173,11 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._submitted = True
             self._waits += 1
 
-    def _on_repeated(self, index: int, ticket: Ticket, _: object) -> None:
+    def _on_repeated(self, index: int, outcome: Outcome) -> None:
         """A call that an item repeats has ended."""
         if self.ended:
             return
-        self.outcomes[index] = outcome = _item_outcome(self._state.replay.read(ticket))
+        self.outcomes[index] = outcome = self._state.replay.repeat(outcome)
         self._waits -= 1
         if not self._submitted and self._all_or_nothing and isinstance(outcome, ExecutorError):
             self._refuse(_first_refusal([outcome], index))
@@ -226,8 +227,6 @@ class ForwardCall(Transaction["ForwardCall"]):
         for index, source in self._echoes.items():
             outcome = outcomes[source]
             outcomes[index] = outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
-        if self._joined:
-            self._leave_repeated()
         self.end(_first_refusal(outcomes, self._culprit) if self._all_or_nothing else None)
 
     def _refuse(self, error: Exception | None) -> None:
@@ -239,12 +238,6 @@ class ForwardCall(Transaction["ForwardCall"]):
             settle(self._state, each, outcome, now, present=present)
         self._leave_repeated()
         self.end(error)
-
-    def _leave_repeated(self) -> None:
-        """It waits no longer for what it repeats."""
-        for ticket in self._joined.values():
-            self._state.replay.leave(ticket)
-        self._joined.clear()
 
     # --- its caller is gone, or something failed --------------------------------------------------------------------
 
@@ -326,12 +319,7 @@ def lose(state: ServerState, each: Admitted, *, refused: bool = False) -> Intern
     return outcome
 
 
-def _item_outcome(outcome: Recorded | ExecutorError) -> ItemOutcome:
-    assert isinstance(outcome, ItemAnswer | ExecutorError)  # noqa: S101 - the fingerprint of a forward is no operation's
-    return outcome
-
-
-def _first_refusal(outcomes: Sequence[ItemOutcome | None], culprit: int | None = None) -> ExecutorError | None:
+def _first_refusal(outcomes: Sequence[object], culprit: int | None = None) -> ExecutorError | None:
     """What refuses an ``all_or_nothing`` call: the first refusal, in the name of its item or of the ``culprit``."""
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, ExecutorError):

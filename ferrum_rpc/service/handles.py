@@ -35,7 +35,7 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
     Ending.RELEASED: (HandleReleased, "the sequence of this handle was released"),
     Ending.REVOKED: (HandleReleased, "the sequence of this handle was released with its lease"),
     Ending.EXPIRED: (LeaseExpired, "the lease of this sequence ran out; prefill it again under a new one"),
-    Ending.IDLE: (LeaseExpired, "nobody used this sequence for too long and it has no lease; prefill it again"),
+    Ending.IDLE: (LeaseExpired, "this sequence was idle for too long and has no lease; prefill it again"),
     Ending.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
     Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
 }
@@ -79,7 +79,7 @@ class HandleTable:
             self._gone.popitem(last=False)
         return True
 
-    def lives(self, record: SequenceRecord) -> bool:
+    def is_live(self, record: SequenceRecord) -> bool:
         """Whether the sequence is in the table."""
         return record.id in self.live
 

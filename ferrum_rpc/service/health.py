@@ -1,7 +1,7 @@
 """The standard health service, and the one place that decides what it says.
 
-Serving means: the life-cycle serves, and the model thread lives. What changes one of the two calls `update`; no other
-place names a health status.
+Serving means: the life-cycle serves, and the engine makes progress (`engine.liveness`). What changes the life-cycle
+calls `update`; `look` asks the engine. No other place names a health status.
 
 The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
 takes the condition along on which the others wait, so they never get a change again, and one that does not read
@@ -11,13 +11,24 @@ holds the lock that a change needs. Here every watcher waits on its own, and a c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ferrum_rpc.engine.api import Engine
+
+log = structlog.get_logger("ferrum_rpc.server")
+
 Status = health_pb2.HealthCheckResponse
+
+LOOK_EVERY_S: Final = 0.1
+"""Seconds between two looks at the engine. Progress may be so much older than the look that sees it, and the end of
+patience so much older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes
+microseconds."""
 
 WHOLE_SERVER: Final = ""
 """The service name that stands for the whole server."""
@@ -40,11 +51,6 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
         """What a check is answered now."""
         return self._serving
 
-    @property
-    def trouble(self) -> str | None:
-        """Why the model thread does not live, or None."""
-        return self._trouble
-
     def update(self) -> None:
         """Look again; wake the watchers if it changed."""
         serving = self._life_cycle() and self._trouble is None and not self._closed
@@ -52,10 +58,19 @@ class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the p
             self._serving = serving
             self._wake()
 
-    def report(self, trouble: str | None) -> None:
-        """What the engine says of itself: why it makes no progress, or None."""
-        self._trouble = trouble
+    def look(self, engine: Engine) -> None:
+        """Ask the engine whether it makes progress; log when that changes the answer."""
+        before = self._serving
+        self._trouble = engine.trouble(time.monotonic())
         self.update()
+        if before and not self._serving:
+            log.error(
+                "model_thread_hangs",
+                trouble=self._trouble,
+                action="restart the executor if it does not go on by itself; look at the device's own log",
+            )
+        elif self._serving and not before:
+            log.info("model_thread_goes_on")
 
     def close(self) -> None:
         """Not serving, for good. Watchers get it and their streams end: no watch holds up the end of the server."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from ferrum_rpc.core import ANYBODY, Caller, HandleRef, ItemAnswer
+from ferrum_rpc.core import ANYBODY, Caller, HandleRef
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.records import Ending, SequenceRecord
-from ferrum_rpc.service.replay import Entry, Key, Ticket, scope_of
+from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import FAILED, Transaction
 
@@ -48,7 +49,6 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     _plan: Plan | None = None
     _operation: Operation | None = None
     _entry: Entry | None = None
-    _ticket: Ticket | None = None
 
     def __init__(
         self,
@@ -63,42 +63,34 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     ) -> None:
         self._state = state
         try:
-            if not self._repeats(scope_of(caller.name, handle.id, request_id), request_id, fingerprint):
-                self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
-                self._submit(plan, scope_of(caller.name, handle.id, request_id), request_id, fingerprint)
+            _ = state.model
+            scope = state.replay.scope(scope_of(caller.name, handle.id, request_id))
+            if request_id and (known := scope.get(request_id)) is not None:
+                if known.repeated(fingerprint).answer is None:
+                    self._wait_for(known, self._on_repeated)
+                else:
+                    self._on_repeated(known.answer)
+                return
+            self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
+            try:
+                self._plan = plan(self._record)
+            except Exception:
+                self._record.busy = False
+                raise
+            if request_id:
+                self._entry = state.replay.begin(scope, request_id, fingerprint)
+            self._submit(self._plan.command)
         except Exception as error:
             if self._plan is not None:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
             self.end(error)
 
-    def _repeats(self, key: Key, request_id: str, fingerprint: Hashable) -> bool:
-        """Join the call that this one repeats. False: there is none. Raises its refusal."""
-        _ = self._state.model
-        replay = self._state.replay
-        if not request_id or (known := replay.scope(key).get(request_id)) is None:
-            return False
-        self._ticket = ticket = replay.join(known.repeated(fingerprint))
-        if ticket.pending is None:
-            self._on_repeated()
+    def _submit(self, command: Command | None) -> None:
+        if command is None:
+            self._record.on_freed.append(partial(self.settle, self._finish, None))
         else:
-            ticket.pending.add_done_callback(partial(self.settle, self._on_repeated))
-        return True
-
-    def _submit(self, plan: Callable[[SequenceRecord], Plan], key: Key, request_id: str, fingerprint: Hashable) -> None:
-        """Check the request against the claimed sequence, and queue it. A refusal leaves no entry."""
-        state, record = self._state, self._record
-        try:
-            self._plan = plan(record)
-        except Exception:
-            record.busy = False
-            raise
-        if request_id:
-            self._entry = state.replay.begin(state.replay.scope(key), request_id, fingerprint)
-        if self._plan.command is None:
-            record.on_freed.append(partial(self.settle, self._finish, None))
-        else:
-            self._operation = Operation(self._plan.command, partial(self.settle, self._finish))
-            state.engine.submit(self._operation)
+            self._operation = Operation(command, partial(self.settle, self._finish))
+            self._state.engine.submit(self._operation)
 
     def answer(self) -> tuple[Handles, bool]:
         """What it left. Raises what refused it."""
@@ -118,13 +110,12 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
 
     def fail(self, error: InternalError) -> None:
         """See `Transaction`. The sequence is as the engine has it; those that the operation made are released."""
-        self._leave_repeated()
         if self._plan is None:
             return
         state, attempt, record = self._state, self._state.supervisor.attempt, self._record
         if self._done:
             attempt(self._plan.lose)
-        if state.handles.lives(record):
+        if state.handles.is_live(record):
             attempt(state.quotas.settle, record)
         if record.pending_end is not None and not record.busy:
             attempt(state.release, [record], record.pending_end)
@@ -148,7 +139,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             self._handles = plan.commit()
         else:
             plan.refuse()
-        if plan.command is not None and state.handles.lives(record):
+        if plan.command is not None and state.handles.is_live(record):
             state.quotas.settle(record)
             record.touch()
         if record.pending_end is not None and not record.busy:
@@ -157,23 +148,14 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             state.replay.finish(self._entry, refusal or self._handles)
         self.end(refusal)
 
-    def _on_repeated(self, _: object = None) -> None:
-        """The call that this one repeats has ended."""
-        if self._ticket is None:
-            return
-        outcome = self._state.replay.read(self._ticket)
-        self._leave_repeated()
+    def _on_repeated(self, outcome: Any) -> None:
+        """The call that this one repeats has left handles, or was refused."""
+        outcome = self._state.replay.repeat(outcome)
         if isinstance(outcome, ExecutorError):
             self.end(outcome)
             return
-        assert not isinstance(outcome, ItemAnswer)  # noqa: S101 - the fingerprint of an operation is no forward's
         self._handles, self._replayed = outcome, True
         self.end()
-
-    def _leave_repeated(self) -> None:
-        if self._ticket is not None:
-            self._state.replay.leave(self._ticket)
-            self._ticket = None
 
 
 def truncate(
@@ -207,30 +189,19 @@ def fork(
     origin: object | None = None,
 ) -> OperationCall:
     """``count`` children of the first ``at`` tokens, under the lease that is named or the parent's: their handles are
-    left. The parent does not change."""
-
-    def claim() -> SequenceRecord:
-        if not 1 <= count <= state.limits.max_batch_items:
-            raise InvalidRequest(f"count must be 1 to {state.limits.max_batch_items}", field="count")
-        return state.handles.claim(handle, caller.name)
+    left. The parent does not change. Raises `InvalidRequest` for the count."""
+    if not 1 <= count <= state.limits.max_batch_items:
+        raise InvalidRequest(f"count must be 1 to {state.limits.max_batch_items}", field="count")
 
     def plan(record: SequenceRecord) -> Plan:
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
-        children = state.mint(count, state.quotas.account(caller), lease)
+        children = state.mint(count, state.quotas.account(caller), lease, length, origin)
 
         def refuse() -> None:
             for child in children:
                 state.discard(child)
-
-        try:
-            for child in children:
-                child.origin = origin
-                state.quotas.charge(child, length)
-        except Exception:
-            refuse()
-            raise
 
         def commit() -> Handles:
             for child in children:
@@ -244,7 +215,7 @@ def fork(
         return Plan(command, commit, refuse, partial(state.give_up, children))
 
     fingerprint = ("fork", handle, count, at, lease_id)
-    return OperationCall(state, handle, caller, plan, claim=claim, request_id=request_id, fingerprint=fingerprint)
+    return OperationCall(state, handle, caller, plan, request_id=request_id, fingerprint=fingerprint)
 
 
 def release(

@@ -1,7 +1,7 @@
-"""Leases: a scheduler's sequences live while it gives a sign of life, and are freed when it is gone.
+"""Leases: a scheduler's sequences are kept while it renews its lease, and freed when it has stopped.
 
-One lease per scheduler. Any call on one of its sequences renews it; a scheduler that has nothing to say sends a
-keep-alive every sixth of its time (etcd renews every third; a sixth survives lost ones and a client whose loop stalls).
+One lease per scheduler. Any call on one of its sequences renews it; an idle scheduler sends a keep-alive every sixth of
+its time (etcd renews every third; a sixth survives lost ones and a client whose loop stalls).
 Time is the monotonic clock's. Like a handle, a lease is its caller's, and one of an earlier process is refused as such.
 """
 
@@ -43,11 +43,11 @@ class LeaseTable:
         return len(self._live)
 
     def acquire(self, caller: Caller, ttl_s: float | None = None, client_name: str = "") -> Lease:
-        """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `SequencesExhausted`, and
-        `QuotaExceeded` where the others are not the caller's business."""
+        """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `InvalidRequest`,
+        `SequencesExhausted` and `QuotaExceeded`."""
         limits = self._limits
         if ttl_s is not None and ttl_s <= 0:
-            raise InvalidRequest("a lease lives for a positive time", field="ttl")
+            raise InvalidRequest("the ttl of a lease must be positive", field="ttl")
         if len(client_name) > MAX_CLIENT_NAME:
             raise InvalidRequest(f"client_name is longer than {MAX_CLIENT_NAME} characters", field="client_name")
         if len(self._live) >= limits.max_leases:
@@ -90,7 +90,7 @@ class LeaseTable:
         return [lease for lease in self._live.values() if lease.expires <= now and not lease.pinned]
 
     def remove(self, lease: Lease, *, expired: bool) -> bool:
-        """It is gone; its sequences are the caller's business. False: it was gone already."""
+        """Remove it; the caller ends its sequences. False: it was removed already."""
         if self._live.pop(lease.id, None) is None:
             return False
         lease.account.give(Resource.LEASES)

@@ -17,8 +17,8 @@ import structlog
 
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.service.health import HealthBoard
-from ferrum_rpc.service.records import Ending, SequenceRecord
-from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
 
@@ -30,28 +30,17 @@ FORGIVEN_FROM_S: Final = 0.25
 
 
 class Sweeper:
-    """Ends what expired, every `SWEEP_EVERY_S` seconds."""
+    """Ends what expired. `turn` is called every `SWEEP_EVERY_S` seconds, from now on."""
 
-    def __init__(self, state: ServerState, every_s: float = SWEEP_EVERY_S) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._every_s = every_s
-        self._due = time.monotonic() + every_s
-        self._task: asyncio.Task[None] | None = None
+        self._due = time.monotonic() + SWEEP_EVERY_S
 
-    def start(self) -> None:
-        """Begin to sweep."""
-        self._due = time.monotonic() + self._every_s
-        self._task = self._state.supervisor.every(Background.SWEEP, self._every_s, self._turn)
-
-    def stop(self) -> None:
-        """Sweep no more."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Sweep, or give back the time by which this call is late."""
         now = time.monotonic()
         late = now - self._due
-        self._due = now + self._every_s
+        self._due = now + SWEEP_EVERY_S
         if late > FORGIVEN_FROM_S:
             self.forgive(late)  # what arrived meanwhile is still in the sockets
         else:
@@ -82,7 +71,11 @@ class Sweeper:
                 sequences=len(members),
                 action="nothing, if the scheduler ended; else see why it could not renew: network, or its loop stalls",
             )
-        idle = self._idle(now - state.limits.idle_ttl_s)
+        idle = [
+            record
+            for record in state.handles.records()
+            if record.lease is None and not record.busy and record.used <= now - state.limits.idle_ttl_s
+        ]
         if idle:
             state.end(idle, Ending.IDLE)
             log.info(
@@ -92,33 +85,25 @@ class Sweeper:
                 action="a scheduler forgot them: let it release what it no longer needs, or use a lease",
             )
 
-    def _idle(self, before: float) -> list[SequenceRecord]:
-        return [
-            record
-            for record in self._state.handles.records()
-            if record.lease is None and not record.busy and record.used <= before
-        ]
-
 
 class Drain:
     """The end of a server. `begin` may come from a signal and from an operator; the earlier end wins."""
 
-    def __init__(self, state: ServerState, health: HealthBoard, sessions: Sessions) -> None:
+    def __init__(self, state: ServerState, health: HealthBoard, sessions: set[Session]) -> None:
         self._state = state
         self._health = health
         self._sessions = sessions
         self._until = float("inf")
-        self._sooner = asyncio.Event()
+        self._timeout: asyncio.Timeout | None = None
         self._task: asyncio.Task[None] | None = None
         self.begun = asyncio.Event()
         self.done = asyncio.Event()
 
     def begin(self, grace_s: float) -> None:
         """Say NOT_SERVING now; owned sequences are served for at most ``grace_s`` seconds."""
-        until = time.monotonic() + grace_s
-        if until < self._until:
-            self._until = until
-            self._sooner.set()
+        self._until = min(self._until, asyncio.get_running_loop().time() + grace_s)
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._until)
         if self.begun.is_set():
             return
         self.begun.set()
@@ -146,17 +131,15 @@ class Drain:
             if not left
             else "their schedulers prefill them elsewhere; a longer grace would serve them",
         )
-        self._sessions.end(Draining("the executor has finished", retry_after_s=RETRY_ELSEWHERE_S))
+        end_sessions(self._sessions, Draining("the executor has finished", retry_after_s=RETRY_ELSEWHERE_S))
         self.done.set()
 
     async def _lame_duck(self) -> None:
         """Until nothing is owned any more, or the time is over."""
-        empty = asyncio.create_task(self._state.empty.wait())
         try:
-            while not empty.done() and (left := self._until - time.monotonic()) > 0:
-                self._sooner.clear()
-                sooner = asyncio.create_task(self._sooner.wait())
-                await asyncio.wait((empty, sooner), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                sooner.cancel()
+            async with asyncio.timeout_at(self._until) as self._timeout:
+                await self._state.empty.wait()
+        except TimeoutError:
+            pass
         finally:
-            empty.cancel()
+            self._timeout = None

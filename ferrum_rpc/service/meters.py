@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 from ferrum_rpc.core import StepTiming
@@ -42,12 +43,8 @@ class Histogram:
         """Cumulative counts by upper bound as Prometheus writes them, and the sum. A scrape that meets an observation
         halfway has its count and not yet its value."""
         counts, total = self.counts.copy(), self.total
-        buckets: list[tuple[str, float]] = []
-        below = 0
-        for bound, count in zip((*self.bounds, float("inf")), counts, strict=True):
-            below += count
-            buckets.append((f"{bound:g}" if bound != float("inf") else "+Inf", below))
-        return buckets, total
+        labels = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return list(zip(labels, accumulate(counts), strict=True)), total
 
 
 class StepMeter:

@@ -18,10 +18,11 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Final
+from typing import Any, Final, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -77,18 +78,18 @@ class Metrics(Collector):
             what = {"model": model.name, "architecture": model.architecture, "device": device.name}
             yield _info("model_info", "What is served, and where it runs.", what)
         states = {each.value: float(each is state.lifecycle) for each in Lifecycle}
-        yield _gauges("executor_state", "1 for the state that the executor is in.", "state", states)
+        yield _gauge("executor_state", "1 for the state that the executor is in.", states, "state")
         yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self._lines_dropped())
         failures = state.supervisor.failures
-        yield _counters("background_failures", "Failures of background tasks, which go on.", "task", failures)
+        yield _counter("background_failures", "Failures of background tasks, which go on.", failures, "task")
         if self._failpoints:
-            yield _counters("failpoints_fired", "Failures that were asked for.", "name", self._failpoints)
+            yield _counter("failpoints_fired", "Failures that were asked for.", self._failpoints, "name")
 
     def _sequences(self) -> Iterator[Metric]:
         state, counters = self._state, self._state.counters
         yield _gauge("sequences", "Live sequences.", len(state.handles))
-        yield _counter("sequences_created", "Sequences that came to be.", counters.created)
-        yield _counters("sequences_ended", "Sequences that ended, by cause.", "cause", counters.ended)
+        yield _counter("sequences_created", "Sequences that came to be.", counters.sequences_created)
+        yield _counter("sequences_ended", "Sequences that ended, by cause.", counters.ended, "cause")
         yield _gauge("leases", "Live leases.", len(state.leases))
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
         yield _gauge("sessions", "Open sessions.", state.sessions)
@@ -96,7 +97,7 @@ class Metrics(Collector):
     def _cache(self) -> Iterator[Metric]:
         pressure, counters, replay = self._state.pressure(), self._state.counters, self._state.replay
         blocks = {"free": pressure.free_blocks, "used": pressure.total_blocks - pressure.free_blocks}
-        yield _gauges("kv_blocks", "Blocks of the KV cache, by state.", "state", blocks)
+        yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
@@ -134,7 +135,7 @@ class Metrics(Collector):
         yield _gauge("rpcs_in_flight", "Unary calls in flight.", self._calls.in_flight)
         yield _gauge("streams", "Open streams.", self._calls.streams)
         refusals = {reason.value: count for reason, count in self._calls.refusals.counts.items()}
-        yield _counters("refusals", "Calls and items refused, by reason.", "reason", refusals)
+        yield _counter("refusals", "Calls and items refused, by reason.", refusals, "reason")
 
 
 def registry_of(metrics: Metrics) -> CollectorRegistry:
@@ -145,26 +146,17 @@ def registry_of(metrics: Metrics) -> CollectorRegistry:
     return registry
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value=value)
+def _family(kind: type[Any], name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
+    """A gauge or a counter: of one value, or of one per value of a ``label``."""
+    if not isinstance(values, Mapping):
+        return cast(Metric, kind(PREFIX + name, text, value=values))
+    family = kind(PREFIX + name, text, labels=(label,))
+    for each, value in list(values.items()):
+        family.add_metric((each,), value)
+    return cast(Metric, family)
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, text, value=value)
-
-
-def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(PREFIX + name, text, labels=(label,)), values.items())
-
-
-def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    return _labelled(CounterMetricFamily(PREFIX + name, text, labels=(label,)), list(values.items()))
-
-
-def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
-    for label, value in values:
-        family.add_metric((label,), value)
-    return family
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _info(name: str, text: str, labels: Mapping[str, str]) -> Metric:
@@ -205,7 +197,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """What Prometheus is told to scrape."""
+        """The address to scrape."""
         host, port = self._server.server_address[:2]
         host = str(host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
@@ -241,7 +233,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is slow or gone is no event of the executor's."""
+        """A client that is slow or gone is not logged."""
 
     def _close_oldest(self, most: int, age_s: float) -> None:
         """Wake the threads of what is above ``most`` and older than ``age_s``: their connection is at its end."""
@@ -264,13 +256,13 @@ class _ServerV6(_Server):
 
 
 class _Quiet(WSGIRequestHandler):
-    """One line a scrape is nothing that an operator wants to read."""
+    """Handles a request without a log line."""
 
     timeout = REQUEST_TIMEOUT_S
 
     def get_stderr(self) -> Any:
-        """Where the answer to a client that is gone would be complained about."""
+        """Where wsgiref would log that a client is gone."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
-        """Say nothing."""
+        """Log nothing."""

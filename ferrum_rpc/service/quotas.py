@@ -1,8 +1,8 @@
 """What each caller holds, and how much it may: a share of everything that callers could take from each other.
 
-A caller whose credentials say that there are others has `Limits.caller_share` of every table. One that is alone, or an
-operator, has all of it: there is no other to be hurt, and an operator could reset the executor anyway. Exact numbers
-of sequences and blocks, where they are set, hold for every caller in place of the share.
+Where there are several callers, each has `Limits.caller_share` of every table. A single caller, or an operator, has all
+of it: an operator could reset the executor anyway. Exact numbers of sequences and blocks, where they are set, hold for
+every caller in place of the share.
 
 An `Account` counts by `Resource`: what is handed out is taken from the caller's account first, and given back when it
 is free again. It counts always, for 3 µs a call, so what is taken and what is given agree.
@@ -15,12 +15,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
+from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.service.records import Account, Resource, SequenceRecord
+
+UNCOUNTED_BYTES: Final = 1 << 14
+"""Smaller answers are not counted: a connection's streams bound them."""
+
+RETRY_AFTER_S: Final = 0.05
 
 UNBOUNDED: Final = sys.maxsize
 EMPTY_ACCOUNTS: Final = 1024
@@ -106,14 +113,61 @@ class Quotas:
         record.charged = 0
 
     def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
-        """What one caller may hold: of those that are alone, and of those that share."""
-        alone, shared = [UNBOUNDED] * len(Resource), [UNBOUNDED] * len(Resource)
+        """What one caller may hold: one that does not share, and one that does."""
+        unshared, shared = [UNBOUNDED] * len(Resource), [UNBOUNDED] * len(Resource)
         for resource, size in self._tables.items():
             shared[resource] = max(math.ceil(size * self._limits.caller_share), self._least.get(resource, 1))
         for resource, exact in self._exact.items():
             if exact:
-                alone[resource] = shared[resource] = exact
-        return alone, shared
+                unshared[resource] = shared[resource] = exact
+        return unshared, shared
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
+
+
+class Unread:
+    """Bytes of answers on their way, of one connection, one caller and in all.
+
+    A client that asks for large answers and does not read them holds them in the server's memory, twice their size:
+    gRPC takes as much from a handler as it gives, however little the client takes from gRPC. So room for a large answer
+    is taken when its call is admitted, and given back when gRPC has sent the answer or the call is over.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        largest = max(limits.max_response_bytes, limits.max_session_response_bytes)  # finds room where nothing waits
+        self._most = max(limits.max_unread_bytes, largest)
+        self._most_of_one = max(limits.max_unread_bytes // 2, largest)
+        self._of: dict[str, int] = {}
+        self.bytes = 0
+
+    def take(self, peer: str, account: Account, size: int) -> Callable[[], None]:
+        """Take room for an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
+        once, when it has left. Raises `QueueFull`, having changed nothing."""
+        mine = self._of.get(peer, 0)
+        if mine + size > self._most_of_one:
+            raise self._full(f"{mine} bytes of answers to this connection are not read yet")
+        if account.held[Resource.UNREAD_BYTES] + size > account.most[Resource.UNREAD_BYTES]:
+            raise self._full(f"{account.held[Resource.UNREAD_BYTES]} bytes of answers to you are not read yet")
+        if self.bytes + size > self._most:
+            raise self._full(f"{self.bytes} bytes of answers are not read yet")
+        self.bytes += size
+        self._of[peer] = mine + size
+        account.take(Resource.UNREAD_BYTES, size)
+        return partial(self._give, peer, account, size)
+
+    def _give(self, peer: str, account: Account, size: int) -> None:
+        self.bytes -= size
+        left = self._of[peer] - size
+        if left:
+            self._of[peer] = left
+        else:
+            del self._of[peer]
+        account.give(Resource.UNREAD_BYTES, size)
+
+    def _full(self, what: str) -> QueueFull:
+        return QueueFull(
+            f"{what}; read them, or ask for less. Nothing was started",
+            metadata={"max_unread_bytes": self._most, "unread_bytes": self.bytes},
+            retry_after_s=RETRY_AFTER_S,
+        )

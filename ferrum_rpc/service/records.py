@@ -1,6 +1,6 @@
 """What the server keeps of a caller, a lease and a sequence, as data.
 
-A sequence names the lease that it lives with and the account that pays for it, a lease the sequences that live with it.
+A sequence names its lease and the account that pays for it; a lease names its sequences.
 The tables that hold them (`handles`, `leases`, `quotas`) import this module and not each other.
 """
 
@@ -59,8 +59,8 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A sign of life that is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
-    ``members``: the sequences that live with it, those being created included."""
+    """A renewal is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
+    ``members``: the sequences that end with it, those being created included."""
 
     id: str
     account: Account
@@ -80,7 +80,7 @@ class Lease:
         return self.account.caller.name
 
     def renew(self, now: float) -> None:
-        """Its holder gave a sign of life."""
+        """Its holder has called."""
         self.expires = now + self.ttl_s
 
     @property

@@ -11,7 +11,6 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
 import grpc
@@ -21,7 +20,8 @@ from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.service.auth import ARRIVED, OPEN_SERVICES, Guard
 from ferrum_rpc.service.bodies import Bodies
-from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, Context, refuse
+from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, refuse
+from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.framing import serializing
 from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
 
@@ -43,17 +43,9 @@ OPEN_SHARE: Final = 32
 """The same where no credentials are asked for. A prober needs one; 31 others that dribble do not delay it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reception:
-    """How requests are received: ``most`` bytes, through ``bodies``."""
-
-    most: int
-    bodies: Bodies
-
-    @classmethod
-    def of(cls, most: int, in_all: int, share: int) -> Reception:
-        """For requests of up to ``most`` bytes: ``in_all`` of them at once, a ``share``-th of that for a connection."""
-        return cls(most, Bodies(max(share, in_all), max(share, in_all) // share))
+def _bodies(in_all: int, share: int) -> Bodies:
+    """``in_all`` bodies at once, a ``share``-th of that for a connection, and at least one."""
+    return Bodies(max(share, in_all), max(share, in_all) // share)
 
 
 class Registry(grpc.GenericRpcHandler):
@@ -68,8 +60,8 @@ class Registry(grpc.GenericRpcHandler):
         self._guard = guard
         self._budget = Budget.of(limits)
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
-        self._reception = Reception.of(longest, BODY_BYTES // longest, BODY_SHARE)
-        self._open = Reception.of(min(longest, OPEN_BYTES), OPEN_BODY_BYTES // longest, OPEN_SHARE)
+        self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
+        self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
         self._handlers: dict[str, Handler] = {}
         self._unknown = self._received(  # whatever kind of call it is
             grpc.stream_stream_rpc_method_handler(unknown), "", UNKNOWN_METHOD
@@ -98,10 +90,16 @@ class Registry(grpc.GenericRpcHandler):
         """The handler behind everything that a request passes. ``method``: what it is counted under. Calls of other
         services than the contract's are counted where they are refused before their handler runs."""
         calls, guard = self._calls, self._guard
-        reception = self._open if service in OPEN_SERVICES else self._reception
-        parse = self._parser(handler.request_deserializer, reception.most)
-        streams, bodies, counted = handler.request_streaming, reception.bodies, service.startswith(CONTRACT)
-        behaviour, answers_stream = _serving(_behaviour(handler)), handler.response_streaming
+        most, bodies = self._open if service in OPEN_SERVICES else self._guarded
+        parse = self._parser(handler.request_deserializer, most)
+        streams, answers_stream, counted = (
+            handler.request_streaming,
+            handler.response_streaming,
+            service.startswith(CONTRACT),
+        )
+        behaviour = _serving(
+            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        )
 
         async def receive(requests: Any, context: Context) -> Any:
             if not ARRIVED.get():  # grpc.aio itself accepted it
@@ -137,7 +135,7 @@ class Registry(grpc.GenericRpcHandler):
                 del requests, request, response, context, call
 
         serialize = serializing(handler.response_serializer)
-        if handler.response_streaming:
+        if answers_stream:
             return grpc.stream_stream_rpc_method_handler(receive, parse if streams else None, serialize)
         return grpc.stream_unary_rpc_method_handler(receive, parse if streams else None, serialize)
 
@@ -160,11 +158,6 @@ class Registry(grpc.GenericRpcHandler):
                 raise InvalidRequest("the request is no message of this method") from None
 
         return parsed
-
-
-def _behaviour(handler: Any) -> Any:
-    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-    return next(each for each in kinds if each is not None)
 
 
 def _serving(behaviour: Any) -> Behaviour:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
@@ -36,6 +36,11 @@ a sequence and step. A larger one is never kept, not even where all of it is the
 
 Recorded = ItemAnswer | tuple[HandleRef, ...]
 """A forward's answer; or the handles that a truncate, fork or release left."""
+
+Outcome = Recorded | ExecutorError
+
+Waiter = Callable[[Outcome], object]
+"""A duplicate of a call in flight: called with what that call got."""
 
 Key = tuple[str, bytes | str]
 """A scope's name: see `scope_of`."""
@@ -54,10 +59,10 @@ class Scope(dict[str, "Entry"]):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request id: a call in flight (``answer`` None, ``waiters`` duplicates wait for ``pending``), or an answer.
-    ``rows_bytes`` is what its rows take of the budget, 0 where it has none.
+    """One request id: a call in flight (``answer`` None) with the ``waiters`` that repeat it, or an answer.
+    ``rows_bytes`` is what its rows take of the budget, 0 where it has none. A call with waiters is not taken back when
+    its own caller is cancelled.
 
-    ``pending`` is made by the first duplicate: nearly all calls have none, and a future each is what they would notice.
     ``older`` and ``newer`` are set while it has rows: the answers with rows are a ring, which takes 100 bytes an answer
     less than an `OrderedDict` of them and 0.5 µs less.
     """
@@ -65,10 +70,9 @@ class Entry:
     scope: Scope
     request_id: str
     fingerprint: Hashable
-    pending: asyncio.Future[Recorded | ExecutorError] | None = None
     answer: Recorded | None = None
     rows_bytes: int = 0
-    waiters: int = 0
+    waiters: tuple[Waiter, ...] = ()
     older: Entry = field(init=False)
     newer: Entry = field(init=False)
 
@@ -77,6 +81,10 @@ class Entry:
         if self.fingerprint != fingerprint:
             raise RequestIdReused("this request id was used with other content", field="request_id")
         return self
+
+    def leave(self, waiter: Waiter) -> None:
+        """Its answer is no longer wanted."""
+        self.waiters = tuple([each for each in self.waiters if each is not waiter])
 
 
 class Owner:
@@ -91,14 +99,6 @@ class Owner:
         self.rows.older = self.rows.newer = self.rows
         self.answers = 0
         self.bytes = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A duplicate's place at an entry; ``pending`` is None where the answer was there already."""
-
-    entry: Entry
-    pending: asyncio.Future[Recorded | ExecutorError] | None
 
 
 class ReplayLog:
@@ -137,15 +137,16 @@ class ReplayLog:
         entry = scope[request_id] = Entry(scope, request_id, fingerprint)
         return entry
 
-    def finish(self, entry: Entry, outcome: Recorded | ExecutorError) -> None:
-        """The call ended: record its answer, or forget it if it was refused. Wakes the duplicates. Where recording an
-        answer raises, they sleep on: finish it again, with a refusal."""
+    def finish(self, entry: Entry, outcome: Outcome) -> None:
+        """The call ended: record its answer, or forget it if it was refused; then the waiters are called, in a turn of
+        the event loop of their own. Where recording an answer raises, they wait on: finish it again, with a refusal."""
         if isinstance(outcome, ExecutorError):
             self._forget(entry)
         else:
             self._record(entry, outcome)
-        if entry.pending is not None:
-            entry.pending.set_result(outcome)
+        waiters, entry.waiters = entry.waiters, ()
+        for waiter in waiters:
+            asyncio.get_running_loop().call_soon(waiter, outcome)
 
     def _record(self, entry: Entry, answer: Recorded) -> None:
         owner, rows = entry.scope.owner, None
@@ -175,25 +176,8 @@ class ReplayLog:
             if entry.rows_bytes:
                 self._shed(entry)
 
-    def join(self, entry: Entry) -> Ticket:
-        """Ask for an entry's answer. From now until `leave` the first call is waited for, and not taken back when its
-        own caller is cancelled; so join before anything else can run."""
-        if entry.answer is not None:
-            return Ticket(entry, None)
-        if entry.pending is None:
-            entry.pending = asyncio.get_running_loop().create_future()
-        entry.waiters += 1
-        return Ticket(entry, entry.pending)
-
-    def leave(self, ticket: Ticket) -> None:
-        """The answer was had, or is no longer wanted."""
-        if ticket.pending is not None:
-            ticket.entry.waiters -= 1
-
-    def read(self, ticket: Ticket) -> Recorded | ExecutorError:
-        """What the first call got, once it has ended; an item's answer is marked as replayed."""
-        outcome = ticket.entry.answer if ticket.pending is None else ticket.pending.result()
-        assert outcome is not None  # noqa: S101 - no call is pending, so the answer is there
+    def repeat(self, outcome: Outcome) -> Outcome:
+        """What a later call with the same id gets: an item's answer is marked as replayed."""
         self.replays += 1
         return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
 
@@ -252,8 +236,8 @@ _bytes: Final = attrgetter("bytes")
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:
-    """What makes two work items of one scope the same call. The item id is the caller's own business and not part of
-    it; the handle's id is the scope's."""
+    """What makes two work items of one scope the same call. The item id is not part of it; the handle's
+    id is the scope's."""
     _, handle, tokens, truncate_to, output, _, create = item
     content = tokens.tobytes()
     if len(content) >= DIGEST_BYTES:

@@ -11,16 +11,16 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
 from ferrum_rpc.errors import ExecutorError, InternalError, Reason
 from ferrum_rpc.service.error_log import ErrorLog
 from ferrum_rpc.service.meters import SECONDS, Histogram
+from ferrum_rpc.service.telemetry import Tracing
+from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
 """When a client that retries by itself may do so; RetryInfo says the same to every other one."""
@@ -34,20 +34,6 @@ AT_DEADLINE_SHARE: Final = 0.01
 a timeout up by as much as this share of it."""
 
 _CODE_NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
-
-
-class Span(Protocol):
-    """A call's span in a trace; see `tracing.py`."""
-
-    def end(self, code: str, message: str, response: Any) -> None:
-        """The call ended with this code; ``response`` is None where there is none."""
-
-
-class Tracer(Protocol):
-    """Begins a span per call."""
-
-    def begin(self, method: str, context: Context) -> Span:
-        """A handler has begun."""
 
 
 @dataclass(slots=True)
@@ -68,7 +54,7 @@ class CallLog:
     counted under: a caller cannot make new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a
     drain waits for the former and closes the latter."""
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, tracer: Tracing | None = None) -> None:
         self.methods: defaultdict[str, MethodCount] = defaultdict(MethodCount)
         self.refusals = ErrorLog()
         self.tracer = tracer
@@ -145,8 +131,8 @@ class Call:
         if timed:
             count.seconds.observe(time.perf_counter() - self._began)
         count.codes[self._code] = count.codes.get(self._code, 0) + 1
-        if self._span is not None:
-            self._span.end(self._code, self._message, response)
+        if log.tracer is not None and self._span is not None:
+            log.tracer.end(self._span, self._code, self._message, response)
 
 
 async def refuse(context: Context, error: ExecutorError) -> None:
@@ -154,7 +140,7 @@ async def refuse(context: Context, error: ExecutorError) -> None:
     _let_go(error)
     metadata: list[tuple[str, str | bytes]] = [(STATUS_METADATA_KEY, status_from_error(error).SerializeToString())]
     if error.reason is Reason.DRAINING:
-        metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # elsewhere: a retry here would only delay the news
+        metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # no retry here: another executor has to be asked
     elif error.retry_after_s is not None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(error.retry_after_s * 1000))))
     await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))

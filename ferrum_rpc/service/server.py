@@ -1,7 +1,7 @@
 """The server: one port, the three services, health and reflection, and an orderly end.
 
 It binds before the model is loaded, so that a health check answers from the first second (NOT_SERVING until the model
-is there). Two grpc defaults would hurt: with ``so_reuseport`` a second server silently shares the port, and
+is there). Two grpc defaults are wrong here: with ``so_reuseport`` a second server silently shares the port, and
 ``server.stop()`` returns before aborted handlers have ended.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -31,19 +30,18 @@ from ferrum_rpc.executor.v1 import (
 )
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.accept import Acceptors
-from ferrum_rpc.service.auth import Security, guard_of
+from ferrum_rpc.service.auth import Guard, Security, TokenFile
 from ferrum_rpc.service.bind import address, open_port
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
 from ferrum_rpc.service.executor import ModelExecutorServicer
-from ferrum_rpc.service.health import HealthBoard
-from ferrum_rpc.service.lifecycle import Drain, Sweeper
+from ferrum_rpc.service.health import LOOK_EVERY_S, HealthBoard
+from ferrum_rpc.service.lifecycle import SWEEP_EVERY_S, Drain, Sweeper
 from ferrum_rpc.service.meters import StepMeter
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.session import Sessions
+from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
-from ferrum_rpc.service.watchdog import Watchdog
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -52,14 +50,8 @@ FRAME_OVERHEAD: Final = 1 << 16
 """Bytes that a message may take above the limit on its rows: results, statuses, pressure."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keepalive:
-    """How a silent client is found: pinged after ``time_s`` seconds without a byte from it, given up when the ping is
-    not answered within ``timeout_s``."""
-
-    time_s: float = 30.0
-    timeout_s: float = 10.0
-
+TOKENS_EVERY_S: Final = 1.0
+"""A removed token works about this long; a look at the file costs some microseconds of the event loop."""
 
 PENDING_CALLS: Final = 2560
 UNREAD_BYTES: Final = 16 << 10
@@ -70,7 +62,8 @@ sequences should not be."""
 
 class ExecutorServer:
     """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
-    does so in a process of its own.
+    does so in a process of its own. A client without a byte for ``keepalive_time_s`` is pinged, and given up when the
+    ping is not answered within ``keepalive_timeout_s``.
 
     ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
     the event loop its turns all the same, and an honest call waits behind all that came before it; gRPC refuses what is
@@ -87,7 +80,8 @@ class ExecutorServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        keepalive: Keepalive = Keepalive(),
+        keepalive_time_s: float = 30.0,
+        keepalive_timeout_s: float = 10.0,
         max_streams: int = 4096,
         grace_s: float = 30.0,
         security: Security = Security(),  # noqa: B008 - frozen
@@ -101,15 +95,13 @@ class ExecutorServer:
         self._host = host
         self._build = build
         self._limits = limits
-        self._keepalive = keepalive
+        self._keepalive = round(keepalive_time_s * 1e3), round(keepalive_timeout_s * 1e3)
         self._max_streams = max_streams
         self._security = security
         self._liveness = liveness
-        self._monitor: Watchdog | None = None
         self.health = HealthBoard(self._serves, SERVICES)
-        self.sessions = Sessions()
+        self.sessions: set[Session] = set()
         self.draining = Drain(self.state, self.health, self.sessions)
-        self._sweeper = Sweeper(self.state)
         self._grace_s = grace_s
         self._ready: asyncio.Future[Described] = asyncio.get_running_loop().create_future()
         self._failed = asyncio.Event()
@@ -122,14 +114,15 @@ class ExecutorServer:
 
     async def start(self) -> None:
         """Bind, answer health checks, and begin to load. Raises `PortInUse` and `SecurityError`."""
+        keepalive_ms, keepalive_timeout_ms = self._keepalive
         server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._limits.max_request_bytes),
                 ("grpc.max_send_message_length", self._limits.max_response_bytes + FRAME_OVERHEAD),
-                ("grpc.keepalive_time_ms", round(self._keepalive.time_s * 1e3)),
-                ("grpc.keepalive_timeout_ms", round(self._keepalive.timeout_s * 1e3)),
-                ("grpc.http2.ping_timeout_ms", round(self._keepalive.timeout_s * 1e3)),
+                ("grpc.keepalive_time_ms", keepalive_ms),
+                ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
+                ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 # Faster pings than every 5 s cost a connection its life at the third; our client pings every 10 s.
@@ -137,7 +130,7 @@ class ExecutorServer:
                 # A token and trace ids take hundreds of bytes; the soft limit refuses a call, the hard one always.
                 ("grpc.max_metadata_size", 16 << 10),
                 ("grpc.absolute_max_metadata_size", 32 << 10),
-                # A connection that says nothing holds a descriptor: gRPC would wait two minutes for its handshake.
+                # A connection without a byte holds a descriptor: gRPC would wait two minutes for its handshake.
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.max_concurrent_streams", self._max_streams),
                 # Of calls that wait to be accepted, gRPC resets some beyond 1,000 and all beyond 3,000: a scheduler's
@@ -163,8 +156,7 @@ class ExecutorServer:
         await server.start()
         acceptors.start()
         engine.start()
-        self._monitor = Watchdog(engine, self.health, supervisor)
-        self._monitor.start()
+        supervisor.every(Background.HEARTBEAT, LOOK_EVERY_S, partial(self.health.look, engine))
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
@@ -190,7 +182,7 @@ class ExecutorServer:
 
     def methods(self) -> Registry:
         """The handlers of every service."""
-        table: Any = Registry(self.calls, guard_of(self._security, self.state.supervisor), self._limits)
+        table: Any = Registry(self.calls, self._guard(), self._limits)
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.state, self.calls, self.sessions), table
         )
@@ -202,6 +194,15 @@ class ExecutorServer:
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, table)
         return cast(Registry, table)
+
+    def _guard(self) -> Guard | None:
+        """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
+        security, supervisor, tokens = self._security, self.state.supervisor, None
+        if security.tokens is not None:
+            tokens = TokenFile(security.tokens, failed=partial(supervisor.count, Background.TOKENS))
+            # at once, and not at the next call: the log says what is wrong with a new file
+            supervisor.every(Background.TOKENS, TOKENS_EVERY_S, tokens.refresh)
+        return Guard(tokens, security.operators) if security.asks else None
 
     async def ready(self) -> Described:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""
@@ -219,22 +220,21 @@ class ExecutorServer:
     async def stop(self, grace_s: float = 30.0) -> None:
         """Say NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
         self.state.drain()
+        self.state.supervisor.stop()
         if self._server is None:
             return
-        self._sweeper.stop()
         self.health.close()
-        self.sessions.end(Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
+        end_sessions(self.sessions, Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
         await self._server.stop(grace_s)
         await self.calls.idle()
-        if self._monitor is not None:
-            await self._monitor.stop()
         if not await self.state.engine.stop():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
         log.info("stopped", target=self.target, sequences=len(self.state.handles))
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)
-        self._sweeper.start()  # not before: while torch is imported the loop is late, and there is nothing to sweep
+        # not before: while torch is imported the loop is late, and there is nothing to sweep
+        self.state.supervisor.every(Background.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
         self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)

@@ -3,19 +3,20 @@
 A frame is begun where it is read, by the same paths as the unary calls, so that frames claim their sequences in the
 order in which they arrive; one task writes the answers of those that have ended. What the stream adds: a lease that
 every frame renews, a bound on the steps in flight (a step counts until its answer is written, so a client that does not
-read holds its own answers alone), and large answers in parts.
+read delays only its own answers), and large answers in parts.
 
-The end of the stream is not the client's word: killed, cut off and half-closed look the same. Steps that have not begun
-are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
+The end of the stream has many causes: a client killed, cut off or half-closed looks the same. Steps that have not
+begun are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
@@ -25,20 +26,20 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.records import Account, Ending, Lease, Resource
-from ferrum_rpc.service.rpc import CallLog, Context
-from ferrum_rpc.service.session_kv import SessionKv
-from ferrum_rpc.service.session_steps import Reply, Step, Steps
+from ferrum_rpc.service.records import Ending, Lease, Resource
+from ferrum_rpc.service.rpc import CallLog
+from ferrum_rpc.service.session_kv import SessionKv, Step
 from ferrum_rpc.service.state import RETRY_AFTER_S, ServerState
 from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.info import SCHEMA_REVISION, seconds, set_seconds
 from ferrum_rpc.wire.items import (
     Shape,
+    fill_pressure,
     fill_results,
     fill_step,
     items_from_proto,
-    pressure_to_proto,
 )
 from ferrum_rpc.wire.rows import RowParts
 from ferrum_rpc.wire.status import status_from_error
@@ -52,33 +53,16 @@ METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 Answer = session_pb2.SessionResponse
 
 
-class Sessions:
-    """The open sessions of a server."""
-
-    def __init__(self) -> None:
-        self._open: set[Session] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, session: Session) -> None:
-        """It is open."""
-        self._open.add(session)
-
-    def discard(self, session: Session) -> None:
-        """It is over."""
-        self._open.discard(session)
-
-    def end(self, error: ExecutorError) -> None:
-        """End every session with a status: the server goes."""
-        for session in list(self._open):
-            session.end(error)
+def end_sessions(sessions: set[Session], error: ExecutorError) -> None:
+    """End every open session with a status: the server goes."""
+    for session in list(sessions):
+        session.end(error)
 
 
 class Session:
     """One stream. ``run`` serves it to its end."""
 
-    def __init__(self, state: ServerState, calls: CallLog, sessions: Sessions, context: Context) -> None:
+    def __init__(self, state: ServerState, calls: CallLog, sessions: set[Session], context: Context) -> None:
         self._state = state
         self._calls = calls
         self._sessions = sessions
@@ -89,7 +73,11 @@ class Session:
             state, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._steps = Steps(self._answer)
+        self._open: dict[int, Step] = {}
+        self._ended: deque[Step] = deque()
+        self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
+        self._idle: asyncio.Future[None] | None = None  # the reader waits until all are answered
+        self._leaving = False  # the last message of an answer is being written: its client may know before we do
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = state.limits.max_session_response_bytes
@@ -124,7 +112,7 @@ class Session:
 
     async def _serve(self, welcome: Answer) -> None:
         self._state.sessions += 1
-        writer = self._state.supervisor.start(Background.SESSION, self._steps.run, self._writer_failed)
+        writer = self._state.supervisor.start(Background.SESSION, self._answer_ended, self._writer_failed)
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
@@ -132,11 +120,16 @@ class Session:
                     self._ending = None  # it closed by itself
                     return
             # No `close`: a client that only half-closed, or that the server leaves, still reads.
-            await self._steps.idle()
+            await self._until_idle()
         finally:
-            self._steps.abandon()
+            for step in self._open.values():  # take back what has not begun, and let the rest run without a caller
+                for call in step.calls:
+                    call.abandon()
+                if step.give_back is not None:
+                    step.give_back()
+            self._open.clear()  # they refer to this session: unread answers would stay until the collector runs
+            self._ended.clear()
             writer.cancel()
-            del self._steps  # it refers to this session: unread answers would live until the collector runs
             self._state.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
@@ -209,11 +202,13 @@ class Session:
             case "release":
                 await self._begin(step, self._cache.release, frame.release)
             case "keep_alive":
-                await self._answer(Step(step, reply=partial(self._on_keep_alive, step)), leaving=False)
+                await self._answer(Step(step, reply=self._on_keep_alive), leaving=False)
             case "cancel":
-                self._steps.take_back(frame.cancel.step_id)
+                cancelled = self._open.get(frame.cancel.step_id)
+                for call in () if cancelled is None else cancelled.calls:
+                    call.take_back()
             case "close":
-                await self._steps.idle()
+                await self._until_idle()
                 await self._write(await self._on_close(step, frame.close))
                 return False
             case _:
@@ -222,12 +217,36 @@ class Session:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, step: int, begin: Callable[[Step, Any], None], request: Any) -> None:
-        """Begin a step, which has claimed its sequences when this returns; or refuse it: too many are in flight."""
-        if len(self._steps) < self._most:
-            self._steps.begin(step, begin, request)
-        else:
-            await self._write(self._refusal(step, self._too_many()))
+    async def _begin(self, number: int, begin: Callable[[Step, Any], None], request: Any) -> None:
+        """Begin a step in the turn of the event loop that read its frame, without a task of its own: ``begin`` sets its
+        ``calls``, which have claimed their sequences, and its ``reply``. What it raises is the answer; so is a refusal
+        where too many steps are in flight."""
+        in_flight = len(self._open) - self._leaving
+        if in_flight >= self._most:
+            refusal = QueueFull(
+                f"{in_flight} steps are in flight and {self._most} may; await one",
+                metadata={"steps_in_flight": self._most},
+                retry_after_s=RETRY_AFTER_S,
+            )
+            await self._write(self._refusal(number, refusal))
+            return
+        step = self._open[number] = Step(number)
+        try:
+            begin(step, request)
+        except Exception as error:
+            step.calls, step.reply = (), partial(_raise, error)
+        step.waits = len(step.calls) or 1
+        for call in step.calls:
+            call.when_ended(partial(self._one_ended, step))
+        if not step.calls:
+            self._one_ended(step)
+
+    def _one_ended(self, step: Step) -> None:
+        step.waits -= 1
+        if not step.waits:
+            self._ended.append(step)
+            if self._wake is not None and not self._wake.done():
+                self._wake.set_result(None)
 
     def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
         messages = request.items
@@ -241,28 +260,23 @@ class Session:
             deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
             max_bytes=self._max_bytes,
             origin=self._origin,
-            hold=partial(self._hold, step),
+            peer=self._context.peer,
         )
-        step.calls, step.reply = (call,), partial(self._on_forward, step.number, request, call)
+        step.calls, step.reply, step.give_back = (call,), partial(self._on_forward, request, call), call.give_back
 
-    def _hold(self, step: Step, account: Account, size: int) -> None:
-        """Take room for a step's answer until it is written."""
-        step.give_back = self._state.unread.take(self._context.peer(), account, size)
-
-    def _on_forward(self, step: int, request: session_pb2.SessionForward, call: ForwardCall) -> Reply:
+    def _on_forward(self, request: session_pb2.SessionForward, call: ForwardCall, response: Answer) -> Iterable[Answer]:
         outcomes = call.answer().outcomes
         self._calls.refused_items(METHOD, outcomes, self._context)
-        response = Answer(step_id=step)
         forward = response.forward
         rows = RowParts(forward.row_blocks, fill_results(forward, request.items, outcomes), self._inline)
         fill_step(forward, self._state.pressure(), call.timing)
-        return response, rows.frames(step)
+        return rows.frames(response.step_id)
 
-    def _on_keep_alive(self, step: int) -> Reply:
+    def _on_keep_alive(self, response: Answer) -> Iterable[Answer]:
         lease = self._state.leases.renew(self._lease.id, self._account.caller.name)
-        answer = session_pb2.SessionKeepAliveAnswer(pressure=pressure_to_proto(self._state.pressure()))
-        set_seconds(answer.ttl, lease.ttl_s)
-        return Answer(step_id=step, keep_alive=answer), ()
+        fill_pressure(response.keep_alive.pressure, self._state.pressure())
+        set_seconds(response.keep_alive.ttl, lease.ttl_s)
+        return ()
 
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:
         state, released = self._state, 0
@@ -275,15 +289,38 @@ class Session:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    async def _until_idle(self) -> None:
+        """Wait until every step is answered."""
+        while self._open:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+
+    async def _answer_ended(self) -> None:
+        """Answer the steps in the order in which they end, until cancelled."""
+        while True:
+            while self._ended:
+                step = self._ended.popleft()
+                try:
+                    await self._answer(step)
+                finally:
+                    self._leaving = False
+                    if self._open.pop(step.number, None) is not None and step.give_back is not None:
+                        step.give_back()
+                    if not self._open and self._idle is not None and not self._idle.done():
+                        self._idle.set_result(None)
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+
     async def _answer(self, step: Step, leaving: bool = True) -> None:
         """Write the answer of a step that has ended, the frames of its rows ahead of it. ``leaving``: it counted as in
         flight. The step refers to its reply no more: rows that are written part by part must not stay until the last.
         """
         reply, step.calls, step.reply = step.reply, (), None
         assert reply is not None  # noqa: S101 - it has ended, and is answered once
+        response = Answer(step_id=step.number)
         rows: Iterable[Answer] = ()
         try:
-            response, rows = reply()
+            rows = reply(response)
         except ExecutorError as error:
             response = self._refusal(step.number, error)
         except Exception as error:
@@ -302,16 +339,13 @@ class Session:
 
     async def _write(self, answer: Answer, leaving: bool = False) -> None:
         async with self._writing:
-            self._steps.leaving = leaving
+            self._leaving = leaving
             await self._context.write(answer)
 
     def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
         self._calls.refusals.note(METHOD, error, self._context, cause=cause)
         return Answer(step_id=step, error=status_from_error(error))
 
-    def _too_many(self) -> QueueFull:
-        return QueueFull(
-            f"{len(self._steps)} steps are in flight and {self._most} may; await one",
-            metadata={"steps_in_flight": self._most},
-            retry_after_s=RETRY_AFTER_S,
-        )
+
+def _raise(error: Exception, _: Answer) -> NoReturn:
+    raise error

@@ -6,7 +6,8 @@ file knows neither the stream nor its order of frames.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,21 +15,38 @@ from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, truncate
-from ferrum_rpc.service.session_steps import Reply, Step
 from ferrum_rpc.service.state import ServerState
+from ferrum_rpc.service.transaction import Transaction
 from ferrum_rpc.wire.items import (
     fill_pressure,
+    fork_from_proto,
     handle_from_proto,
     handle_to_proto,
     request_id_from_proto,
 )
 from ferrum_rpc.wire.status import status_from_error
 
+Reply = Callable[[session_pb2.SessionResponse], Iterable[session_pb2.SessionResponse]]
+"""Fills the answer of a frame whose calls have ended, and returns the frames of rows that go ahead of it. Raises what
+refuses the frame."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``give_back`` gives back the room of a
+    large answer."""
+
+    number: int
+    calls: Sequence[Transaction[Any]] = ()
+    reply: Reply | None = None
+    waits: int = 0
+    give_back: Callable[[], object] | None = None
+
 
 class SessionKv:
-    """The cache as one session sees it: each method begins a `Step`. ``refused(outcomes)`` counts and logs the refusals
-    among a frame's outcomes; ``origin`` marks the sequences that the session makes. A frame that is refused whole
-    raises."""
+    """The cache as one session sees it: each method begins a `Step`, or raises what refuses the frame.
+    ``refused(outcomes)`` counts and logs the refusals among a frame's outcomes; ``origin`` marks the sequences that the
+    session makes."""
 
     def __init__(
         self, state: ServerState, caller: Caller, origin: object, refused: Callable[[list[Any]], object]
@@ -42,63 +60,49 @@ class SessionKv:
         """Roll back, each handle to a length of its own."""
         if len(request.handles) != len(request.lengths):
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
-        self._check_count(len(request.handles))
-        request_id = request_id_from_proto(request.request_id)
+        handles, request_id = self._handles(request), request_id_from_proto(request.request_id)
         calls = [
-            truncate(self._state, handle_from_proto(handle), length, request_id, caller=self._caller)
-            for handle, length in zip(request.handles, request.lengths, strict=True)
+            truncate(self._state, handle, length, request_id, caller=self._caller)
+            for handle, length in zip(handles, request.lengths, strict=True)
         ]
-        step.calls, step.reply = calls, partial(self._answer, step.number, calls)
+        step.calls, step.reply = calls, partial(self._answer, calls, ())
 
     def release(self, step: Step, request: session_pb2.SessionRelease) -> None:
         """Free."""
-        self._check_count(len(request.handles))
-        handles = [handle_from_proto(handle) for handle in request.handles]
-        calls = [
-            release(self._state, handle, any_version=request.any_version, caller=self._caller) for handle in handles
-        ]
-        step.calls, step.reply = calls, partial(self._answer, step.number, calls, handles)
+        handles, any_version = self._handles(request), request.any_version
+        calls = [release(self._state, each, any_version=any_version, caller=self._caller) for each in handles]
+        step.calls, step.reply = calls, partial(self._answer, calls, handles)
 
     def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
         """Share until they diverge."""
-        call = fork(
-            self._state,
-            handle_from_proto(request.handle),
-            request.count or 1,
-            request.at_length if request.HasField("at_length") else None,
-            request_id_from_proto(request.request_id),
-            caller=self._caller,
-            origin=self._origin,
-        )
-        step.calls, step.reply = [call], partial(self._forked, step.number, call)
+        call = fork(self._state, *fork_from_proto(request), caller=self._caller, origin=self._origin)
+        step.calls, step.reply = (call,), partial(self._forked, call)
 
-    def _forked(self, number: int, call: OperationCall) -> Reply:
-        children, _ = call.answer()
-        response = session_pb2.SessionResponse(step_id=number)
-        for child in children:
-            response.handles.results.add(handle=handle_to_proto(child))
-        fill_pressure(response.handles.pressure, self._state.pressure())
-        return response, ()
-
-    def _check_count(self, count: int) -> None:
-        most = self._state.limits.max_batch_items
+    def _handles(self, request: session_pb2.SessionTruncate | session_pb2.SessionRelease) -> list[HandleRef]:
+        count, most = len(request.handles), self._state.limits.max_batch_items
         if count > most:
             raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
+        return [handle_from_proto(handle) for handle in request.handles]
 
-    def _answer(self, number: int, calls: Sequence[OperationCall], released: Sequence[HandleRef] = ()) -> Reply:
+    def _forked(self, call: OperationCall, response: session_pb2.SessionResponse) -> tuple[()]:
+        for child in call.answer()[0]:
+            response.handles.results.add(handle=handle_to_proto(child))
+        fill_pressure(response.handles.pressure, self._state.pressure())
+        return ()
+
+    def _answer(
+        self, calls: Sequence[OperationCall], released: Sequence[HandleRef], response: session_pb2.SessionResponse
+    ) -> tuple[()]:
         """One outcome per handle: what is left of it, or the one that is released."""
-        response = session_pb2.SessionResponse(step_id=number)
-        answer = response.handles
-        outcomes: list[ExecutorError | None] = []
+        answer, errors = response.handles, list[ExecutorError | None]()
         for index, call in enumerate(calls):
+            error = None
             try:
                 handles, _ = call.answer()
-            except ExecutorError as error:
-                outcomes.append(error)
-                answer.results.add(error=status_from_error(error))
-            else:
                 answer.results.add(handle=handle_to_proto(handles[0] if handles else released[index]))
-                outcomes.append(None)
-        self._refused(outcomes)
+            except ExecutorError as refusal:
+                answer.results.add(error=status_from_error(error := refusal))
+            errors.append(error)
+        self._refused(errors)
         fill_pressure(answer.pressure, self._state.pressure())
-        return response, ()
+        return ()

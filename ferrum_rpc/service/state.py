@@ -16,15 +16,14 @@ from typing import Final
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
-from ferrum_rpc.errors import DeviceLost, Draining, SequencesExhausted, Starting, StepFailed
+from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.leases import LeaseTable
-from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
-from ferrum_rpc.service.unread import Unread
 
 RETRY_AFTER_S: Final = 0.05
 """What a refusal for want of room suggests to wait: about a step."""
@@ -46,8 +45,8 @@ class Lifecycle(enum.Enum):
 class ServiceCounters:
     """What has happened since the start."""
 
-    created: int = 0
-    released: int = 0
+    sequences_created: int = 0
+    sequences_released: int = 0
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0
@@ -136,9 +135,18 @@ class ServerState:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def mint(self, count: int, account: Account, lease: Lease | None = None) -> list[SequenceRecord]:
-        """Records of sequences to be created, or the refusal. Each must be followed by `publish` or `discard`. They are
-        busy, and members of their lease, from the beginning: a long prefill must not outlive it."""
+    def mint(  # noqa: PLR0917
+        self,
+        count: int,
+        account: Account,
+        lease: Lease | None,
+        length: int,
+        origin: object | None = None,
+        held_to: int = 0,
+    ) -> list[SequenceRecord]:
+        """Records of sequences to be created with ``length`` tokens, or the refusal. Each must be followed by `publish`
+        or `discard`. They are busy, and members of their lease, from the beginning: a long prefill must not outlive it.
+        """
         if self.lifecycle is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         if len(self.handles) + len(self._creating) + count > self.limits.max_sequences:
@@ -153,18 +161,25 @@ class ServerState:
         records = [self.handles.mint(account.caller.name) for _ in range(count)]
         self._creating.update(records)
         for record in records:
-            record.busy, record.account = True, account
+            record.busy, record.account, record.origin, record.held_to = True, account, origin, held_to
             if lease is not None:
                 record.lease = lease
                 lease.members[record] = None
             record.touch()
+        try:
+            for record in records:
+                self.quotas.charge(record, length)
+        except ExecutorError:
+            for record in records:
+                self.discard(record)
+            raise
         return records
 
     def publish(self, record: SequenceRecord) -> None:
         """A minted sequence exists."""
         record.busy = False
         self.handles.insert(record)
-        self.counters.created += 1
+        self.counters.sequences_created += 1
         self._creating.discard(record)
 
     def discard(self, record: SequenceRecord) -> None:
@@ -185,7 +200,7 @@ class ServerState:
         """Take a sequence out of the table; the caller sees to its blocks. False: it was not there."""
         if not self.handles.remove(record, ending):
             return False
-        self.counters.released += 1
+        self.counters.sequences_released += 1
         self.counters.ended[ending.value] += 1
         self.replay.forget_rows(scope_of(record.owner, record.id))
         self._part(record)
@@ -216,21 +231,12 @@ class ServerState:
 
     async def ended(self, records: Sequence[SequenceRecord], ending: Ending) -> int:
         """`end`, and wait until their blocks are free. Returns how many there were."""
-        if not records:
-            return 0
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = len(records)
-
-        def one_gone() -> None:
-            nonlocal left
-            left -= 1
-            if not left and not done.done():
-                done.set_result(None)
-
+        freed: asyncio.Queue[None] = asyncio.Queue()
         for record in records:
-            record.on_freed.append(one_gone)
+            record.on_freed.append(partial(freed.put_nowait, None))
         self.end(records, ending)
-        await done
+        for _ in records:
+            await freed.get()
         return len(records)
 
     def end_lease(self, lease: Lease, *, expired: bool) -> list[SequenceRecord]:

@@ -34,13 +34,14 @@ class Background(enum.StrEnum):
 
 
 class Supervisor:
-    """Runs background tasks and counts what they fail of, in ``failures``. ``on_change`` is called when `stuck` may
-    have changed."""
+    """Runs background tasks and counts their failures, in ``failures``. ``on_change`` is called when `stuck` may have
+    changed."""
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = dict.fromkeys((each.value for each in Background), 0)
         self.on_change: Callable[[], object] = lambda: None
         self._in_a_row: dict[Background, int] = {}
+        self._periodic: list[asyncio.Task[None]] = []
 
     @property
     def stuck(self) -> bool:
@@ -48,7 +49,7 @@ class Supervisor:
         return any(count >= STUCK_AFTER for count in self._in_a_row.values())
 
     def every(self, task: Background, seconds: float, turn: Callable[[], object]) -> asyncio.Task[None]:
-        """Call ``turn`` every so many seconds, until cancelled. The server cannot do without it."""
+        """Call ``turn`` every so many seconds, until cancelled or `stop`. The server cannot do without it."""
 
         async def run() -> None:
             while True:
@@ -63,7 +64,14 @@ class Supervisor:
                     if self._in_a_row.pop(task, 0) >= STUCK_AFTER:
                         self.on_change()
 
-        return asyncio.create_task(run(), name=f"ferrum-{task.value}")
+        periodic = asyncio.create_task(run(), name=f"ferrum-{task.value}")
+        self._periodic.append(periodic)
+        return periodic
+
+    def stop(self) -> None:
+        """Call no ``turn`` of `every` any more."""
+        for task in self._periodic:
+            task.cancel()
 
     def start(
         self,

@@ -1,4 +1,4 @@
-"""What a running server shows of itself, as the settings want it: metrics on a port, a span of each RPC to a collector.
+"""A span of each RPC to a collector.
 
 Spans are off unless an endpoint is set, and OpenTelemetry is an extra: nothing of it is imported before. A span is a
 child of the caller's ``traceparent`` and carries what the answer says anyway (step number, sizes, times); the steps
@@ -16,20 +16,13 @@ from urllib.parse import urlsplit
 import structlog
 
 from ferrum_rpc import __version__
-from ferrum_rpc.service.trace_context import OWN_TRACE, Context, traceparent_of
+from ferrum_rpc.service.trace_context import OWN_TRACE, TRACEPARENT_KEY, Context, traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
-import asyncio
-from collections.abc import Callable, Mapping
-
-from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
-from ferrum_rpc.service.server import ExecutorServer
 
 log = structlog.get_logger("ferrum_rpc.tracing")
-server_log = structlog.get_logger("ferrum_rpc.server")
-
 
 SERVICE_NAME: Final = "ferrum-rpc"
 TRACES_PATH: Final = "/v1/traces"
@@ -39,7 +32,7 @@ FLUSH_S: Final = 2.0
 SERVER_ERRORS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
-"""Codes that are an error of the server's span; the others are the caller's business (the conventions say which)."""
+"""Codes that are an error of the server's span; the others are the caller's errors (the conventions list them)."""
 
 
 class TracingError(RuntimeError):
@@ -51,26 +44,31 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._otel = trace
         self._provider = provider
         self._tracer = provider.get_tracer("ferrum_rpc", __version__)
+        self._caller_of = TraceContextTextMapPropagator().extract
 
-    def begin(self, method: str, context: Context) -> CallSpan:
-        """A handler has begun. ``method``: full name."""
-        otel = self._otel
-        parent = traceparent_of(context)
-        within = None
-        if parent is not None:
-            place = otel.SpanContext(
-                int(parent.trace_id, 16), int(parent.span_id, 16), True, otel.TraceFlags(parent.flags)
-            )
-            within = otel.set_span_in_context(otel.NonRecordingSpan(place))
-        span = self._tracer.start_span(
-            method, within, otel.SpanKind.SERVER, {"rpc.system.name": "grpc", "rpc.method": method}
-        )
+    def begin(self, method: str, context: Context) -> Span:
+        """A handler has begun. ``method``: full name. `end` must follow."""
+        otel, attributes = self._otel, {"rpc.system.name": "grpc", "rpc.method": method}
+        caller = self._caller_of({TRACEPARENT_KEY: traceparent_of(context)})
+        span = self._tracer.start_span(method, caller, otel.SpanKind.SERVER, attributes)
         OWN_TRACE.set(otel.format_trace_id(span.get_span_context().trace_id))
-        return CallSpan(span, otel.Status(otel.StatusCode.ERROR))
+        return span
+
+    def end(self, span: Span, code: str, message: str, response: Any) -> None:
+        """The call ended with this code; ``response`` is None where there is none."""
+        if span.is_recording():
+            span.set_attribute("rpc.response.status_code", code)
+            if message:
+                span.set_attribute("ferrum.message", message)
+            if code in SERVER_ERRORS:
+                span.set_status(self._otel.StatusCode.ERROR)
+            span.set_attributes(_step_attributes(response))
+        span.end()
 
     def stop(self) -> None:
         """Send what is left, for `FLUSH_S` at most: the exporter would try a collector that is gone for 10 s and more.
@@ -78,28 +76,6 @@ class Tracing:
         flush = threading.Thread(target=self._provider.shutdown, name="ferrum-traces", daemon=True)
         flush.start()
         flush.join(FLUSH_S)
-
-
-class CallSpan:
-    """One call's span."""
-
-    __slots__ = ("_error", "_span")
-
-    def __init__(self, span: Span, error: Any) -> None:
-        self._span = span
-        self._error = error
-
-    def end(self, code: str, message: str, response: Any) -> None:
-        """The call ended with this code; ``response`` is None where there is none."""
-        span = self._span
-        if span.is_recording():
-            span.set_attribute("rpc.response.status_code", code)
-            if message:
-                span.set_attribute("ferrum.message", message)
-            if code in SERVER_ERRORS:
-                span.set_status(self._error)
-            span.set_attributes(_step_attributes(response))
-        span.end()
 
 
 def _step_attributes(response: Any) -> dict[str, int | float]:
@@ -133,7 +109,7 @@ def connect(endpoint: str, instance_id: str) -> Tracing:
         ) from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=TRACES_PATH).geturl()
-    _tell_in_our_log()
+    _log_as_ours()
     resource = Resource.create(
         {"service.name": SERVICE_NAME, "service.version": __version__, "service.instance.id": instance_id}
     )
@@ -149,36 +125,7 @@ class _OurLog(logging.Handler):
         log.warning("tracing_trouble", message=record.getMessage(), action="check otel_endpoint and the collector")
 
 
-def _tell_in_our_log() -> None:
+def _log_as_ours() -> None:
     logger = logging.getLogger("opentelemetry")
     logger.handlers = [_OurLog(logging.WARNING)]
     logger.propagate = False
-
-
-class Observation:
-    """Off where a setting is None. ``metrics_port`` 0 picks a free one."""
-
-    def __init__(self, metrics_host: str, metrics_port: int | None, otel_endpoint: str | None) -> None:
-        self._host = metrics_host
-        self._port = metrics_port
-        self._endpoint = otel_endpoint
-        self._metrics: MetricsServer | None = None
-        self._tracing: Tracing | None = None
-
-    def begin(self, server: ExecutorServer, failpoints: Mapping[str, int], lines_dropped: Callable[[], int]) -> None:
-        """Observe a server that has started. The others are `Metrics`'s. Raises `PortInUse`,
-        `TracingError`."""
-        if self._endpoint is not None:
-            self._tracing = connect(self._endpoint, server.state.handles.instance_id)
-            server.calls.tracer = self._tracing
-        if self._port is not None:
-            registry = registry_of(Metrics(server.state, server.calls, server.steps, failpoints, lines_dropped))
-            self._metrics = MetricsServer(registry, self._host, self._port)
-            server_log.info("metrics", url=self._metrics.url)
-
-    async def end(self) -> None:
-        """Close the port, send the last spans."""
-        if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.stop)
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.stop)

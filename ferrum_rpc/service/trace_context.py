@@ -1,7 +1,7 @@
-"""Which request of whom a log line is about: ``x-request-id`` and W3C ``traceparent`` from a call's metadata.
+"""Which request a log line is about: ``x-request-id`` and W3C ``traceparent`` from a call's metadata.
 
-Read when something is logged, or when tracing is on: a call that is not logged costs nothing here. What a caller
-sends is a caller's word, so both are checked and bounded; what does not fit is ignored, as the standard wants it.
+Read when something is logged, or when tracing is on: a call that is not logged costs nothing here. Both come from the
+caller, so they are checked and bounded; what does not fit is ignored, as the standard demands.
 https://www.w3.org/TR/trace-context/#traceparent-header
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -22,38 +21,30 @@ REQUEST_ID_BYTES: Final = 128
 TRACEPARENT_BYTES: Final = 128
 """A later version may append fields to the 55 bytes of version 00; a longer one is ignored."""
 
+TRACE_ID: Final = slice(3, 35)
+"""Where a ``traceparent`` has its trace id: 32 hexadecimal digits behind the version."""
+
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]+")
-_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 
 OWN_TRACE: Final[ContextVar[str]] = ContextVar("ferrum_trace", default="")
 """The trace that the executor began itself for the present call, where the caller named none. grpc.aio runs every
-handler in a task of its own, so it is the call's alone."""
+handler in a task of its own, so it belongs to that call."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceParent:
-    """A caller's place in a trace: 32 and 16 hexadecimal digits, and whether the caller records it."""
-
-    trace_id: str
-    span_id: str
-    flags: int
-
-
-def parse_traceparent(text: str) -> TraceParent | None:
-    """The place that ``text`` names, or None where it is not what the standard says."""
+def is_traceparent(text: str) -> bool:
+    """Whether it is what the standard says."""
     match = _TRACEPARENT.fullmatch(text) if len(text) <= TRACEPARENT_BYTES else None
     if match is None:
-        return None
-    version, trace_id, span_id, flags, more = match.groups()
-    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
-        return None
-    return TraceParent(trace_id, span_id, int(flags, 16))
+        return False
+    version, trace_id, span_id, more = match.groups()
+    return version != "ff" and not (version == "00" and more) and bool(int(trace_id, 16) and int(span_id, 16))
 
 
-def traceparent_of(context: Context) -> TraceParent | None:
-    """The call's ``traceparent``; two of them are none."""
+def traceparent_of(context: Context) -> str:
+    """The call's ``traceparent``, or an empty string; two of them are none."""
     found = _values(context, TRACEPARENT_KEY)
-    return parse_traceparent(found[0]) if len(found) == 1 else None
+    return found[0] if len(found) == 1 and is_traceparent(found[0]) else ""
 
 
 def request_id_of(context: Context) -> str:
@@ -66,8 +57,8 @@ def request_id_of(context: Context) -> str:
 
 def ids_of(context: Context) -> dict[str, str]:
     """``request_id`` and ``trace_id`` as fields of a log line; what the call has not is left out."""
-    parent = traceparent_of(context)
-    ids = {"request_id": request_id_of(context), "trace_id": OWN_TRACE.get() if parent is None else parent.trace_id}
+    trace_id = traceparent_of(context)[TRACE_ID] or OWN_TRACE.get()
+    ids = {"request_id": request_id_of(context), "trace_id": trace_id}
     return {name: value for name, value in ids.items() if value}
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from ferrum_rpc.errors import InternalError
+from ferrum_rpc.service.replay import Entry, Outcome, Waiter
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 
@@ -33,6 +35,7 @@ class Transaction(ABC, Generic[T]):
 
     _state: ServerState
     _on_end: Callable[[], object] | None = None
+    _repeated: tuple[tuple[Entry, Waiter], ...] = ()  # calls in flight that it repeats
     ended = False
     refusal: Exception | None = None
 
@@ -59,6 +62,18 @@ class Transaction(ABC, Generic[T]):
             supervisor.attempt(self.fail, failure)
             if not self.ended:
                 self.end(failure)
+
+    def _wait_for(self, entry: Entry, take: Callable[[Outcome], object]) -> None:
+        """Have ``take`` called with the outcome of a call in flight that this one repeats."""
+        waiter = partial(self.settle, take)
+        entry.waiters += (waiter,)
+        self._repeated += ((entry, waiter),)
+
+    def _leave_repeated(self) -> None:
+        """It waits no longer for what it repeats."""
+        for entry, waiter in self._repeated:
+            entry.leave(waiter)
+        self._repeated = ()
 
     def abandon(self) -> None:
         """Its caller is gone: take it back, or let it run without one."""

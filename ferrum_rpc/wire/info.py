@@ -3,12 +3,14 @@ descriptors to its number."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, message
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
 from ferrum_rpc.executor.v1 import info_pb2
+
+M = TypeVar("M", bound=message.Message)
 
 SCHEMA_REVISION = 3
 """Grows with every change of protos/."""
@@ -39,55 +41,37 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
 
 
+def _message(message: type[M], *sources: object, **fields: Any) -> M:
+    """A message whose fields are what the sources' attributes of the same names are, besides those that are given."""
+    for source in sources:
+        names = [name for name in message.DESCRIPTOR.fields_by_name if name not in fields and hasattr(source, name)]
+        fields |= {name: getattr(source, name) for name in names}
+    return message(**fields)
+
+
 def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
     """Domain to wire."""
-    return info_pb2.ModelInfo(
-        name=model.name,
-        architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        max_context=model.max_context,
-        layers=model.layers,
-        hidden_size=model.hidden_size,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        parameters=model.parameters,
-        weight_dtype=model.weight_dtype,
-        kv_dtype=model.kv_dtype,
-        eos_token_ids=model.eos_token_ids,
-        bos_token_id=model.bos_token_id,
-        folder=model.folder,
-    )
+    return _message(info_pb2.ModelInfo, model)
 
 
 def limits_to_proto(limits: Limits, device: DeviceInfo) -> info_pb2.Limits:
     """Domain to wire."""
-    message = info_pb2.Limits(
-        max_batch_items=limits.max_batch_items,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_top_tokens=limits.max_top_tokens,
-        max_selected_tokens=limits.max_selected_tokens,
-        max_request_bytes=limits.max_request_bytes,
-        max_response_bytes=limits.max_response_bytes,
-        max_sequences=limits.max_sequences,
-        max_queued_items=limits.max_queued_items,
-        max_queued_tokens=limits.max_queued_tokens,
-        replay_bytes=limits.replay_bytes,
-        max_steps_in_flight=limits.max_steps_in_flight,
-        session_inline_bytes=limits.session_inline_bytes,
-        max_session_response_bytes=limits.max_session_response_bytes,
-        max_sequences_per_caller=limits.max_sequences_per_caller,
-        max_blocks_per_caller=limits.max_blocks_per_caller,
-        max_leases=limits.max_leases,
-        max_sessions=limits.max_sessions,
-        caller_share=limits.caller_share,
-        exact_span_tokens=device.exact_span_tokens,
-        max_unread_bytes=limits.max_unread_bytes,
-    )
-    set_seconds(message.lease_ttl, limits.lease_ttl_s)
-    set_seconds(message.min_lease_ttl, limits.min_lease_ttl_s)
-    set_seconds(message.max_lease_ttl, limits.max_lease_ttl_s)
-    set_seconds(message.idle_ttl, limits.idle_ttl_s)
+    message = _message(info_pb2.Limits, limits, exact_span_tokens=device.exact_span_tokens)
+    for name in ("lease_ttl", "min_lease_ttl", "max_lease_ttl", "idle_ttl"):
+        set_seconds(getattr(message, name), getattr(limits, f"{name}_s"))
+    return message
+
+
+def device_to_proto(device: DeviceInfo) -> info_pb2.DeviceInfo:
+    """Domain to wire."""
+    choices = [info_pb2.DeviceChoice(choice=choice, reason=reason) for choice, reason in device.choices]
+    return _message(info_pb2.DeviceInfo, device, choices=choices)
+
+
+def counters_to_proto(*sources: object, forward_s: float, replays: int) -> info_pb2.Counters:
+    """Domain to wire, by the names of the fields; ``forward_s``: seconds in forward passes."""
+    message = _message(info_pb2.Counters, *sources, replays=replays)
+    set_seconds(message.forward_time, forward_s)
     return message
 
 
@@ -99,15 +83,3 @@ def seconds(duration: duration_pb2.Duration) -> float:
 def set_seconds(duration: duration_pb2.Duration, value: float) -> None:
     """Write a time span into its message."""
     duration.FromNanoseconds(round(value * 1e9))
-
-
-def device_to_proto(device: DeviceInfo) -> info_pb2.DeviceInfo:
-    """Domain to wire."""
-    return info_pb2.DeviceInfo(
-        kind=device.kind,
-        name=device.name,
-        memory_bytes=device.memory_bytes,
-        threads=device.threads,
-        attention_backend=device.attention_backend,
-        choices=[info_pb2.DeviceChoice(choice=choice, reason=reason) for choice, reason in device.choices],
-    )

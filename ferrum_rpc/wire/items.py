@@ -21,7 +21,7 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
@@ -63,6 +63,14 @@ def request_id_from_proto(request_id: str) -> str:
     if len(request_id.encode()) > MAX_REQUEST_ID_BYTES:
         raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", field="request_id")
     return request_id
+
+
+def fork_from_proto(
+    request: model_executor_pb2.ForkKvRequest | session_pb2.SessionFork,
+) -> tuple[HandleRef, int, int | None, str]:
+    """The handle, how many children, of how many of its tokens (None: of all), and the request id."""
+    at = request.at_length if request.HasField("at_length") else None
+    return handle_from_proto(request.handle), request.count or 1, at, request_id_from_proto(request.request_id)
 
 
 def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str = "") -> WorkItem:
@@ -109,7 +117,7 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
 def items_from_proto(
     messages: Sequence[forward_pb2.ForwardItem], shape: Shape, lease_id: str = ""
 ) -> list[WorkItem | ExecutorError]:
-    """A batch's items: one that is malformed is refused alone, by the error in its place."""
+    """A batch's items: a malformed one becomes the error in its place."""
     items: list[WorkItem | ExecutorError] = []
     for message in messages:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 import grpc
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from ferrum_rpc.errors import (
@@ -95,9 +94,7 @@ def status_from_error(error: ExecutorError) -> status_pb2.Status:
         resource = error_details_pb2.ResourceInfo(resource_type="kv_block", description=error.message)
         details.append(resource)
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return status
 
 

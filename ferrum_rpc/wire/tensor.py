@@ -37,8 +37,7 @@ ROW_DTYPE_FROM_PROTO: Final = {proto: dtype for dtype, proto in ROW_DTYPE_TO_PRO
 
 def fill_tensor(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
     """Write a C-contiguous array into its message."""
-    tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
-    tensor.shape.extend(array.shape)
+    describe(tensor, array)
     tensor.data = array.tobytes()
 
 

@@ -46,26 +46,17 @@ class Budget:
 def check(data: bytes, message: Any, budget: Budget) -> None:
     """Raise `InvalidRequest` where ``data``, which claims to be a ``message`` (a generated class), unfolds into more
     than the budget. Bytes that are no message at all pass: the parser says so."""
-    if len(data) > UNCOUNTED_BYTES:
-        _Walk(data, budget).message(0, len(data), message.DESCRIPTOR)
-
-
-class _Walk:
-    """One walk over a message's bytes."""
-
-    def __init__(self, data: bytes, budget: Budget) -> None:
-        self._data = data
-        self._budget = budget
-        self._fields = budget.fields
-        self._elements = budget.elements
-
-    def message(self, at: int, end: int, descriptor: Any) -> None:
-        """Count the fields from ``at`` to ``end``."""
-        data, nested = self._data, _nested(descriptor)
+    if len(data) <= UNCOUNTED_BYTES:
+        return
+    fields, elements = budget.fields, budget.elements
+    parts = [(0, len(data), message.DESCRIPTOR)]
+    while parts:
+        at, end, descriptor = parts.pop()
+        nested = _nested(descriptor)
         while at < end:
-            self._fields -= 1
-            if self._fields < 0:
-                raise self._too_much(f"{self._budget.fields} fields")
+            fields -= 1
+            if fields < 0:
+                raise _too_much(f"{budget.fields} fields", budget)
             key, at = _varint(data, at, end)
             match key & 7:
                 case 0:
@@ -75,30 +66,24 @@ class _Walk:
                 case 5:
                     at += 4
                 case 2:
-                    size, at = _varint(data, at, end)
-                    stop = at + size
-                    if stop > end:
-                        return
-                    inner = nested.get(key >> 3)
-                    if inner is _NUMBERS:
-                        self._count(at, size)
+                    size, start = _varint(data, at, end)
+                    at = start + size
+                    inner = nested.get(key >> 3) if at <= end else None
+                    if inner is _NUMBERS:  # each ends with a byte below 128; those of fixed width are fewer than that
+                        elements -= int(np.count_nonzero(np.frombuffer(data, np.int8, size, start) >= 0))
+                        if elements < 0:
+                            raise _too_much(f"{budget.elements} token ids and other numbers", budget)
                     elif inner is not None:
-                        self.message(at, stop, inner)
-                    at = stop
+                        parts.append((start, at, inner))
                 case _:  # groups are of an older protobuf
                     raise InvalidRequest("the request is no message of this method")
 
-    def _count(self, at: int, size: int) -> None:
-        """Numbers end with a byte below 128; those of fixed width are fewer than that."""
-        self._elements -= int(np.count_nonzero(np.frombuffer(self._data, np.int8, size, at) >= 0))
-        if self._elements < 0:
-            raise self._too_much(f"{self._budget.elements} token ids and other numbers")
 
-    def _too_much(self, what: str) -> InvalidRequest:
-        return InvalidRequest(
-            f"the request has more than {what}; send fewer items and shorter lists (limits of GetInfo)",
-            metadata={"max_fields": self._budget.fields, "max_elements": self._budget.elements},
-        )
+def _too_much(what: str, budget: Budget) -> InvalidRequest:
+    return InvalidRequest(
+        f"the request has more than {what}; send fewer items and shorter lists (limits of GetInfo)",
+        metadata={"max_fields": budget.fields, "max_elements": budget.elements},
+    )
 
 
 _NUMBERS: Final = object()

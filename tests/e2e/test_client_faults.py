@@ -284,7 +284,7 @@ async def test_leaving_a_doubtful_creation_leaves_nothing_behind(batch: bool) ->
                 proxy.faults.append("lose")
                 await (client.forward([sequence.item(PROMPT)]) if batch else sequence.prefill(PROMPT))
         assert (await counters(served))[0] == 0
-        assert served.server.state.counters.created == 1
+        assert served.server.state.counters.sequences_created == 1
 
 
 async def test_leaving_a_doubtful_fork_leaves_no_children_behind() -> None:
@@ -422,7 +422,7 @@ async def test_a_creation_cancelled_during_its_step_leaves_nothing_behind(batch:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await client.status()).pressure.sequences == 0
-        assert served.server.state.counters.created == 1
+        assert served.server.state.counters.sequences_created == 1
         await served.check()
 
 

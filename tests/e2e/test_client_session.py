@@ -546,9 +546,9 @@ async def test_a_frame_that_is_too_long_is_refused_alone_and_not_with_the_stream
     ):
         neighbour, long = client.sequence(), client.sequence()
         answer = await neighbour.prefill([1])
-        opened = list(served.server.sessions._open)
+        opened = list(served.server.sessions)
         outcomes = await asyncio.gather(
             long.prefill([200] * 8000), neighbour.decode(answer.token), return_exceptions=True
         )
         assert isinstance(outcomes[0], InvalidRequest) and not isinstance(outcomes[1], BaseException)
-        assert list(served.server.sessions._open) == opened  # the same stream still stands
+        assert list(served.server.sessions) == opened  # the same stream still stands

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -17,9 +18,7 @@ from ferrum_rpc.service import supervisor
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
-from ferrum_rpc.service.session_steps import Steps
 from ferrum_rpc.service.supervisor import STUCK_AFTER, Background
-from ferrum_rpc.service.watchdog import Watchdog
 from tests.failing import Injected, failing
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.raw_session import raw_session
@@ -40,24 +39,22 @@ async def sweep(served: Served) -> bool:
     """A lease that runs out after the sweep has failed still ends."""
     state = served.server.state
     lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
-    sweeper = Sweeper(state, EVERY_S)
     with failing(state.leases, "due"):
-        sweeper.start()
+        task = state.supervisor.every(Background.SWEEP, EVERY_S, Sweeper(state).turn)
         try:
             await until(lambda: state.supervisor.failures[Background.SWEEP] > 0)
             next(each for each in state.leases.due(float("inf")) if each.id == lease).expires = 0.0
             await until(lambda: not len(state.leases))
         finally:
-            sweeper.stop()
+            task.cancel()
     return True
 
 
 async def heartbeat(served: Served) -> bool:
     """While the engine cannot be asked, health does not say SERVING; afterwards it does again."""
     server = served.server
-    with mock.patch("ferrum_rpc.service.watchdog.PERIOD_S", EVERY_S):
-        monitor = Watchdog(server.state.engine, server.health, server.state.supervisor)
-        monitor.start()
+    look = partial(server.health.look, server.state.engine)
+    task = server.state.supervisor.every(Background.HEARTBEAT, EVERY_S, look)
     try:
         with failing(server.state.engine, "trouble", math.inf):
             await until(lambda: server.state.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
@@ -65,7 +62,7 @@ async def heartbeat(served: Served) -> bool:
         await until(lambda: not server.state.supervisor.stuck)
         return not told and await _serving(served)
     finally:
-        await monitor.stop()
+        task.cancel()
 
 
 async def drain(served: Served) -> bool:
@@ -99,7 +96,7 @@ async def writer(served: Served) -> bool:
 
 async def writer_loop(served: Served) -> bool:
     """A writer that fails before it has begun is begun again."""
-    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(Steps, "run"):
+    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(Session, "_answer_ended"):
         async with raw_session(served.executor) as session:
             return await asyncio.wait_for(session.call.code(), 20) is grpc.StatusCode.INTERNAL
 

@@ -63,7 +63,7 @@ async def r15_nothing_leaks(size: Size) -> Figures:
                     left[ending.__name__] += 1
                     await served.control.Reset(executor_control_pb2.ResetRequest())
             await served.check()
-        created, released = state.counters.created, state.counters.released
+        created, released = state.counters.sequences_created, state.counters.sequences_released
     grown, warm = await _growth(size.leak_calls, whole_lives=size.leak_whole_lives)
     facts = await _expired(size.expired_calls) if size.expired_calls else {}
     bound = max(NOISE_BYTES, round(LEAK_PER_100_000 * size.leak_calls / 100_000))
@@ -90,7 +90,7 @@ def _clean(state: Any) -> bool:
         and pressure.queued_items == 0
         and len(state.leases) == 0
         and state.sessions == 0
-        and state.counters.created == state.counters.released
+        and state.counters.sequences_created == state.counters.sequences_released
     )
 
 

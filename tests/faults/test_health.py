@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -75,10 +76,10 @@ async def test_a_watcher_that_leaves_takes_nobody_along_and_one_that_comes_late_
         await leaves.until(SERVING)
         leaves.reading.cancel()
         await asyncio.gather(leaves.reading, return_exceptions=True)
-        board.report("asleep")
+        board.look(SimpleNamespace(trouble=lambda now: "asleep"))
         await stays.until(NOT_SERVING)
         await Watcher(health).until(NOT_SERVING)
-        board.report(None)
+        board.look(SimpleNamespace(trouble=lambda now: None))
         await stays.until(SERVING)
         assert stays.alarms() == 1
 

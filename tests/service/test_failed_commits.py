@@ -124,7 +124,7 @@ async def test_duplicates_that_wait_for_it_hear_of_it(name: str) -> None:
                 served.executor.BatchDecode(pb.BatchDecodeRequest(items=[item([7], other), request.item]))
             )
             [entry] = served.server.state.replay.scope(("", handle.id)).values()
-            await until(lambda: entry.waiters == 2)
+            await until(lambda: len(entry.waiters) == 2)
             gate.open()
             async with asyncio.timeout(10):
                 await refused(held, Reason.INTERNAL_ERROR, INTERNAL)
@@ -175,7 +175,7 @@ async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
             await refused(served.executor.Prefill(request), Reason.INTERNAL_ERROR, INTERNAL)
     state = served.server.state
     await until(lambda: state.engine.cache.sequences == 0)
-    assert not len(state.handles) and state.counters.created == state.counters.released
+    assert not len(state.handles) and state.counters.sequences_created == state.counters.sequences_released
     await nothing_held(served)
     assert not (await served.executor.Prefill(request)).output.replayed
 
@@ -250,10 +250,10 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
         repeated = item([7], one, request_id="once")
         held = await gate.hold(served.executor.Decode(pb.DecodeRequest(item=repeated)))
         request = pb.BatchDecodeRequest(items=[repeated, item([7], other)], all_or_nothing=all_or_nothing)
-        with failing(ReplayLog, "read"):
+        with failing(ReplayLog, "repeat"):
             both = asyncio.ensure_future(served.executor.BatchDecode(request))
             [entry] = served.server.state.replay.scope(("", one.id)).values()
-            await until(lambda: entry.waiters == 1)
+            await until(lambda: len(entry.waiters) == 1)
             gate.open()
             async with asyncio.timeout(10):
                 await held

@@ -94,6 +94,9 @@ class Script:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "script"
+
 
 OUTPUTS = {
     "greedy": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput()),

@@ -33,7 +33,7 @@ from ferrum_rpc.service.metrics import MAX_CONNECTIONS, Metrics, MetricsServer, 
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.telemetry import TracingError, connect
-from ferrum_rpc.service.trace_context import ids_of, parse_traceparent, request_id_of
+from ferrum_rpc.service.trace_context import ids_of, is_traceparent, request_id_of, traceparent_of
 from ferrum_rpc.wire.status import CODE_BY_REASON
 from tests.exposition import OPENMETRICS, fetch, openmetrics_families, problems, series, value
 
@@ -181,7 +181,7 @@ def test_a_submission_waits_for_itself_and_a_step_counts_once(scraped: MetricsSe
 def test_two_servers_of_one_process_have_numbers_of_their_own() -> None:
     state, _, _, first = observed()
     _, _, _, second = observed()
-    state.counters.created = 7
+    state.counters.sequences_created = 7
     assert first.get_sample_value("ferrum_sequences_created_total") == 7
     assert second.get_sample_value("ferrum_sequences_created_total") == 0
 
@@ -297,13 +297,10 @@ def test_a_long_message_is_cut() -> None:
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def test_a_traceparent_is_read_as_the_standard_says() -> None:
-    parent = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
-    assert parent is not None
-    assert (parent.trace_id, parent.span_id, parent.flags) == (TRACE, SPAN, 1)
-    later = parse_traceparent(f"01-{TRACE}-{SPAN}-00-of-a-later-version")
-    assert later is not None
-    assert (later.trace_id, later.flags) == (TRACE, 0)
+@pytest.mark.parametrize("text", [f"00-{TRACE}-{SPAN}-01", f"01-{TRACE}-{SPAN}-00-of-a-later-version"])
+def test_a_traceparent_is_read_as_the_standard_says(text: str) -> None:
+    assert traceparent_of(context(("traceparent", text))) == text
+    assert ids_of(context(("traceparent", text))) == {"trace_id": TRACE}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +321,7 @@ def test_a_traceparent_is_read_as_the_standard_says() -> None:
     ],
 )
 def test_what_is_no_traceparent_is_ignored(text: str) -> None:
-    assert parse_traceparent(text) is None
+    assert not is_traceparent(text)
 
 
 def test_a_request_id_is_short_printable_and_alone_or_ignored() -> None:

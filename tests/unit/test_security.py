@@ -9,11 +9,9 @@ import os
 import socket
 import ssl
 import stat
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,12 +22,13 @@ from structlog.testing import capture_logs
 from ferrum_rpc.client import read_token, tls
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, Unauthenticated
-from ferrum_rpc.service.auth import CALLER, Authenticator, Guard, Security, SecurityError, TokenFile, guard_of, parse
+from ferrum_rpc.service.auth import CALLER, Guard, Security, TokenFile, parse
 from ferrum_rpc.service.bind import PortInUse, address, check_bind, is_loopback, open_port
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.supervisor import Background, Supervisor
+from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.tls import ServerCertificates
+from ferrum_rpc.service.watched_file import SecurityError
 from tests.serving import LIMITS, serve_identity
 from tests.wiring import until
 
@@ -55,10 +54,6 @@ from tests.wiring import until
 def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]) -> None:
     with pytest.raises(SecurityError):
         Security(**settings)
-
-
-def test_where_nothing_is_asked_there_is_no_guard() -> None:
-    assert guard_of(Security(tls_cert=Path("c"), tls_key=Path("k")), Supervisor()) is None
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -123,25 +118,6 @@ def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(t
     replace(file, "alice new-token\n")
     tokens.refresh()
     assert tokens.caller("old-token") is None and tokens.caller("new-token") is not None
-
-
-async def test_a_bad_token_file_is_told_when_it_is_written_and_not_when_somebody_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ferrum_rpc.service.auth.CHECK_EVERY_S", 0.001)
-    file = tmp_path / "tokens"
-    file.write_text("alice old-token\n")
-    tokens = TokenFile(file).watch()
-    told: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-    rejected = SimpleNamespace(error=lambda event, error, **_: told.set_result((event, error)))
-    monkeypatch.setattr("ferrum_rpc.service.auth.log", rejected)
-    replace(file, "alice old-token\nbob\n")
-    event, error = await asyncio.wait_for(told, 10)
-    assert event == "tokens_rejected" and "line 2:" in error
-    assert tokens.caller("old-token") is not None
-    gone = weakref.ref(tokens)
-    del tokens
-    assert gone() is None  # a server that has ended watches no file
 
 
 def replace(file: Path, text: str) -> None:
@@ -217,7 +193,7 @@ def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_do
         assert certificates.changed() is None
         assert certificates.changed() is None
     assert [each["event"] for each in logs] == ["certificates_rejected"] and logs[0]["action"]
-    with pytest.raises(SecurityError, match="TLS: "):
+    with pytest.raises(SecurityError, match="certificates: "):
         ServerCertificates(files)
     path.write_bytes(before)
     assert certificates.changed() is not None
@@ -227,12 +203,12 @@ async def test_what_a_server_cannot_use_of_its_files_is_counted(
     files: Security, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the look at the tokens, and by the thread of gRPC's that asks for certificates before a handshake."""
-    monkeypatch.setattr("ferrum_rpc.service.auth.CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr("ferrum_rpc.service.server.TOKENS_EVERY_S", 0.001)
     (tmp_path / "tokens").write_text("alice a-token\n")
     async with serve_identity(security=dataclasses.replace(files, tokens=tmp_path / "tokens")) as served:
         failures = served.server.state.supervisor.failures
         assert (failures[Background.TOKENS], failures[Background.CERTIFICATES]) == (0, 0)
-        replace(tmp_path / "tokens", "alice a-token\nbob\n")
+        replace(tmp_path / "tokens", "alice a-token\nbob\n")  # logged when it is written, not at the next call
         await until(lambda: failures[Background.TOKENS] == 1)
         files.tls_cert.write_text("no certificate")
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -265,7 +241,7 @@ def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host: str) -> 
     for security, event in (
         (Security(insecure=True), "insecure"),
         (Security(tokens=Path("t")), "tokens_in_plain_text"),
-        (Security(tls_cert=Path("c"), tls_key=Path("k")), "anybody_may_call"),
+        (Security(tls_cert=Path("c"), tls_key=Path("k")), "no_credentials"),
         (Security(tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k")), None),
         (Security(tls_client_ca=Path("a"), tls_cert=Path("c"), tls_key=Path("k")), None),
     ):
@@ -362,7 +338,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
     (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
     server = grpc.aio.server()
     calls = CallLog()
-    table = Registry(calls, Guard(Authenticator(TokenFile(tmp_path / "tokens"))), LIMITS)
+    table = Registry(calls, Guard(TokenFile(tmp_path / "tokens")), LIMITS)
     table.add_registered_method_handlers(
         "s",
         {
@@ -422,17 +398,17 @@ class Connection:
 
 
 def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -> None:
-    authenticator = Authenticator(None, frozenset({"root"}))
+    guard = Guard(None, frozenset({"root"}))
     spiffe = b"spiffe://cluster/alice"
-    assert authenticator.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False, shares=True)
-    assert authenticator.caller(Connection(b"root")) == Caller("root", operator=True)
+    assert guard.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False, shares=True)
+    assert guard.caller(Connection(b"root")) == Caller("root", operator=True)
     for names in ((), (b"",), (b"", b"root"), (b"\xff",), (b"root\xff",)):
         with pytest.raises(Unauthenticated, match="certificate"):
-            authenticator.caller(Connection(*names))
+            guard.caller(Connection(*names))
 
 
 def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
-    table = Registry(CallLog(), Guard(Authenticator(None)), LIMITS)
+    table = Registry(CallLog(), Guard(None), LIMITS)
     with pytest.raises(TypeError, match="no async handler"):
         table.add_registered_method_handlers(
             "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}

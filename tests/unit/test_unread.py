@@ -8,9 +8,8 @@ import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import QueueFull
-from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import Resource
-from ferrum_rpc.service.unread import Unread
 from tests.serving import LIMITS
 
 MIB = 1 << 20
