@@ -156,10 +156,10 @@ def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-SIZE = 64 * UNIT
+SIZE = 12 * UNIT
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * UNIT), st.integers(0, 99)), max_size=60))
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4 * UNIT), st.integers(0, 99)), max_size=40))
 def test_what_is_placed_lies_alone_until_it_is_not_looked_at_any_more(moves: list[tuple[bool, int, int]]) -> None:
     memory = SharedMemory.create(4, SIZE)
     held: dict[int, tuple[int, Any]] = {}
