@@ -19,7 +19,7 @@ from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
-from ferrum_rpc.selection import AUTO, Candidate, Unsuited, select
+from ferrum_rpc.selection import AUTO, Candidate, select
 
 
 class AttentionBackend(Protocol):
@@ -93,15 +93,10 @@ def select_backend(
     Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
     """
 
-    def triton_here() -> Factory:
-        if obstacle := triton_probe.probe(device, specs, dtype):
-            raise Unsuited(obstacle)
-        from ferrum_rpc.attention.triton_paged import TritonPagedAttention  # triton may not be there
-
-        return TritonPagedAttention
-
     native = Candidate(NATIVE, lambda: probe(specs, device, dtype), "K and V are read in place with {}")
-    triton = Candidate(TRITON, triton_here, "one kernel for every span, K and V read in place")
+    triton = Candidate(
+        TRITON, lambda: triton_probe.probe(device, specs, dtype), "one kernel for every span, K and V read in place"
+    )
     plain = Candidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
     name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)

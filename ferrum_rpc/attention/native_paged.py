@@ -22,7 +22,7 @@ from torch import Tensor
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.native import library
+from ferrum_rpc.native import cpu, library
 from ferrum_rpc.selection import Unsuited
 
 SHORT: Final = 32
@@ -78,9 +78,7 @@ class NativePagedAttention:
         self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], isa: str | None = None
     ) -> None:
         for key in keys:
-            obstacle = _obstacle(key.device, key.dtype)
-            if obstacle is not None:
-                raise OSError(obstacle)
+            cpu.require(key.device, key.dtype, *DTYPES)
         self._library = library.load()
         self._keys = keys
         self._torch = TorchPagedAttention(specs, keys, values)
@@ -182,20 +180,10 @@ class NativePagedAttention:
         return plan.step if self._narrow and plan.rest is None else None
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take such a cache, or None."""
-    if device.type != "cpu":
-        return f"it runs on a CPU, not on {device.type}"
-    if dtype not in DTYPES:
-        return f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    return None
-
-
 def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str:
     """The instruction set that the kernel uses, after a small step whose answer must be torch's. Raises OSError or
     Unsuited."""
-    if obstacle := _obstacle(device, dtype):
-        raise Unsuited(obstacle)
+    cpu.require(device, dtype, *DTYPES)
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         [torch.randn((6, 4, spec.kv_heads, spec.head_dim), generator=generator).to(dtype) for spec in specs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.selection import Unsuited
 
 LEAST_CAPABILITY = (8, 0)
 """The first with bfloat16 and asynchronous copies to shared memory."""
@@ -34,47 +36,42 @@ SPANS = ((0, 5), (41, 1), (0, 1), (15, 20), (300, 1), (7, 70))
 BLOCK_SIZE = 16
 
 
-def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> str | None:
-    """Why layers of ``specs`` with K and V in ``dtype`` on ``device`` cannot use the kernels; None where they can."""
+def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> Any:
+    """The backend of the kernels, after small steps on ``device`` with layers of ``specs`` and K and V in ``dtype``.
+    Raises `Unsuited` that says why they cannot be used, or what a compiler or a driver raises."""
     if find_spec("triton") is None:
-        return "triton is not installed"
-    if reason := _device_reason(device):
-        return reason
+        raise Unsuited("triton is not installed")
+    _check_device(device)
     if dtype not in TOLERANCE:
-        return f"the kernels do not know {dtype}"
+        raise Unsuited(f"the kernels do not know {dtype}")
     if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
-        return "the layers' heads differ"
+        raise Unsuited("the layers' heads differ")
+    if (widest := max(spec.head_dim for spec in specs)) > WIDEST_HEAD:
+        raise Unsuited(f"heads of {widest} are wider than {WIDEST_HEAD}")
+    from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+
     for spec in dict.fromkeys(specs):
-        if spec.head_dim > WIDEST_HEAD:
-            return f"heads of {spec.head_dim} are wider than {WIDEST_HEAD}"
-        try:
-            error = _error(device, spec, dtype)
-        except Exception as failure:  # whatever a compiler or a driver may raise: the other path runs without them
-            first_line = str(failure).partition("\n")[0]
-            return f"a small step failed: {type(failure).__name__}: {first_line}"
+        error = _error(TritonPagedAttention, device, spec, dtype)
         if not error <= TOLERANCE[dtype]:  # so that NaN fails too
-            return f"a small step differs from float32 arithmetic by {error:.1e}, more than {TOLERANCE[dtype]:.0e}"
-    return None
+            most = f"{TOLERANCE[dtype]:.0e}"
+            raise Unsuited(f"a small step differs from float32 arithmetic by {error:.1e}, more than {most}")
+    return TritonPagedAttention
 
 
-def _device_reason(device: torch.device) -> str | None:
+def _check_device(device: torch.device) -> None:
     import triton
 
     if triton.knobs.runtime.interpret:
-        return None
+        return
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"the kernels are for CUDA, not for {'ROCm' if device.type == 'cuda' else device.type}"
+        raise Unsuited(f"the kernels are for CUDA, not for {'ROCm' if device.type == 'cuda' else device.type}")
     if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-        return (
-            f"compute capability {capability[0]}.{capability[1]} is below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
-        )
-    return None
+        found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        raise Unsuited(f"compute capability {found} is below {least}")
 
 
-def _error(device: torch.device, spec: AttentionSpec, dtype: torch.dtype) -> float:
+def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch.dtype) -> float:
     """Largest difference between the kernels on ``device`` and the torch path in float32 on the CPU."""
-    from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-
     if spec.window is not None:
         spec = replace(spec, window=min(spec.window, 24))  # so that the steps here are longer than the window
     sizes = [-(-(start + count) // BLOCK_SIZE) for start, count in SPANS]
@@ -87,6 +84,6 @@ def _error(device: torch.device, spec: AttentionSpec, dtype: torch.dtype) -> flo
     query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), generator=generator).to(dtype)
     exact = TorchPagedAttention([spec], [keys.float()], [values.float()])
     expected = exact.attend(0, query.float(), exact.plan(geometry))
-    kernels = TritonPagedAttention([spec], [keys.to(device)], [values.to(device)])
+    kernels = backend([spec], [keys.to(device)], [values.to(device)])
     found = kernels.attend(0, query.to(device), kernels.plan(geometry))
     return float((found.cpu().float() - expected).abs().max())

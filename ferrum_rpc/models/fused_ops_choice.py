@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ferrum_rpc.models.fused_ops import SILU, FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import Candidate, Unsuited, select
 
 WIDEST: Final = 16384
@@ -60,10 +61,7 @@ def _triton(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
 
 
 def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedOps:
-    if device.type != "cpu":
-        raise Unsuited(f"it runs on a CPU, not on {device.type}")
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise Unsuited(f"it reads bfloat16 and float32, not {str(dtype).removeprefix('torch.')}")
+    cpu.require(device, dtype, torch.bfloat16, torch.float32)
     _check_gate(spec)
     _check_small_step(lambda small: NativeFusedOps(small, dtype), spec, dtype, device, 4 * torch.finfo(dtype).eps)
     return NativeFusedOps(spec, dtype)

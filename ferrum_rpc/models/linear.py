@@ -94,14 +94,14 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
     """
 
     def pairs() -> LinearFactory:
-        _require(device, dtype, (torch.bfloat16,))
+        cpu.require(device, dtype, torch.bfloat16)
         factory = _agreeing(PairFactory(), dtype)
         if requested == AUTO and AMX in cpu.flags():
             raise Unsuited(f"the CPU has {AMX}, which oneDNN uses and it does not")
         return factory
 
     def packed() -> LinearFactory:
-        _require(device, dtype, (torch.bfloat16, torch.float16, torch.float32))
+        cpu.require(device, dtype, torch.bfloat16, torch.float16, torch.float32)
         return _agreeing(PackedLinear, dtype)
 
     return select(
@@ -118,20 +118,12 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
     """The factory of 8-bit weights. Raises InvalidRequest where they cannot be used, saying why."""
 
     def rounded() -> LinearFactory:
-        _require(device, dtype, (torch.bfloat16,))
+        cpu.require(device, dtype, torch.bfloat16)
         _agreeing(ByteFactory(), torch.bfloat16, 0.02)
         return ByteFactory()
 
     made: ByteFactory = select(Candidate("int8", rounded), what="quantize", field="quantize", requested="int8").made
     return made
-
-
-def _require(device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
-    if device.type != "cpu":
-        raise Unsuited(f"it runs on a CPU, not on {device.type}")
-    if dtype not in dtypes:
-        names = [str(each).removeprefix("torch.") for each in (*dtypes, dtype)]
-        raise Unsuited(f"it multiplies {', '.join(names[:-1])}, not {names[-1]}")
 
 
 def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:

@@ -1,17 +1,29 @@
-"""What this CPU can do, by the kernel's account. A cgroup or container does not hide it."""
+"""What is computed on this CPU: its instruction sets, by the kernel's account, and what code for it takes."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
 
+import torch
+
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """The names of its instruction sets, as /proc/cpuinfo has them; empty where there is none."""
+    """The names of its instruction sets, as /proc/cpuinfo has them; empty where there is none. A cgroup
+    or container does not hide them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
     found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(found, ()))
+
+
+def require(device: torch.device, dtype: torch.dtype, *taken: torch.dtype) -> None:
+    """Raise OSError where ``device`` is no CPU or ``dtype`` is none of those ``taken``."""
+    if device.type != "cpu":
+        raise OSError(f"it runs on a CPU, not on {device.type}")
+    if dtype not in taken:
+        names = [str(each).removeprefix("torch.") for each in (*taken, dtype)]
+        raise OSError(f"it computes in {' and '.join(names[:-1])}, not {names[-1]}")

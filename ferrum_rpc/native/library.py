@@ -92,8 +92,34 @@ ADD_NORM, ROTATE, GATE = 0, 1, 2
 PAIRS, BYTES = 0, 1
 """``enum kind`` of linear.h."""
 
-FLASH_UNIT: Final = 16
-"""What attention_prefill.c needs a head's width to be a multiple of."""
+_P, _I, _L, _S = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
+_ROWS: Final = (_P, _L, _L)  # the first, elements between two, how many
+
+FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "ferrum_attention_supported": (_I, _S, _I),
+    "ferrum_attention_new": (_P, _S, _I),
+    "ferrum_attention_free": (None, _P),
+    "ferrum_attention_name": (_S, _P),
+    "ferrum_attend": (_I, _P, _I, _P, _L, _P),
+    "ferrum_store": (None, _P, _P, _L, _P, _P, _L, _L),
+    "ferrum_flash_supported": (_I, _I),
+    "ferrum_flash_new": (_P,),
+    "ferrum_flash_free": (None, _P),
+    "ferrum_rows_lanes": (_I, _I),
+    "ferrum_rows": (None, _P, _I),
+    "ferrum_linear_supported": (_I, _I),
+    "ferrum_linears_new": (_P,),
+    "ferrum_linears_free": (None, _P),
+    "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
+    "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
+    "ferrum_layers_new": (_P, _P),
+    "ferrum_layers_free": (None, _P),
+    "ferrum_layer_before": (_I, *(_P,) * 6, _L, _P, _I),
+    "ferrum_layer_after": (_I, *(_P,) * 4, _L, _P, _I),
+    "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
+}
+"""What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers
+NULL where it cannot."""
 
 HUGE_PAGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14  # linux/mman.h
@@ -117,8 +143,11 @@ def load() -> Any:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(path)  # raises where a symbol is missing, such as OpenMP's
     _compare(library)
-    _type_rows_and_attention(library)
-    _type_products(library)
+    for name, (result, *arguments) in FUNCTIONS.items():
+        if (function := getattr(library, name, None)) is not None:  # some are built for x86-64 only
+            function.restype, function.argtypes = result, arguments
+            if name.endswith("_new"):
+                function.errcheck = _check_allocated
     return library
 
 
@@ -130,62 +159,7 @@ def _compare(library: ctypes.CDLL) -> None:
         raise OSError(f"it was built from other sources (it has {found}, and this code needs {expected}): {BUILD}")
 
 
-def _type_rows_and_attention(library: ctypes.CDLL) -> None:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    library.ferrum_attention_supported.argtypes = (ctypes.c_char_p, integer)
-    library.ferrum_attention_supported.restype = integer
-    _type_new(library.ferrum_attention_new, ctypes.c_char_p, integer)
-    library.ferrum_attention_free.argtypes = (pointer,)
-    library.ferrum_attention_free.restype = None
-    library.ferrum_attention_name.argtypes = (pointer,)
-    library.ferrum_attention_name.restype = ctypes.c_char_p
-    long = ctypes.c_int64
-    library.ferrum_attend.argtypes = (pointer, integer, pointer, long, pointer)
-    library.ferrum_attend.restype = integer
-    library.ferrum_store.argtypes = (pointer, pointer, long, pointer, pointer, long, long)
-    library.ferrum_store.restype = None
-    library.ferrum_flash_supported.argtypes = (integer,)
-    library.ferrum_flash_supported.restype = integer
-    if library.ferrum_flash_supported(FLASH_UNIT):
-        _type_new(library.ferrum_flash_new)
-        library.ferrum_flash_free.argtypes = (pointer,)
-        library.ferrum_flash_free.restype = None
-    library.ferrum_rows_lanes.argtypes = (integer,)
-    library.ferrum_rows_lanes.restype = integer
-    library.ferrum_rows.argtypes = (pointer, integer)
-    library.ferrum_rows.restype = None
-
-
-def _type_products(library: ctypes.CDLL) -> None:
-    pointer, integer, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    library.ferrum_linear_supported.argtypes = (integer,)
-    library.ferrum_linear_supported.restype = integer
-    if library.ferrum_linear_supported(PAIRS) or library.ferrum_linear_supported(BYTES):
-        _type_new(library.ferrum_linears_new)
-        library.ferrum_linears_free.argtypes = (pointer,)
-        library.ferrum_linears_free.restype = None
-        rows = (pointer, long, long)
-        library.ferrum_linear.argtypes = (pointer, pointer, *rows, pointer, integer, integer)
-        library.ferrum_linear.restype = integer
-        library.ferrum_linear_largest.argtypes = (pointer, pointer, *rows, pointer, integer)
-        library.ferrum_linear_largest.restype = integer
-        _type_new(library.ferrum_layers_new, pointer)
-        library.ferrum_layers_free.argtypes = (pointer,)
-        library.ferrum_layers_free.restype = None
-        library.ferrum_layer_before.argtypes = (*(pointer,) * 6, long, pointer, integer)
-        library.ferrum_layer_before.restype = integer
-        library.ferrum_layer_after.argtypes = (*(pointer,) * 4, long, pointer, integer)
-        library.ferrum_layer_after.restype = integer
-        library.ferrum_layers_run.argtypes = (*(pointer,) * 3, integer, *(pointer,) * 4, long, integer)
-        library.ferrum_layers_run.restype = integer
-
-
-def _type_new(function: Any, *arguments: type) -> None:
-    """A function that allocates, and answers NULL where it cannot."""
-    function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_void_p, _allocated
-
-
-def _allocated(handle: int | None, function: Any, arguments: tuple[Any, ...]) -> int:
+def _check_allocated(handle: int | None, function: Any, arguments: tuple[Any, ...]) -> int:
     if handle is None:
         raise MemoryError("no memory for a kernel")
     return handle

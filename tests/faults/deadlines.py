@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import grpc
 
+from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2, types_pb2
 from tests.faults.figures import Figures, at_least, at_most, exactly
 from tests.faults.gate import StepGate
@@ -52,12 +53,12 @@ async def _watched(served: Served) -> AsyncIterator[Watch]:
     thread, runner = served.server.state.engine, served.runner
     submit, begin = thread.submit, runner.begin
 
-    def submitted(submission: Any) -> None:
-        if submission.deadline is not None:
-            for span in submission.spans:
-                watch.deadline[id(span)] = submission.deadline
+    def submitted(work: Submission | Operation) -> None:
+        if isinstance(work, Submission) and work.deadline is not None:
+            for span in work.spans:
+                watch.deadline[id(span)] = work.deadline
                 watch.kept.append(span)
-        submit(submission)
+        submit(work)
 
     def ran(step: Any) -> Any:
         now = time.monotonic()
