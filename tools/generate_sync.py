@@ -1,8 +1,8 @@
 """Generate ferrum_rpc/client/sync.py, the client for programs without asyncio, from the async one, or check it.
 
 Each public method of `ExecutorClient` and `Sequence` gets one of the same name and arguments that runs it in the
-background loop: in one line, with the types of the original, where no sequence goes in or comes out. It is a file and
-not made at run time, so that type checkers and editors see it.
+background loop: in one line, with the types of the original, where no batch of sequences goes in or comes out. It is
+a file and not made at run time, so that type checkers and editors see it.
 
     python tools/generate_sync.py            write it
     python tools/generate_sync.py --check    exit 1 where it differs
@@ -56,6 +56,8 @@ def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[
     is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in each.decorator_list)
     returned = "None" if each.returns is None else ast.unparse(each.returns)
     arguments = ast.unparse(each.args)
+    if returned == "Sequence":
+        return [f"{each.name} = making(Sequence, {original}.{each.name})"]
     if "Sequence" not in names(returned) | names(arguments):
         if isinstance(each, ast.AsyncFunctionDef):
             return [f"{each.name} = blocking({original}.{each.name})"]
@@ -67,9 +69,7 @@ def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[
     call = f"self._async.{each.name}" + ("" if is_property else f"({passed})")
     if isinstance(each, ast.AsyncFunctionDef):
         call = f"self._background.run({call})"
-    if returned == "Sequence":
-        call = f"Sequence({call}, self._background)"
-    elif returned == "list[Sequence]":
+    if returned == "list[Sequence]":
         call = f"[Sequence(each, self._background) for each in {call}]"
     return [
         *(["", "@property"] if is_property else [""]),
@@ -121,7 +121,7 @@ def generate() -> str:
         for each in methods(node):
             lines += [f"    {line}" if line else "" for line in method(each, original)]
     used = names("\n".join(lines)) - set(CLASSES)
-    by_hand = ", ".join(sorted({"ClientFacade", "Facade", "blocking", "iterating", "unwrapped"} & used))
+    by_hand = ", ".join(sorted({"ClientFacade", "Facade", "blocking", "iterating", "making", "unwrapped"} & used))
     source = HEADER + "\n".join(
         [
             "from ferrum_rpc.client import client as async_client",

@@ -30,16 +30,16 @@ numpy; loads no torch, no server code.
     asyncio.run(main())
 
 Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
-classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. What was asked for comes back
-as numpy arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
+classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. Requested rows are numpy
+arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
 fate is unknown are sent again under the same one (`ResendPolicy`). A client's sequences live with its lease, which it
 renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream. `client.sync` is the same for
 programs without asyncio.
 """
 
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError
+from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.client import CacheMode, ExecutorClient
-from ferrum_rpc.client.credentials import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.info import (
     Capability,
     Counters,

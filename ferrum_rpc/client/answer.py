@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTiming
 from ferrum_rpc.wire.rows import float_rows
 
-_ASKED_FOR: Final = {
+_OUTPUT_NAMES: Final = {
     RowKind.TOKENS: "Greedy",
     RowKind.TOP_TOKENS: "TopTokens",
     RowKind.SELECTED_TOKENS: "SelectedTokens",
@@ -37,19 +37,19 @@ class SelectedRows(NamedTuple):
 
 
 class NoSuchRowsError(LookupError):
-    """The answer holds no rows of the kind, or not the number of rows, that was read: ask for them in the output."""
+    """The answer holds no rows of the kind, or not the number of rows, that was read: request them in the output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
     """A committed work item.
 
-    ``handle`` and `length` tell where the sequence stands now; ``rows`` is the raw row range (None: none were asked
-    for). ``cached_tokens`` of the prompt came from the prefix cache. ``replayed``: the executor's recorded answer to an
-    earlier call with the same request id. ``pressure`` says how full the executor is; ``timing`` where the time went
+    ``handle`` and `length`: where the sequence stands now. ``rows``: the raw row range (None: none were requested).
+    ``cached_tokens`` of the prompt came from the prefix cache. ``replayed``: the executor's recorded answer to an
+    earlier call with the same request id. ``pressure``: how full the executor is. ``timing``: where the time went
     (None where no step ran for this answer).
 
-    The row accessors raise `NoSuchRowsError` where other rows were asked for. R is the number of rows: 1 for LAST, the
+    The row accessors raise `NoSuchRowsError` where other rows were requested. R is the number of rows: 1 for LAST, the
     item's tokens for ALL. Arrays are read-only views of the answer's bytes.
     """
 
@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Log-probabilities of `tokens`, float32 [R]; asked for with ``Greedy(logprob=True)``."""
+        """Log-probabilities of `tokens`, float32 [R]; requested with ``Greedy(logprob=True)``."""
         columns = self._columns(RowKind.TOKENS)
         if "logprobs" not in columns:
             raise NoSuchRowsError("the answer has no log-probabilities: ask with Greedy(logprob=True)")
@@ -94,7 +94,7 @@ class Answer:
 
     @property
     def selected(self) -> SelectedRows:
-        """``logits`` float32 [R, n] of the tokens asked for, in their order, and ``logsumexp`` float32 [R]."""
+        """``logits`` float32 [R, n] of the requested tokens, in their order, and ``logsumexp`` float32 [R]."""
         return SelectedRows(**self._columns(RowKind.SELECTED_TOKENS))
 
     @property
@@ -108,7 +108,7 @@ class Answer:
             raise NoSuchRowsError(f"this is {gone}")
         block, first = self.rows.block, self.rows.first
         if block.kind is not kind:
-            raise NoSuchRowsError(f"the answer holds {_ASKED_FOR[block.kind]} rows: ask with {_ASKED_FOR[kind]}")
+            raise NoSuchRowsError(f"the answer holds {_OUTPUT_NAMES[block.kind]} rows: ask with {_OUTPUT_NAMES[kind]}")
         return block.between(first, first + self.rows.count).columns
 
 

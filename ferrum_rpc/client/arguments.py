@@ -26,7 +26,7 @@ MOST: Final = 2**32 - 1
 """The contract's numbers are unsigned, of 32 bits."""
 
 GREEDY: Final = Greedy()
-"""What every call asks for that is given no output."""
+"""The default output of every call."""
 
 _LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
 
@@ -83,7 +83,7 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
 
 
 def as_output(output: Output, positions: Positions) -> OutputSpec:
-    """A kind alone stands at the call's usual ``positions``. Raises `InvalidRequest` for what is no output."""
+    """A kind stands at the call's usual ``positions``. Raises `InvalidRequest` for what is no output."""
     if output is GREEDY and positions is Positions.LAST:
         return _LAST_GREEDY
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)

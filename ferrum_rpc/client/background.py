@@ -20,6 +20,7 @@ from ferrum_rpc.client.context import closed
 from ferrum_rpc.client.sequence import Sequence
 
 Result = TypeVar("Result")
+Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
 Async = TypeVar("Async", ExecutorClient, Sequence)
 Self = TypeVar("Self", bound="Facade[Any]")
@@ -68,10 +69,10 @@ class Background:
             tasks[0].cancel()  # begun by now: callbacks run in their order
 
         with self._lock:
-            deaf = self._stopped or threading.current_thread() is self._thread
-            if not deaf:
+            refused = self._stopped or threading.current_thread() is self._thread
+            if not refused:
                 self._loop.call_soon_threadsafe(begin)
-        if deaf:
+        if refused:
             if isinstance(call, Coroutine):
                 call.close()
             raise RuntimeError(
@@ -112,8 +113,8 @@ class Background:
 
 
 def unwrapped(values: Any) -> Any:
-    """A batch of the facade's sequences, alone or in tuples, as the async client takes it. What is no batch is left to
-    the async client to refuse."""
+    """A batch of the facade's sequences, or of tuples with them, as the async client takes it. What is no batch is
+    left to the async client to refuse."""
     if isinstance(values, tuple):
         return tuple(map(unwrapped, values))
     if isinstance(values, Facade):
@@ -168,6 +169,18 @@ def iterating(
         return self._background.each(method(self._async, *args, **kwargs))
 
     return each
+
+
+def making(
+    facade: Callable[[Sequence, Background], Made], method: Callable[Concatenate[Async, Arguments], Sequence]
+) -> Callable[Concatenate[Facade[Async], Arguments], Made]:
+    """The facade's method for one that makes a sequence."""
+
+    @functools.wraps(method)
+    def make(self: Facade[Async], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        return facade(method(self._async, *args, **kwargs), self._background)
+
+    return make
 
 
 def _constructor_of(

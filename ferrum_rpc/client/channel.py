@@ -1,18 +1,29 @@
-"""The gRPC channel: retries, keepalive and message limits that the client ships by default (promises R7 and R8)."""
+"""The gRPC channel: its credentials, and the retries, keepalive and message limits that the client ships by default
+(promises R7 and R8).
+
+gRPC takes certificates as bytes and reports wrong ones only with the first call, as a failure to connect. Here they are
+read and checked at once.
+"""
 
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from ferrum_rpc import __version__
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_executor_pb2
 
 ChannelOption = tuple[str, str | int]
+
+ChannelCredentials = grpc.ChannelCredentials
+"""What `tls` makes, by a name that needs no import of gRPC."""
 
 _CONTRACT: Final = [
     service
@@ -32,7 +43,7 @@ KEEPALIVE_TIMEOUT_S: Final = 5.0
 
 
 def service_config() -> str:
-    """Retries of UNAVAILABLE, the one code that says that nothing was started, or that no server answered: then the
+    """Retries of UNAVAILABLE, the one code that means that nothing was started, or that no server answered: then the
     request id makes the repetition safe. At most 4 attempts, exponential backoff (gRPC adds the jitter), throttled so
     that a dead executor is not hammered. Streams are not retried: the session has what was in flight."""
     retried = {
@@ -53,7 +64,7 @@ def service_config() -> str:
 
 
 def keepalive_options(time_s: float, timeout_s: float) -> list[ChannelOption]:
-    """A silent peer is asked after ``time_s`` seconds and given up ``timeout_s`` later, with or without calls in
+    """A silent peer gets a ping after ``time_s`` seconds and is given up ``timeout_s`` later, with or without calls in
     flight; streams end then as calls do. Executors take more than one ping in five seconds for abuse."""
     if time_s <= 0 or timeout_s <= 0:
         raise ValueError(f"keepalive times are positive: {time_s}, {timeout_s}")
@@ -73,7 +84,7 @@ def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOpti
         "grpc.enable_retries": 1,
         # gRPC retries only what it still holds: its default of 256 kB is less than one long prompt.
         "grpc.per_rpc_retry_buffer_size": 64 << 20,
-        # The executor tells its limits in GetInfo and enforces them; a second opinion here could only refuse an answer
+        # The executor reports its limits in GetInfo and enforces them; a limit here could only refuse an answer
         # to a step that has already run.
         "grpc.max_receive_message_length": -1,
         "grpc.max_send_message_length": -1,
@@ -97,3 +108,57 @@ def open_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+# --- credentials ------------------------------------------------------------------------------------------------------
+
+
+def tls(
+    ca: str | Path | None = None, cert: str | Path | None = None, key: str | Path | None = None
+) -> ChannelCredentials:
+    """Credentials for `ExecutorClient`, from PEM files: the authorities to trust (None: those that come with gRPC), and
+    with mutual TLS the certificate chain to show and its key. Raises `InvalidRequest` that names the file.
+
+    A token beside TLS is sent encrypted; without TLS it is sent as it is, readable on the way.
+    """
+    if (cert is None) != (key is None):
+        raise InvalidRequest("a certificate and its key belong together; only one is named", field="cert")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if ca is not None:
+            context.load_verify_locations(cafile=ca)
+    except ssl.SSLError:
+        raise InvalidRequest(f"{ca} holds no certificates in PEM", field="ca") from None
+    except OSError as error:
+        raise _unreadable(ca, error, "ca") from None
+    try:
+        if cert is not None:
+            # An empty password: OpenSSL would ask the terminal for the one of an encrypted key.
+            context.load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, ValueError):
+        raise InvalidRequest(f"{cert} and {key} are no pair of certificate and key in PEM", field="cert") from None
+    except OSError as error:
+        raise _unreadable(f"{cert} or {key}", error, "cert") from None
+    return grpc.ssl_channel_credentials(_bytes(ca), _bytes(key), _bytes(cert))
+
+
+def read_token(path: str | Path) -> str:
+    """The token in a file: its first line. Raises `InvalidRequest` that names the file and never shows the token."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise _unreadable(path, error, "token") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is no text", field="token") from None
+    token = lines[0].strip() if lines else ""
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidRequest(f"the first line of {path} is no token: one word of printable ASCII", field="token")
+    return token
+
+
+def _bytes(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
+
+
+def _unreadable(path: object, error: OSError, field: str) -> InvalidRequest:
+    return InvalidRequest(f"cannot read {path}: {error.strerror or error}", field=field)

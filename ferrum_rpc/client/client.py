@@ -76,7 +76,7 @@ class ExecutorClient:
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
     executor's reason stands for, or `TransportError` where there is no answer: `Draining` where the executor had
-    said before that it was draining.
+    reported before that it was draining.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ExecutorClient:
     # --- the executor -----------------------------------------------------------------------------------------------
 
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
-        """What the executor is: model, cache, limits, capabilities. Asked once per life of the executor. While
+        """What the executor is: model, cache, limits, capabilities. Requested once per life of the executor. While
         the model loads it waits; `Starting` at the end of the timeout. Raises `NotSupported` where it needs newer
         clients."""
         return await self._context.info(self._context.deadline(timeout_s))
@@ -297,7 +297,7 @@ class ExecutorClient:
     ) -> list[Answer | ExecutorError]:
         """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
 
-        ``results[i]`` answers ``items[i]``: an `Answer`, or the `ExecutorError` of this item alone, returned and not
+        ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not
         raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
         `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
         """
@@ -325,9 +325,16 @@ class ExecutorClient:
                     f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item",
                     field=f"items[{at}]",
                 )
-        return await self._connection.forwards.batch(
-            feed, listed, self._context.deadline(timeout_s), all_or_nothing=all_or_nothing
-        )
+        connection, deadline = self._connection, self._context.deadline(timeout_s)
+        claimed: list[SequenceState] = []
+        try:
+            for item in listed:
+                claimed.append(item.state.claim(feed.name))
+                item.state.check(item)
+            return await connection.forward(feed, listed, deadline, all_or_nothing=all_or_nothing) if listed else []
+        finally:
+            for state in claimed:
+                state.busy = ""
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from ferrum_rpc.client.info import ExecutorInfo, info_from_proto, pressure_from_proto
+from ferrum_rpc.client.info import ExecutorInfo, info_from_proto
 from ferrum_rpc.client.retry import (
+    LONGEST_PAUSE_S,
     REFUSED_BEFORE_RUNNING,
+    Backoff,
     Deadline,
     ResendPolicy,
     SingleFlight,
@@ -35,6 +37,7 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
+from ferrum_rpc.wire.items import pressure_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
 
 Response = TypeVar("Response")
@@ -91,6 +94,7 @@ class Context:
         """
         policy = policy or self._resend
         unknown: ExecutorError | None = None
+        backoff: Backoff | None = None
         resend = 0
         while True:
             try:
@@ -112,10 +116,9 @@ class Context:
                 unknown = error
             elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
                 raise error
-            if deadline.passed or resend >= policy.times:
+            backoff, resend = backoff or Backoff(deadline, policy.backoff_s, LONGEST_PAUSE_S), resend + 1
+            if resend > policy.times or not await backoff.wait():
                 raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
-            await asyncio.sleep(deadline.remaining(policy.pause(resend)) or 0.0)
-            resend += 1
 
     def _error_of(self, failure: BaseException) -> ExecutorError:
         """The error that a failed attempt stands for. Raises the cancellation of the caller."""
@@ -126,7 +129,7 @@ class Context:
         task = asyncio.current_task()
         if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
             raise failure
-        # This task was not cancelled: its channel was closed under it, and grpc.aio says so by cancelling.
+        # This task was not cancelled: its channel was closed under it, and grpc.aio reports that by cancelling.
         return closed()
 
     async def info(self, deadline: Deadline) -> ExecutorInfo:
@@ -147,12 +150,7 @@ class Context:
         self.known_info, self.max_request_bytes = info, info.limits.max_request_bytes
         return info
 
-    @property
-    def exact_span_tokens(self) -> int:
-        """The limit of that name; 1, which decides nothing, where no info is known."""
-        return 1 if self.known_info is None else self.known_info.limits.exact_span_tokens
-
-    # --- what answers say of the executor ---------------------------------------------------------------------------
+    # --- what is known of the executor ---------------------------------------------------------------------------
 
     def note_pressure(self, pressure: types_pb2.KvPressure) -> Pressure:
         """Keep the pressure of an answer. Items that shared a frame share its message."""
@@ -166,7 +164,7 @@ class Context:
             self.known_info = None
 
     def note_error(self, error: ExecutorError) -> ExecutorError:
-        """Keep what an error says of the executor: that it drains, or is another process. Returns the error to raise.
+        """Keep what an error reports: that the executor drains, or is another process. Returns the error to raise.
         Where the connection to a draining executor is lost, that is `Draining`; the fate of the call is as unknown as
         with any lost connection."""
         if isinstance(error, Draining):

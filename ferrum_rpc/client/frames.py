@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.transport import Forwarded, outcomes_of, timing_of
+from ferrum_rpc.client.transport import Forwarded, outcomes_of
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.wire.items import timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
@@ -144,7 +145,7 @@ def results_of(
         blocks = rows_from_proto(answer.row_blocks, rows)
     except ExecutorError as error:
         return [error for _ in requests]
-    pressure, timing = answer.pressure, timing_of(answer)
+    pressure, timing = answer.pressure, timing_from_proto(answer)
     if first.frame is not None:
         return [Forwarded(outcomes, blocks, pressure, timing)]
     return [

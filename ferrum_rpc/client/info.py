@@ -6,9 +6,10 @@ import enum
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, StepTiming
-from ferrum_rpc.executor.v1 import model_executor_pb2, types_pb2
+from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure
+from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.info import seconds
+from ferrum_rpc.wire.items import pressure_from_proto
 
 Data = TypeVar("Data")
 
@@ -136,8 +137,8 @@ class ExecutorStatus:
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
     """A live sequence, for an operator's eyes: ``label`` is for logs and no handle. ``length`` in tokens, ``blocks`` of
-    the cache that it refers to, ``idle_s`` since it was last used. ``identity``: whose it is, empty where callers are
-    not asked who they are; ``client_name``: what its client calls itself. ``busy``: a call on it is in flight."""
+    the cache that it refers to, ``idle_s`` since it was last used. ``identity``: its owner, empty where callers are
+    not authenticated; ``client_name``: as its client calls itself. ``busy``: a call on it is in flight."""
 
     label: str
     length: int
@@ -160,29 +161,6 @@ class WarmupReport:
 
 
 # --- from the wire --------------------------------------------------------------------------------------------------
-
-
-def pressure_from_proto(proto: types_pb2.KvPressure) -> Pressure:
-    """Wire to domain."""
-    return Pressure(
-        free_blocks=proto.free_blocks,
-        total_blocks=proto.total_blocks,
-        block_size=proto.block_size,
-        queued_items=proto.queued_items,
-        queued_tokens=proto.queued_tokens,
-        sequences=proto.sequences,
-    )
-
-
-def timing_from_proto(proto: types_pb2.StepTiming) -> StepTiming:
-    """Wire (microseconds) to domain (seconds)."""
-    return StepTiming(
-        step=proto.step,
-        sequences=proto.step_sequences,
-        tokens=proto.step_tokens,
-        queue_s=proto.queue_micros * 1e-6,
-        forward_s=proto.forward_micros * 1e-6,
-    )
 
 
 def from_proto(into: type[Data], message: Any, **given: Any) -> Data:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ferrum_rpc.client.context import Context
@@ -83,7 +83,7 @@ class Leases:
     """A client's lease calls, and the lease that it holds for its sequences, one at a time. Without a ``policy`` they
     get none, and only the lease that a session has of its own is kept. ``on_trouble`` is called once when renewals
     begin to fail, and once when a lease is lost. ``session_renewal``: renews the session's own lease, given its id and
-    a deadline; None where it is another lease, or the session is not open."""
+    a deadline; None where it is another lease, or the session is not open. ``state``: of the lease that is held."""
 
     def __init__(
         self,
@@ -94,15 +94,13 @@ class Leases:
         on_trouble: Callable[[LeaseTrouble], None] | None = None,
     ) -> None:
         self.client_name = (client_name or f"{socket.gethostname()}:{os.getpid()}")[:MAX_CLIENT_NAME]
-        self.session_renewal: Callable[[str, Deadline], Awaitable[float] | None] = lambda _, __: None
+        self.session_renewal: Callable[[str, Deadline], Awaitable[float | None]] | None = None
         self._context = context
         self._wanted = policy is not None
         self._policy = policy or LeasePolicy()
         self._on_trouble = on_trouble
         self._acquiring = SingleFlight("acquiring a lease")
-        self._lease: Lease | None = None
-        self._expires_at = 0.0
-        self._healthy = True
+        self.state: LeaseState | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -117,9 +115,9 @@ class Leases:
 
     async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
         """Renew it; returns for how many seconds. Through the session where it is the session's."""
-        context, renewal = self._context, self.session_renewal(lease_id, deadline)
-        if renewal is not None:
-            return await renewal
+        context, renew = self._context, self.session_renewal
+        if renew is not None and (ttl_s := await renew(lease_id, deadline)) is not None:
+            return ttl_s
         request = model_executor_pb2.KeepAliveRequest(lease_id=lease_id)
         answer = await context.call(context.executor.KeepAlive, request, deadline, NEVER_RESEND)
         context.note_pressure(answer.pressure)
@@ -137,36 +135,27 @@ class Leases:
     @property
     def lease_id(self) -> str:
         """The lease that is held; empty: none."""
-        return "" if self._lease is None else self._lease.lease_id
-
-    @property
-    def state(self) -> LeaseState | None:
-        """How it stands; None where none is held."""
-        lease = self._lease
-        return None if lease is None else LeaseState(lease.lease_id, lease.ttl_s, self._expires_at, self._healthy)
+        return "" if self.state is None else self.state.lease_id
 
     async def current(self, deadline: Deadline) -> str:
         """The lease that is held, or a new one; empty where the client wants none, or the executor has none. Callers
         that need a new one at the same time share it."""
         if not self._wanted or Capability.LEASES not in (await self._context.info(deadline)).capabilities:
             return ""
-        lease = self._lease
-        if lease is None:
-            lease = await self._acquiring.get(lambda: self._lease, lambda: self._acquire(deadline), deadline)
-        return lease.lease_id
+        if self.state is not None:
+            return self.state.lease_id
+        return (await self._acquiring.get(lambda: self.state, lambda: self._acquire(deadline), deadline)).lease_id
 
-    async def _acquire(self, deadline: Deadline) -> Lease:
+    async def _acquire(self, deadline: Deadline) -> LeaseState:
         sent_at = time.monotonic()
-        lease = await self.acquire_lease(self._policy.ttl_s, self.client_name, deadline)
-        self.adopt(lease, sent_at)
-        return lease
+        return self.adopt(await self.acquire_lease(self._policy.ttl_s, self.client_name, deadline), sent_at)
 
-    def adopt(self, lease: Lease, sent_at: float) -> None:
+    def adopt(self, lease: Lease, sent_at: float) -> LeaseState:
         """Keep this lease, which was requested at ``sent_at`` (monotonic seconds)."""
         self.stop()
-        self._lease = lease
-        self._renewed(sent_at, lease.ttl_s)
+        self.state = state = LeaseState(lease.lease_id, lease.ttl_s, sent_at + lease.ttl_s, healthy=True)
         self._task = asyncio.get_running_loop().create_task(self._keep(lease, sent_at), name="ferrum_rpc lease")
+        return state
 
     async def assign(self, item: Item, deadline: Deadline) -> None:
         """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
@@ -187,20 +176,21 @@ class Leases:
         return True
 
     def lost(self, lease_id: str, error: ExecutorError) -> None:
-        """An answer says that this lease is gone. The next `current` acquires another."""
-        if self.lease_id == lease_id:
-            self._lease = None
+        """This lease is gone, by an answer of the executor. The next `current` acquires another."""
+        state = self.state
+        if state is not None and state.lease_id == lease_id:
+            self.state = None
             self.stop()
-            self._report(LeaseTrouble(lease_id, True, self._expires_at, error))
+            self._report(LeaseTrouble(lease_id, True, state.expires_at, error))
 
     async def close(self, deadline: Deadline) -> None:
         """Revoke it, which frees its sequences in one call. Does not raise: what fails here is found by its end."""
-        lease, self._lease = self._lease, None
+        state, self.state = self.state, None
         self.stop()
-        if lease is None:
+        if state is None:
             return
         try:
-            await self.revoke_lease(lease.lease_id, deadline)
+            await self.revoke_lease(state.lease_id, deadline)
         except LEASE_GONE:
             pass
         except ExecutorError as error:
@@ -231,18 +221,15 @@ class Leases:
                 return
             except Exception as error:
                 failures += 1
-                if failures >= self._policy.attempts and self._healthy:
-                    self._healthy = False
+                state = self.state
+                if failures >= self._policy.attempts and state is not None and state.healthy:
+                    self.state = replace(state, healthy=False)
                     if not isinstance(error, ExecutorError):  # never expected, and to give up renewing would be worse
                         error = TransportError(f"a renewal failed: {error!r}")
-                    self._report(LeaseTrouble(lease.lease_id, False, self._expires_at, error))
+                    self._report(LeaseTrouble(lease.lease_id, False, state.expires_at, error))
             else:
                 failures = 0
-                self._renewed(sent_at, ttl_s)
-
-    def _renewed(self, sent_at: float, ttl_s: float) -> None:
-        self._expires_at = sent_at + ttl_s
-        self._healthy = True
+                self.state = LeaseState(lease.lease_id, lease.ttl_s, sent_at + ttl_s, healthy=True)
 
     def _report(self, trouble: LeaseTrouble) -> None:
         if trouble.lost:

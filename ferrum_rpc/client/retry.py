@@ -42,10 +42,10 @@ REFUSED_BEFORE_RUNNING = (SequenceBusy, QueueFull, Starting, Draining, DeadlineE
 """Refusals of one attempt only: an earlier one of the same call may still have run."""
 
 SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
-"""Answers that say that a sequence is gone. A release takes them as success; a forward must be prefilled again."""
+"""Refusals of a sequence that is gone. A release takes them as success; a forward must be prefilled again."""
 
 LEASE_GONE = (LeaseExpired, LeaseUnknown, InstanceMismatch)
-"""Answers to a renewal, or to a creation, that say that the lease is gone: acquire another."""
+"""Refusals of a renewal, or of a creation, whose lease is gone: acquire another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,13 @@ class ResendPolicy:
         if self.times < 0 or self.backoff_s < 0 or (self.attempt_timeout_s is not None and self.attempt_timeout_s <= 0):
             raise ValueError(f"no such policy: {self}")
 
-    def pause(self, resend: int) -> float:
-        """Seconds before a resend, the first being 0."""
-        return min(self.backoff_s * 2.0 ** min(resend, 30), LONGEST_PAUSE_S)
-
 
 NEVER_RESEND = ResendPolicy(times=0)
 """Leave every unknown fate to the caller."""
 
 
 def fate_unknown(error: BaseException) -> bool:
-    """Whether the step behind a failed call may have run: no answer of the executor says that it did not."""
+    """Whether the step behind a failed call may have run: no answer of the executor rules it out."""
     if isinstance(error, asyncio.CancelledError | InternalError):
         return True
     if isinstance(error, TransportError | DeadlineExceeded | Cancelled | Draining):

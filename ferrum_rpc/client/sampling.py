@@ -39,7 +39,7 @@ class Sampling:
 
 
 class Sampler:
-    """Asks an executor for what it needs of a row (``output``), and picks from it. ``rows_per_answer``: how many such
+    """The ``output`` to request of an executor, and the choice of a token from it. ``rows_per_answer``: how many such
     rows one answer of the executor can carry."""
 
     def __init__(self, sampling: Sampling, info: ExecutorInfo) -> None:

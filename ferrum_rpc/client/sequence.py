@@ -133,8 +133,8 @@ class Sequence:
     ) -> Answer:
         """Feed a prompt, or the next part of one. L becomes L + n.
 
-        A prompt longer than ``chunk`` tokens (default: what the executor takes in one call) goes in several calls that
-        ask for no rows but in the last; with positions ALL every chunk is asked, and the answer holds all n rows.
+        A prompt longer than ``chunk`` tokens (default: what the executor takes in one call) goes in several calls, of
+        which the last returns rows; with positions ALL every one does, and the answer holds all n rows.
         ``timeout_s`` bounds the whole. If a chunk fails, the ones before it stay; calling again with the same tokens
         goes on where it stopped.
 
@@ -204,7 +204,7 @@ class Sequence:
 
     def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
-        sent. A kind alone stands for the last position."""
+        sent. A kind without positions stands for the last one."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
         if self._lost is not None:
@@ -387,7 +387,7 @@ class Sequence:
         elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
             truncate_to = None
         item = state.item(next(self._context.item_ids), tokens, output, truncate_to)
-        [answer] = await self._connection.forwards.forward(feed, [item], deadline)
+        [answer] = await self._connection.forward(feed, [item], deadline)
         if isinstance(answer, ExecutorError):
             raise answer
         return answer
@@ -439,9 +439,9 @@ class Sequence:
         return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
 
     async def _feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
-        """Feed what a lost sequence held. The answer is the last piece's, with the rows of all that were asked."""
+        """Feed what a lost sequence held. The answer is the last piece's, with all requested rows."""
         lost, state = self._lost, self._state
-        assert lost is not None  # noqa: S101 - the callers looked
+        assert lost is not None  # noqa: S101 - checked by the callers
         if lost.pieces is None:
             most = await self._most(output, len(lost.tokens), deadline)
             exact = (await self._context.info(deadline)).limits.exact_span_tokens

@@ -7,10 +7,11 @@ again under their request ids, and the executor replays them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ class SessionTransport(Transport):
         self._steps_in_flight = steps_in_flight
         self._stream: SessionStream | None = None
         self._opening = SingleFlight("opening the session")
-        self._offered = True
+        self._used = True
         self._warned = False
         self._closed = False
         self.lease_id = ""
@@ -61,8 +62,8 @@ class SessionTransport(Transport):
         """Find out whether sessions are offered."""
         if self.ready:
             return
-        self._offered = Capability.SESSION in (await self._context.info(deadline)).capabilities
-        if not self._offered and not self._warned:
+        self._used = Capability.SESSION in (await self._context.info(deadline)).capabilities
+        if not self._used and not self._warned:
             self._warned = True
             log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
 
@@ -70,7 +71,7 @@ class SessionTransport(Transport):
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool = False
     ) -> Coroutine[Any, Any, Forwarded]:
         """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time."""
-        if not self._offered or self._closed:
+        if not self._used:
             return super().forward(feed, items, deadline, all_or_nothing=all_or_nothing)
         frame = None
         if not feed.single:
@@ -81,7 +82,7 @@ class SessionTransport(Transport):
         return self._context.call(self._submit, request, deadline)
 
     async def _operate(self, operations: Sequence[Operation], deadline: Deadline) -> Sequence[Operated]:
-        frame = _frame_of(operations) if self._offered and not self._closed else None
+        frame = _frame_of(operations) if self._used else None
         if frame is None:
             return await super()._operate(operations, deadline)
         request: Request[session_pb2.SessionResponse] = Request(frame=frame)
@@ -99,23 +100,20 @@ class SessionTransport(Transport):
             for each in answer.results
         ]
 
-    def _renewal(self, lease_id: str, deadline: Deadline) -> Awaitable[float] | None:
+    async def _renewal(self, lease_id: str, deadline: Deadline) -> float | None:
         stream = self._stream
         if stream is None or stream.over is not None or lease_id != self.lease_id:
             return None
-        return self._renew(stream, deadline)
-
-    async def _renew(self, stream: SessionStream, deadline: Deadline) -> float:
         answer = (await stream.control(Frame(keep_alive=session_pb2.SessionKeepAlive()), deadline)).keep_alive
         self._context.note_pressure(answer.pressure)
         return seconds(answer.ttl)
 
     async def close(self, deadline: Deadline) -> None:
         """End the session and release its sequences. Does not raise."""
-        self._closed, stream, self._stream = True, self._stream, None
+        stream, self._stream, self._closed, self._used = self._stream, None, True, False
         if stream is not None and stream.over is None:
             with suppress(ExecutorError):
-                await stream.close(deadline, release_sequences=True)
+                await stream.close(deadline)
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +127,10 @@ class SessionTransport(Transport):
         """One attempt."""
         deadline = Deadline(None if timeout is None else time.monotonic() + timeout)
         while True:
-            stream = self._open_stream() or await self._open(deadline)
+            stream = self._open_stream()
+            if stream is None:  # where opening it raises nothing was sent, so no fate is unknown
+                opened = functools.partial(retry_while_starting, functools.partial(self._opened, deadline), deadline)
+                stream = await self._opening.get(self._open_stream, opened, deadline)
             if (result := await stream.submit(request, deadline)) is not None:
                 return result
 
@@ -159,12 +160,6 @@ class SessionTransport(Transport):
             stream.end(TransportError("the session's lease is gone", metadata={"grpc_code": "UNAVAILABLE"}))
             return None
         return stream
-
-    async def _open(self, deadline: Deadline) -> SessionStream:
-        """The open stream, or a new one. Where this raises nothing was sent, so no fate is unknown."""
-        return await self._opening.get(
-            self._open_stream, lambda: retry_while_starting(lambda: self._opened(deadline), deadline), deadline
-        )
 
     async def _opened(self, deadline: Deadline) -> SessionStream:
         for attempt in range(OPENINGS):

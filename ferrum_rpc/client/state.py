@@ -75,7 +75,7 @@ class Item:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Equal for items that ask for the same thing of the same sequence."""
+        """Equal for items that feed the same to the same sequence."""
         return ("forward", self.handle, self.tokens, self.output, self.truncate_to)
 
 
@@ -99,7 +99,7 @@ def settled(
 ) -> UnknownOutcome | None:
     """What is unknown after a call failed, where ``known`` was unknown before it.
 
-    A refusal before the call ran is one of this attempt alone: the call keeps its id, and is not repeated merely to
+    A refusal before the call ran is one of this attempt only: the call keeps its id, and is not repeated merely to
     release what it creates. Any other refusal settles the call, and no other one.
     """
     same = known is not None and known.request_id == request_id

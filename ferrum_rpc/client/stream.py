@@ -34,6 +34,7 @@ UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0,
 SMOOTHING: Final = 0.25
 """The weight of the latest answer in `Pace`."""
 
+_UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
 _AGAIN_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
@@ -157,10 +158,10 @@ class SessionStream:
             raise self._ended()
         return answer
 
-    async def close(self, deadline: Deadline, *, release_sequences: bool) -> int:
-        """End the session on purpose; returns how many sequences were released. Raises what keeps it from ending well;
-        it is over in any case."""
-        frame = Frame(close=session_pb2.SessionClose(release_sequences=release_sequences))
+    async def close(self, deadline: Deadline) -> int:
+        """End the session on purpose and release its sequences; returns how many. Raises what keeps it from ending
+        well; it is over in any case."""
+        frame = Frame(close=session_pb2.SessionClose(release_sequences=True))
         try:
             return (await self.control(frame, deadline)).goodbye.released_sequences
         finally:
@@ -237,10 +238,6 @@ class SessionStream:
             if not step.given_up:
                 step.rows.append(response.rows)
             return
-        if step.given_up:
-            self._forget(response.step_id)
-            self._wake.set()
-            return
         results = results_of(step.requests, response, step.rows)
         whole = response.HasField("error")
         if whole and isinstance(results[0], QueueFull) and "steps_in_flight" in results[0].metadata:
@@ -262,7 +259,7 @@ class SessionStream:
             else:
                 request.future.set_result(result)
         self._wait_again(single, Kind.FRAME)
-        self._wake.set()  # after the answers: what their callers send next shares the next frame
+        self._wake.set()  # after the results: what their callers send next shares the next frame
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
@@ -307,15 +304,16 @@ class SessionStream:
             self._watch(soonest)
 
     def _expire(self, request: Request[Any]) -> None:
-        if request.step is not None:
-            late = DeadlineExceeded("the deadline passed before the answer came", metadata=_DEADLINE_EXCEEDED)
-            request.future.set_exception(late)
-            self._give_up(request)
-            return
-        request.future.set_exception(DeadlineExceeded("no step of the session ended in time; nothing was sent"))
+        if request.step is None:
+            late = DeadlineExceeded("no step of the session ended in time; nothing was sent")
+        else:
+            metadata = {"grpc_code": "DEADLINE_EXCEEDED"}
+            late = DeadlineExceeded("the deadline passed before the answer came", metadata=metadata)
+        request.future.set_exception(late)
         self._give_up(request)
         steps = [step for step in self._steps.values() if step.kind is not Kind.CONTROL]
-        if steps and all(step.given_up for step in steps):  # with none in flight it is this client that was busy
+        # With none in flight it is this client that was busy.
+        if request.step is None and steps and all(step.given_up for step in steps):
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
     def _give_up(self, request: Request[Any]) -> None:
@@ -361,7 +359,7 @@ class SessionStream:
         except grpc.aio.AioRpcError as error:
             self.end(error_from_rpc(error))
         except (grpc.aio.UsageError, asyncio.CancelledError):
-            self.end(closed())  # the channel was closed under it: grpc.aio says so by cancelling
+            self.end(closed())  # the channel was closed under it: grpc.aio reports that by cancelling
         except Exception as error:
             self.end(TransportError(f"the session's answers cannot be read: {error!r}", metadata=_UNAVAILABLE))
 
@@ -373,7 +371,3 @@ class SessionStream:
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
             return TransportError(error.message, metadata=error.metadata)
         return TransportError(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)
-
-
-_UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
-_DEADLINE_EXCEEDED: Final = {"grpc_code": "DEADLINE_EXCEEDED"}

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
-from ferrum_rpc.client.background import ClientFacade, Facade, blocking, iterating, unwrapped
-from ferrum_rpc.client.client import CacheMode
+from ferrum_rpc.client.background import ClientFacade, Facade, blocking, iterating, making, unwrapped
 from ferrum_rpc.client.lease import LeaseState
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, Pressure
@@ -67,7 +66,7 @@ class Sequence(Facade[async_sequence.Sequence]):
 
     def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
-        sent. A kind alone stands for the last position."""
+        sent. A kind without positions stands for the last one."""
         return self._async.item(tokens, output, truncate_to=truncate_to)
 
     truncate = blocking(async_sequence.Sequence.truncate)
@@ -109,36 +108,7 @@ class ExecutorClient(ClientFacade):
     acquire_lease = blocking(async_client.ExecutorClient.acquire_lease)
     keep_alive = blocking(async_client.ExecutorClient.keep_alive)
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)
-
-    def sequence(
-        self,
-        *,
-        keep_tokens: bool = False,
-        rebuild: bool = False,
-        reserve_tokens: int = 0,
-        lease_id: str = "",
-        adapter: str = "",
-        cache_salt: bytes = b"",
-        cache_mode: CacheMode = CacheMode.DEFAULT,
-    ) -> Sequence:
-        """A new, empty sequence. Nothing is sent until it is fed.
-
-        ``keep_tokens``: remember what was fed, so that `Sequence.rebuild` needs no tokens. ``rebuild``: on a lost
-        sequence (executor restarted, lease expired, reset) do that by itself and go on; implies ``keep_tokens``. Batch
-        calls do not rebuild: their caller plans. The others are the contract's ``CreateOptions``: blocks to hold beyond
-        the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them."""
-        return Sequence(
-            self._async.sequence(
-                keep_tokens=keep_tokens,
-                rebuild=rebuild,
-                reserve_tokens=reserve_tokens,
-                lease_id=lease_id,
-                adapter=adapter,
-                cache_salt=cache_salt,
-                cache_mode=cache_mode,
-            ),
-            self._background,
-        )
+    sequence = making(Sequence, async_client.ExecutorClient.sequence)
 
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

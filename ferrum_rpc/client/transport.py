@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.info import timing_from_proto
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, types_pb2
-from ferrum_rpc.wire.items import handle_from_proto
+from ferrum_rpc.wire.items import handle_from_proto, timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 
@@ -92,7 +91,7 @@ class Transport:
             request = feed.request(items=[item.proto for item in items], all_or_nothing=all_or_nothing)
             answer = await context.call(method, request, deadline)
             outcomes = outcomes_of(answer.results, items)
-        return Forwarded(outcomes, rows_from_proto(answer.row_blocks), answer.pressure, timing_of(answer))
+        return Forwarded(outcomes, rows_from_proto(answer.row_blocks), answer.pressure, timing_from_proto(answer))
 
     async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> list[Operated]:
         """What became of each operation, all of one kind, sent in messages of as many as the executor takes. The
@@ -143,8 +142,3 @@ def outcomes_of(
             metadata={"grpc_code": "INTERNAL"},
         )
     return [each.output if each.HasField("output") else error_from_status(each.error) for each in results]
-
-
-def timing_of(answer: Any) -> StepTiming | None:
-    """The timing that an answer carries; None where no step ran for it."""
-    return timing_from_proto(answer.timing) if answer.HasField("timing") else None

@@ -235,3 +235,24 @@ def fill_step(answer: Any, pressure: Pressure, timing: StepTiming | None) -> Non
         message.step, message.step_sequences, message.step_tokens, queue_s, forward_s = timing
         message.queue_micros = min(round(queue_s * 1e6), _U32_MAX)
         message.forward_micros = min(round(forward_s * 1e6), _U32_MAX)
+
+
+def pressure_from_proto(message: types_pb2.KvPressure) -> Pressure:
+    """Wire to domain."""
+    return Pressure(
+        message.free_blocks,
+        message.total_blocks,
+        message.block_size,
+        message.queued_items,
+        message.queued_tokens,
+        message.sequences,
+    )
+
+
+def timing_from_proto(answer: Any) -> StepTiming | None:
+    """The timing that an answer to a forward call carries; None where no step ran for it."""
+    if not answer.HasField("timing"):
+        return None
+    timing = answer.timing
+    queue_s, forward_s = timing.queue_micros * 1e-6, timing.forward_micros * 1e-6
+    return StepTiming(timing.step, timing.step_sequences, timing.step_tokens, queue_s, forward_s)

@@ -357,7 +357,7 @@ async def test_closing_says_so_waits_for_the_goodbye_and_ends_what_is_in_flight(
     async with opened() as (fake, stream):
         call = asyncio.create_task(step(stream))
         await fake.received("forward")
-        closing = asyncio.create_task(stream.close(FOREVER, release_sequences=True))
+        closing = asyncio.create_task(stream.close(FOREVER))
         [frame] = await fake.received("close")
         assert frame.close.release_sequences
         assert not closing.done()
@@ -370,7 +370,7 @@ async def test_closing_says_so_waits_for_the_goodbye_and_ends_what_is_in_flight(
 async def test_closing_does_not_wait_for_ever() -> None:
     async with opened() as (_, stream):
         with pytest.raises(DeadlineExceeded):
-            await stream.close(Deadline.after(0.01), release_sequences=False)
+            await stream.close(Deadline.after(0.01))
         assert stream.over is not None
 
 
