@@ -30,7 +30,6 @@ from ferrum_rpc.client.info import (
     Health,
     SequenceInfo,
     WarmupReport,
-    from_proto,
     status_from_proto,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
@@ -41,11 +40,8 @@ from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed, Transport
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
-from ferrum_rpc.executor.v1 import (
-    executor_control_pb2,
-    forward_pb2,
-    model_executor_pb2,
-)
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
+from ferrum_rpc.wire.info import from_proto
 
 
 class CacheMode(enum.Enum):

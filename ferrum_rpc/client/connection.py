@@ -107,7 +107,9 @@ class Connection:
         gone: dict[int, Answer] = {}
         fed: list[Item] = []
         for index, (item, answer) in enumerate(zip(items, results, strict=True)):
-            if isinstance(answer, Answer) and answer.replayed and answer.rows is None and item.wants_rows:
+            if not isinstance(answer, Answer) or not answer.replayed or answer.rows is not None:
+                continue
+            if item.output.positions is not Positions.NONE:
                 tokens = item.tokens if item.output.positions is Positions.ALL else item.tokens[-1:]
                 number, truncate_to = next(self.context.item_ids), answer.length - len(tokens)
                 fed.append(item.state.item(number, tokens, item.output, truncate_to))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.info import seconds
+from ferrum_rpc.wire.info import from_proto, seconds
 from ferrum_rpc.wire.items import pressure_from_proto
-
-Data = TypeVar("Data")
 
 
 class Capability(enum.Enum):
@@ -161,15 +158,6 @@ class WarmupReport:
 
 
 # --- from the wire --------------------------------------------------------------------------------------------------
-
-
-def from_proto(into: type[Data], message: Any, **given: Any) -> Data:
-    """The dataclass of a message. Fields that are not ``given`` are named as in it; a duration ends in ``_s``."""
-    for name in into.__dataclass_fields__:  # type: ignore[attr-defined]
-        if name not in given:
-            duration = name.endswith("_s")
-            given[name] = seconds(getattr(message, name[:-2])) if duration else getattr(message, name)
-    return into(**given)
 
 
 def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:

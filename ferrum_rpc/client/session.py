@@ -62,8 +62,8 @@ class SessionTransport(Transport):
         """Find out whether sessions are offered."""
         if self.ready:
             return
-        self._used = Capability.SESSION in (await self._context.info(deadline)).capabilities
-        if not self._used and not self._warned:
+        self._used = Capability.SESSION in (await self._context.info(deadline)).capabilities and not self._closed
+        if not self._used and not self._closed and not self._warned:
             self._warned = True
             log.warning("the executor offers no sessions (capability SESSION): requests go as unary calls")
 

@@ -1,8 +1,7 @@
 """What the client keeps of one sequence, and the work items that it builds from it. No IO.
 
-The handle advances only with an answer. A call whose fate is unknown leaves an `UnknownOutcome`: asking for the same
-thing again then repeats the same request id, so that writing the same line of code twice is as safe as an explicit
-resend.
+The handle advances only with an answer. A call whose fate is unknown leaves an `UnknownOutcome`: the same
+call then repeats its request id, so that writing the same line of code twice is as safe as an explicit resend.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final
 
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
-from ferrum_rpc.core import HandleRef, OutputSpec, Positions
+from ferrum_rpc.core import HandleRef, OutputSpec
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
 from ferrum_rpc.wire.output import output_to_proto
 
@@ -61,11 +60,6 @@ class Item:
         if self.truncate_to is not None:
             return self.truncate_to
         return 0 if self.handle is None else self.handle.seq_len
-
-    @property
-    def wants_rows(self) -> bool:
-        """Whether its answer carries rows."""
-        return self.output.positions is not Positions.NONE
 
     @property
     def repeats(self) -> bool:

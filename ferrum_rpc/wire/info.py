@@ -11,6 +11,7 @@ from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
 from ferrum_rpc.executor.v1 import info_pb2
 
 M = TypeVar("M", bound=message.Message)
+Data = TypeVar("Data")
 
 SCHEMA_REVISION = 3
 """Grows with every change of protos/."""
@@ -73,6 +74,15 @@ def counters_to_proto(*sources: object, forward_s: float, replays: int) -> info_
     message = _message(info_pb2.Counters, *sources, replays=replays)
     set_seconds(message.forward_time, forward_s)
     return message
+
+
+def from_proto(into: type[Data], proto: Any, **given: Any) -> Data:
+    """The dataclass of a message, from the fields of the same names that are not ``given``; a duration's ends in
+    ``_s``."""
+    for name in into.__dataclass_fields__:  # type: ignore[attr-defined]
+        if name not in given:
+            given[name] = seconds(getattr(proto, name[:-2])) if name.endswith("_s") else getattr(proto, name)
+    return into(**given)
 
 
 def seconds(duration: duration_pb2.Duration) -> float:
