@@ -19,58 +19,13 @@ import numpy.typing as npt
 
 from benchmarks.machine import ROOT
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType
+from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.spec import ModelSpec
 
-QWEN3_0_6B: Final[dict[str, Any]] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "use_cache": True,
-}
-"""https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json"""
+SHAPES: Final[dict[str, dict[str, Any]]] = json.loads((ROOT / "benchmarks" / "shapes.json").read_text("utf-8"))
+"""Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, and of the same architecture at a size that a
+test can afford."""
 
-QWEN3_8B: Final[dict[str, Any]] = QWEN3_0_6B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-    "max_window_layers": 36,
-}
-TINY: Final[dict[str, Any]] = QWEN3_0_6B | {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "max_window_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""The same architecture at a size that a test can afford."""
-
-SHAPES: Final = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B, "tiny": TINY}
 IDENTITY: Final = "identity"
 BUILT_IN: Final = (IDENTITY, "demo")
 SEED: Final = 20261121
@@ -170,43 +125,16 @@ def settings(cells: Sequence[Cell], threads: int, device: str = "") -> dict[str,
     return {"block_size": BLOCK_SIZE, "kv_blocks": blocks, "threads": threads} | ({"device": device} if device else {})
 
 
-def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every checkpoint tensor of a Qwen3 configuration, by name."""
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for number in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
-
-
-def write_checkpoint(
-    path: str | Path, config: dict[str, Any] = QWEN3_0_6B, dtype: str = "bfloat16", seed: int = 0
-) -> Path:
+def write_checkpoint(path: str | Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:
     """Write ``config`` with random weights of ``dtype`` (bfloat16, float16, float32) to folder ``path``; return it. At
     disk speed: one block of random numbers is drawn, and every tensor is cut from it at another offset."""
     import torch
     from safetensors.torch import save_file
 
-    block = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype)).repeat(2)
+    block = torch.randn(PERIOD, generator=torch.Generator().manual_seed(SEED)).to(getattr(torch, dtype)).repeat(2)
     tensors: dict[str, torch.Tensor] = {}
-    for index, (name, shape) in enumerate(tensor_shapes(config).items()):
+    for index, (name, placement) in enumerate(layout(ModelSpec.from_config(config)).items()):
+        shape = placement.shape
         if len(shape) == 1:
             tensors[name] = torch.ones(shape, dtype=block.dtype)
             continue
@@ -216,7 +144,7 @@ def write_checkpoint(
         tensors[name] = source.repeat(-(-size // PERIOD))[:size].view(shape)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1))
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}, indent=1))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -230,7 +158,7 @@ def checkpoint(shape: str) -> Path:
         print(f"writing random weights of {shape} to {folder.relative_to(ROOT)} (once)")
         partial = CACHE / f"{shape}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        write_checkpoint(partial, SHAPES[shape], seed=SEED).rename(folder)
+        write_checkpoint(partial, SHAPES[shape]).rename(folder)
     return folder
 
 

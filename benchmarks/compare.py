@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ WARM_STEPS: Final = 2
 LEAST_STEPS: Final = 3
 
 Name = TypeVar("Name")
+T = TypeVar("T")
 Figures = dict[str, Any]
 
 
@@ -39,6 +41,23 @@ class Round:
     queue_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     last: list[Any] = field(default_factory=list)
+    _began: float = 0.0
+
+    def steps(self, inputs: Iterable[T], lead_in: int) -> Iterator[tuple[int, T]]:
+        """The inputs of steps in turn, with their index: each must end with `done`. The first ``lead_in`` do not
+        count."""
+        for numbered in enumerate(inputs):
+            self._began = perf_counter()
+            yield numbered
+        for seconds in (self.step_s, self.forward_s, self.queue_s):
+            del seconds[:lead_in]
+
+    def done(self, forward_s: float | None = None, queue_s: float = 0.0, began: float | None = None) -> None:
+        """A step has ended that began ``began`` (with `steps`, if it is not said)."""
+        self.step_s.append(perf_counter() - (self._began if began is None else began))
+        if forward_s is not None:
+            self.forward_s.append(forward_s)
+            self.queue_s.append(queue_s)
 
 
 class Unsupported(RuntimeError):

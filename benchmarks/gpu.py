@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import re
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
-from xml.etree import ElementTree
 
 import numpy as np
 import torch
@@ -34,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import machine, tables
-from benchmarks.cases import BLOCK_SIZE, GPU_CELLS
-from benchmarks.compare import Round, ratio
+from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS
+from benchmarks.compare import Round, alternate, ratio
 from benchmarks.engines.grpc import Session
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.suite import Contest, add_options, fill
+from benchmarks.record import Contest, out_of, read_options
 from benchmarks.targets import TARGETS
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import AttentionSpec
@@ -86,7 +84,7 @@ async def cells(here: Contest, device: str) -> None:
             return
         torch.cuda.empty_cache()
         kind = PeerKind(STATIC, "hf", {"cache": "static", "device": device})
-        peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.config["vocab_size"]))
+        peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.spec.vocab_size))
         if peer is not None:
             await here.play([cell for cell in options.cells if cell.batch == 1], {REFERENCE: session, STATIC: peer})
 
@@ -94,17 +92,17 @@ async def cells(here: Contest, device: str) -> None:
 # --- the kernels alone ------------------------------------------------------------------------------------------------
 
 
-def attention(
+async def attention(
     device: torch.device, loads: Sequence[Load], limits: Mapping[str, Any], rounds: int = 9
 ) -> list[dict[str, Any]]:
     """How fast each load is, and its shares of ``limits``: decode lives on memory, prefill on the matrix units. Sides
     alternate, inputs are random (a GPU computes zeros faster)."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        return [_load(device, each, LLAMA, limits, rounds) for each in loads]
+        return [await _load(device, each, LLAMA, limits, rounds) for each in loads]
 
 
-def _load(
+async def _load(
     device: torch.device, load: Load, spec: AttentionSpec, limits: Mapping[str, Any], rounds: int
 ) -> dict[str, Any]:
     from ferrum_rpc.attention.triton_paged import TritonPagedAttention
@@ -130,11 +128,12 @@ def _load(
         except Exception as error:  # a torch, or a device, without it
             calls.pop(name, None)
             absent[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
-    timers = {name: _cuda_timer(call) if device.type == "cuda" else _timer(call) for name, call in calls.items()}
-    taken: dict[str, list[Round]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            taken[name].append(Round(step_s=[timer()]))
+
+    async def take(call: Call, _: int) -> Round:
+        return Round(step_s=[_seconds(call, device)])
+
+    turns, _ = await alternate({name: partial(take, call) for name, call in calls.items()}, rounds, settle_s=0)
+    taken = {name: [turn[name] for turn in turns] for name in calls}
     seconds = float(np.median([each.step_s[0] for each in taken["ours"]]))
     moved = 2 * load.batch * length * spec.kv_heads * spec.head_dim * query.itemsize
     work = 4 * load.tokens * (load.cached + (load.tokens + 1) / 2) * load.batch * spec.heads * spec.head_dim
@@ -172,36 +171,14 @@ def _varlen(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: 
     return lambda: varlen.varlen_attn(query, key, value, query_ends, key_ends, load.tokens, length, **options)
 
 
-def _timer(call: Call) -> Callable[[], float]:
-    def timer() -> float:
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-
-    return timer
-
-
-def _cuda_timer(call: Call, calls: int = 20) -> Callable[[], float]:
-    """Of one call in a graph, so that only the device counts."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # compiles, and fills caches that a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-
-    def timer() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / calls
-
-    return timer
+def _seconds(call: Call, device: torch.device) -> float:
+    """Of one call; on a GPU in a graph of many, so that only the device counts."""
+    if device.type == "cuda":
+        testing: Any = importlib.import_module("triton.testing")
+        return float(testing.do_bench_cudagraph(call, return_mode="median")) / 1e3
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 # --- the tests, and the program ---------------------------------------------------------------------------------------
@@ -210,28 +187,26 @@ def _cuda_timer(call: Call, calls: int = 20) -> Callable[[], float]:
 def run_suite(folder: str) -> dict[str, int]:
     """How many tests of ``folder`` passed, were skipped and failed. What the whole suite shares (quiet logs) needs
     packages that these tests do not."""
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", folder, "-q", "-p", "no:cacheprovider", f"--rootdir={machine.ROOT}"]
-        command += [f"--confcutdir={folder}", f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=machine.ROOT, check=False)
-        cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 - pytest's own file
-    found = {"passed": 0, "skipped": 0, "failed": 0}
-    for case in cases:
-        tags = {each.tag for each in case}
-        found["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
-    return found | {"status": done.returncode}
+    command = [sys.executable, "-m", "pytest", folder, "-q", "-p", "no:cacheprovider", f"--rootdir={machine.ROOT}"]
+    command += [f"--confcutdir={folder}"]
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|skipped|failed|error)", last)}
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+    return {"passed": passed, "skipped": skipped, "failed": failed, "status": done.returncode}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check a CUDA device.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    add_options(parser)
-    options = parser.parse_args(argv)
+    options = read_options(parser, argv, rounds=5, round_s=2.0)
     if options.out is None and not options.quick:
         options.out = machine.RESULTS / "gpu-check.json"
-    return fill(options, "gpu", 5, GPU_CELLS)
+    options.cells, options.out = QUICK_CELLS if options.quick else GPU_CELLS, out_of(options, "gpu")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -249,13 +224,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     failed: list[str] = []
 
     async def run_attention() -> None:
-        record.save(attention=attention(torch.device(device), LOADS, here.machine.limits()))
+        record.save(attention=await attention(torch.device(device), LOADS, here.machine.limits()))
 
     async def run_tests() -> None:
-        record.save(tests={suite: await asyncio.to_thread(run_suite, suite) for suite in SUITES})
+        record.save(tests={suite: run_suite(suite) for suite in SUITES})
         failed.extend(f"{suite}: {each}" for suite, each in values["tests"].items() if each["status"])
 
-    runs: dict[str, Callable[[], Awaitable[None]]] = {
+    runs: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "cells": partial(cells, here, device),
         "attention": run_attention,
         "tests": run_tests,
@@ -263,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part in PARTS if not options.quick else ("cells",):
         if part in options.only:
             try:
-                asyncio.run(runs[part]())  # type: ignore[arg-type]
+                asyncio.run(runs[part]())
             except Exception as error:
                 traceback.print_exc()
                 failed.append(f"{part}: {type(error).__name__}: {error}"[:300])

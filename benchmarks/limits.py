@@ -8,6 +8,7 @@ products take (the roofline of Williams, Waterman and Patterson, 2009).
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,10 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.cases import DECODE, Cell, tensor_shapes
+from benchmarks.cases import DECODE, Cell
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import PlainLinear, select_linear
+from ferrum_rpc.models.spec import ModelSpec
 
 BUFFER_BYTES: Final = 512 << 20
 QUICK_BYTES: Final = 8 << 20
@@ -59,20 +62,18 @@ class Machine:
         }
 
 
-def roof(cell: Cell, config: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """What the cell cannot pass on this machine, of a bfloat16 model with ``config``: tokens a second, what bounds it,
-    and what a step must read (GB) and compute (GFLOP). Attention's products are counted; softmax,
-    norms and activations are not."""
-    layers, heads, dim = config["num_hidden_layers"], config["num_attention_heads"], config["head_dim"]
-    sizes = {name: shape[0] * shape[1] for name, shape in tensor_shapes(config).items() if len(shape) == 2}
-    head = config["vocab_size"] * config["hidden_size"]
-    linear = sum(size for name, size in sizes.items() if "layers." in name)
-    kv_token = layers * 2 * config["num_key_value_heads"] * dim * ELEMENT
+def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cell cannot pass on this machine, of a bfloat16 model: tokens a second, what bounds it, and what a step
+    must read (GB) and compute (GFLOP). Attention's products are counted; softmax, norms and activations are not."""
+    shapes = {name: placement.shape for name, placement in layout(spec).items()}
+    linear = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
+    head = spec.vocab_size * spec.hidden_size
+    kv_token = spec.layers * 2 * spec.kv_heads * spec.head_dim * ELEMENT
     tokens = cell.tokens_per_step
     rows = cell.batch  # one row of logits each, of a prefill too
     seen = cell.context * cell.batch if cell.kind == DECODE else cell.context * (cell.context + 1) // 2
     read = (linear + head) * ELEMENT + (kv_token * cell.context * cell.batch if cell.kind == DECODE else 0)
-    flop = 2 * (linear * tokens + head * rows + 2 * layers * heads * dim * seen)
+    flop = 2 * (linear * tokens + head * rows + 2 * spec.layers * spec.heads * spec.head_dim * seen)
     memory_s, product_s = read / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
         "tokens_per_s": round(tokens / max(memory_s, product_s), 2),

@@ -23,11 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
-from benchmarks.engines.grpc import Session, serve_flags, vocabulary
-from benchmarks.engines.process import served
+from benchmarks.engines.grpc import Session, executor
 from benchmarks.profile import Profile, profile, steps_of
 from ferrum_rpc.client import ExecutorClient
-from ferrum_rpc.client.channel import open_channel
 
 MIXED_TARGET: Final = 2.0
 """99th percentile over median of a decode step, at most."""
@@ -159,58 +157,48 @@ def slope(size: Size, one: Profile, batch: Profile) -> dict[str, Any]:
 async def starting(model: Path, settings: dict[str, Any], times: int) -> dict[str, Any]:
     """Alternate: read the file, start with the model, start without one. Seconds, medians of the starts. ``loading_s``:
     beyond the start without weights. ``cold``: whether the pages were dropped; otherwise the file was in memory."""
-    files = _weights(model)
+    file = model / "model.safetensors"
     plain, ready, bare = [], [], []
     cold = True
     for _ in range(times):
-        cold &= _drop(files)
-        plain.append(_read(files))
-        cold &= _drop(files)
+        cold &= _drop(file)
+        plain.append(_read(file))
+        cold &= _drop(file)
         ready.append(await _start(str(model), settings))
         bare.append(await _start(IDENTITY, settings))
-    loading = float(np.median(ready) - np.median(bare))
+    ready_s, bare_s, plain_s = (float(np.median(each)) for each in (ready, bare, plain))
     return {
-        "weight_bytes": sum(file.stat().st_size for file in files),
+        "weight_bytes": file.stat().st_size,
         "cold": cold,
         "starts_s": [round(each, 3) for each in ready],
-        "ready_s": round(float(np.median(ready)), 3),
-        "without_weights_s": round(float(np.median(bare)), 3),
-        "loading_s": round(loading, 3),
-        "plain_read_s": round(float(np.median(plain)), 3),
+        "ready_s": round(ready_s, 3),
+        "without_weights_s": round(bare_s, 3),
+        "loading_s": round(ready_s - bare_s, 3),
+        "plain_read_s": round(plain_s, 3),
     }
 
 
 async def _start(model: str, settings: dict[str, Any]) -> float:
     began = time.perf_counter()
-    async with served(*serve_flags(model, settings)) as target, open_channel(target, None) as channel:
-        await vocabulary(channel)
+    async with executor(model, settings):
         return time.perf_counter() - began
 
 
-def _weights(model: Path) -> list[Path]:
-    return sorted(model.glob("*.safetensors"))
-
-
-def _drop(files: Sequence[Path]) -> bool:
-    """Out of the page cache with them; False where the system has no such call."""
+def _drop(file: Path) -> bool:
+    """Out of the page cache with it; False where the system has no such call."""
     if not hasattr(os, "posix_fadvise"):
         return False
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # only clean pages can go
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())  # only clean pages can go
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return True
 
 
-def _read(files: Sequence[Path]) -> float:
-    """Seconds of reading them once into one small buffer."""
+def _read(file: Path) -> float:
+    """Seconds of reading it once into a small buffer."""
     buffer = bytearray(PIECE_BYTES)
     began = time.perf_counter()
-    for file in files:
-        with file.open("rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
+    with file.open("rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass
     return time.perf_counter() - began

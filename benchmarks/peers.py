@@ -11,7 +11,6 @@ the reason, and the others go on.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import tables
+from benchmarks.cases import CELLS, QUICK_CELLS
 from benchmarks.compare import Unsupported
 from benchmarks.engines.grpc import INT8, Session, open_int8
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
-from benchmarks.record import Record
-from benchmarks.suite import EAGER, Contest, add_options, fill
-from ferrum_rpc.logs import configure_logging
+from benchmarks.record import Contest, Record, finish, out_of, read_options
+from benchmarks.suite import EAGER
 
 SPINS: Final = {"GOMP_SPINCOUNT": "300000"}
 """llama.cpp meets at an OpenMP barrier after every operation, a thousand times a step: it gets libgomp's own default,
@@ -44,7 +43,7 @@ VLLM: Final = {
 PEERS: Final = (
     EAGER,
     PeerKind("transformers static, compiled", "hf", {"cache": "static"}),
-    PeerKind("transformers continuous batching", "hf_continuous"),
+    PeerKind("transformers continuous batching", "hf", {"cache": "paged"}),
     PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, "llama_cpp", SPINS),
     PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, "llama_cpp", SPINS, INT8),
     PeerKind("vLLM CPU bf16", "vllm_peer", {}, "vllm", VLLM),
@@ -60,8 +59,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Ours beside other engines.")
     parser.add_argument("--peers", nargs="+", choices=[each.name for each in PEERS], help="(default: all)")
     parser.add_argument("--installed", type=Path, help="folder of environments that are there: nothing is installed")
-    add_options(parser)
-    options = fill(parser.parse_args(argv), "peers", rounds=3)
+    options = read_options(parser, argv, rounds=3, round_s=2.0)
+    options.cells, options.out = QUICK_CELLS if options.quick else CELLS, out_of(options, "peers")
     options.peers = [each for each in PEERS if each.name in (options.peers or [each.name])]
     return options
 
@@ -98,7 +97,7 @@ async def run(options: argparse.Namespace, failed: Mapping[str, tuple[str, str]]
             rival = kind.rival if ours.get(kind.rival) else REFERENCE
             async with AsyncExitStack() as its:
                 home = (options.installed or ENVIRONMENTS).resolve() / kind.environment
-                opening = PeerProcess.open(kind, here.folder, threads, here.config["vocab_size"], home)
+                opening = PeerProcess.open(kind, here.folder, threads, here.spec.vocab_size, home)
                 side, peer = ours[rival], await here.open(its, kind.name, opening)
                 if side and peer:
                     try:
@@ -112,12 +111,9 @@ async def run(options: argparse.Namespace, failed: Mapping[str, tuple[str, str]]
 def main(argv: Sequence[str] | None = None) -> None:
     """Install, measure, show, save."""
     options = parse(argv)
-    configure_logging(level="warning")
     wanted = () if options.installed else dict.fromkeys(kind.environment for kind in options.peers if kind.environment)
     failed = {name: trouble for name in wanted if (trouble := install(name))}
-    record = asyncio.run(run(options, failed))
-    tables.show_suite(record.values)
-    record.tell()
+    finish(run(options, failed), tables.show_suite)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import gc
 import json
 import tempfile
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +29,9 @@ import numpy as np
 from benchmarks import machine, tables
 from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, OUTPUTS, Cell, model_path, settings
 from benchmarks.engines.echo import echo_channel
-from benchmarks.engines.grpc import TIMEOUT_S, Calls, serve_flags, vocabulary
-from benchmarks.engines.process import served
+from benchmarks.engines.grpc import TIMEOUT_S, Calls, executor
 from benchmarks.engines.ways import EchoCalls
 from benchmarks.profile_server import METHOD
-from ferrum_rpc.client.channel import open_channel
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc
 from ferrum_rpc.wire.output import output_to_proto
 
@@ -77,10 +75,10 @@ async def profile(model: str, live: Cell, batches: Sequence[int], steps: int, th
     ``live`` has room for `steps_of` as many steps."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "marks.json"
-        flags = serve_flags(model, settings([live], threads), "benchmarks.profile_server")
-        async with served(*flags[:2], str(file), *flags[2:]) as target, open_channel(target, None) as channel:
-            client = MarkedClient(channel, live)
-            await client.side.prefill(live.prompts(await vocabulary(channel)).tolist())
+        program = ("-m", "benchmarks.profile_server", str(file))
+        async with executor(model, settings([live], threads), program=program) as found:
+            client = MarkedClient(found.channel, live)
+            await client.side.prefill(live.prompts(found.vocab_size).tolist())
             runs = [await client.run(WARM + steps, batch) for batch in batches]
         noted = json.loads(file.read_text(encoding="utf-8"))
     return [_profile(run[WARM:], exchange, noted) for run, exchange in runs]
@@ -161,9 +159,6 @@ def timelines(client: Sequence[Sequence[Mark]], server: Sequence[Mark]) -> list[
     return found
 
 
-WITHIN: Final = "  of these:"
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     """A case of the table. ``echo_us``: a bare grpc.aio exchange of the same bytes."""
@@ -173,39 +168,37 @@ class Column:
     echo_us: float
 
 
-def rows(columns: Sequence[Column]) -> list[tuple[str, ...]]:
-    """The table: stages with their share of the step, what they come to, and the echo. Microseconds."""
-    lines = [("stage, µs (share of the step)", *(column.name for column in columns))]
-    lines += _lines([column.found.stages for column in columns], columns)
-    lines += [("",) * (len(columns) + 1)]
-    lines += _lines([_owners(column.found.stages) for column in columns], columns, "all of ")
-    lines += _lines([column.found.inside for column in columns], columns, f"{WITHIN} ")
-    totals: tuple[tuple[str, list[str]], ...] = (
-        ("whole step", [tables.number(column.found.whole_us) for column in columns]),
-        ("server's bookkeeping", [tables.number(sum(column.found.bookkeeping.values())) for column in columns]),
-        ("bare grpc.aio echo of the same bytes", [tables.number(column.echo_us) for column in columns]),
-        ("whole step, in echoes", [f"{column.found.whole_us / column.echo_us:.2f}" for column in columns]),
-    )
-    return lines + [(name, *cells) for name, cells in totals]
+def table(columns: Sequence[Column]) -> tables.Table:
+    """Stages with their share of the step, what they come to, and the echo. Microseconds."""
+    rows = _rows([column.found.stages for column in columns], columns)
+    rows.append(("",) * (len(columns) + 1))
+    rows += _rows([_owners(column.found.stages) for column in columns], columns, "all of ")
+    rows += _rows([column.found.inside for column in columns], columns, "  of these: ")
+    totals: dict[str, Callable[[Column], str]] = {
+        "whole step": lambda each: tables.number(each.found.whole_us),
+        "server's bookkeeping": lambda each: tables.number(sum(each.found.bookkeeping.values())),
+        "bare grpc.aio echo of the same bytes": lambda each: tables.number(each.echo_us),
+        "whole step, in echoes": lambda each: f"{each.found.whole_us / each.echo_us:.2f}",
+    }
+    rows += [(name, *map(figure, columns)) for name, figure in totals.items()]
+    return tables.Table(("stage, µs (share of the step)", *(column.name for column in columns)), rows)
 
 
-def _lines(found: Sequence[dict[str, float]], columns: Sequence[Column], prefix: str = "") -> list[tuple[str, ...]]:
-    longest = max(found, key=len)
-    names = [*longest, *(name for each in found for name in each if name not in longest)]
+def _rows(found: Sequence[Timeline], columns: Sequence[Column], prefix: str = "") -> list[tuple[str, ...]]:
+    """Every name that one of them has, in the order of the longest."""
+    names = dict.fromkeys(name for each in sorted(found, key=len, reverse=True) for name in each)
+
+    def share(value: float | None, column: Column) -> str:
+        return "" if value is None else f"{tables.number(value)} ({value / column.found.whole_us:.1%})"
+
     return [
-        (
-            prefix + name,
-            *(
-                f"{tables.number(each[name])} ({each[name] / column.found.whole_us:.1%})" if name in each else ""
-                for each, column in zip(found, columns, strict=True)
-            ),
-        )
-        for name in dict.fromkeys(names)
+        (prefix + name, *(share(each.get(name), column) for each, column in zip(found, columns, strict=True)))
+        for name in names
     ]
 
 
-def _owners(stages: dict[str, float]) -> dict[str, float]:
-    sums: dict[str, float] = {}
+def _owners(stages: Timeline) -> Timeline:
+    sums: Timeline = {}
     for stage, value in stages.items():
         owner = stage.partition(":")[0]
         sums[owner] = sums.get(owner, 0.0) + value
@@ -241,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     columns = asyncio.run(measure(options))
     print()
-    tables.show_lines(rows(columns))
+    tables.show(table(columns))
     if options.out is not None:
         cases = {each.name: {"stages": each.found.stages, "inside": each.found.inside} for each in columns}
         facts = {"commit": machine.commit(), "hardware": machine.hardware(), "microseconds": cases}

@@ -26,41 +26,34 @@ inside: list[tuple[int, dict[str, float]]] = []
 """When each step began, and microseconds of it by what was called within."""
 
 
-def mark(stage: str) -> None:
-    """A stage begins, and the one before ends."""
-    marks.append((stage, perf_counter_ns()))
+def mark(stage: str | None) -> None:
+    """A stage begins, and the one before ends; none: nothing does."""
+    if stage is not None:
+        marks.append((stage, perf_counter_ns()))
 
 
-def around(owner: Any, name: str, before: str | None, after: str | None) -> None:
-    """Mark when ``owner.name`` is entered and left."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @wraps(original)
-    def marked(*arguments: Any, **named: Any) -> Any:
-        if before is not None:
-            mark(before)
-        try:
-            return original(*arguments, **named)
-        finally:
-            if after is not None:
-                mark(after)
-
-    setattr(owner, name, marked)
-
-
-def around_async(owner: Any, name: str, before: str, after: str) -> None:
-    """The same of a coroutine function."""
-    original: Callable[..., Any] = getattr(owner, name)
+def marked(
+    original: Callable[..., Any], before: str | None, after: str | None, *, awaits: bool = False
+) -> Callable[..., Any]:
+    """A function that marks when it is entered and left; ``awaits``: when what it gives has been awaited."""
 
     @wraps(original)
-    async def marked(*arguments: Any, **named: Any) -> Any:
+    async def awaited(*arguments: Any, **named: Any) -> Any:
         mark(before)
         try:
             return await original(*arguments, **named)
         finally:
             mark(after)
 
-    setattr(owner, name, marked)
+    @wraps(original)
+    def called(*arguments: Any, **named: Any) -> Any:
+        mark(before)
+        try:
+            return original(*arguments, **named)
+        finally:
+            mark(after)
+
+    return awaited if awaits else called
 
 
 def summed(owner: Any, name: str, label: str) -> None:
@@ -79,45 +72,18 @@ def summed(owner: Any, name: str, label: str) -> None:
     setattr(owner, name, timed)
 
 
-def begin_step(owner: Any, name: str) -> None:
-    """A step begins with every call of ``owner.name``."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @wraps(original)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        inside.append((perf_counter_ns(), {}))
-        return original(*arguments, **named)
-
-    setattr(owner, name, noted)
-
-
 def watch_grpc() -> None:
     """Where grpc.aio calls the (de)serializers and the handler of `METHOD`."""
     plain = grpc.unary_unary_rpc_method_handler
 
     def handler(behavior: Any, request_deserializer: Any = None, response_serializer: Any = None) -> Any:
-        if getattr(behavior, "__name__", "") != METHOD:
-            return plain(behavior, request_deserializer, response_serializer)
-
-        def parse(data: bytes) -> Any:
-            mark("server: parse the request")
-            request = request_deserializer(data)
-            mark("server: grpc.aio starts the handler")
-            return request
-
-        async def answer(request: Any, context: Any) -> Any:
-            mark("server: items from protobuf")
-            response = await behavior(request, context)
-            mark("server: handler returns to grpc.aio")
-            return response
-
-        def serialize(response: Any) -> bytes:
-            mark("server: serialize the answer")
-            data: bytes = response_serializer(response)
-            mark("wire: answer")
-            return data
-
-        return plain(answer, parse, serialize)
+        if getattr(behavior, "__name__", "") == METHOD:
+            done = "server: handler returns to grpc.aio"
+            behavior = marked(behavior, "server: items from protobuf", done, awaits=True)
+            parse, start = "server: parse the request", "server: grpc.aio starts the handler"
+            request_deserializer = marked(request_deserializer, parse, start)
+            response_serializer = marked(response_serializer, "server: serialize the answer", "wire: answer")
+        return plain(behavior, request_deserializer, response_serializer)
 
     grpc.unary_unary_rpc_method_handler = handler
 
@@ -130,39 +96,40 @@ def watch_floors() -> None:
     from ferrum_rpc.service import executor
     from ferrum_rpc.service.forward import ForwardCall
 
-    around_async(executor, "ForwardCall", "server: admit", "server: results to protobuf")
-    around(ModelThread, "submit", "server: submit", "hand-over: loop to model thread")
-    around(ModelThread, "_begin", "model thread: gather the step", None)
-    around(TorchRunner, "finish", None, "model thread: account for the step")
-    begin_step(TorchRunner, "begin")
-    around(ModelThread, "_deliver", "hand-over: model thread to loop", None)
-    around(ForwardCall, "_commit", "server: commit handles, replay log", "server: wake the handler")
-    around(executor, "fill_results", None, "server: pressure, timing, answer message")
-    plain = build.build_runner
+    plain_runner, plain_begin = build.build_runner, TorchRunner.begin
 
-    def marked(config: Any, progress: Any, _: Any) -> TorchRunner:
-        runner = plain(config, progress, lambda stage: mark(f"model thread: {stage}"))
-        summed(type(runner.attention), "plan", "attention plan")
-        summed(type(runner.attention), "write", "cache write")
-        summed(type(runner.attention), "attend", "attention")
-        summed(type(runner.model), "logits", "logits")
-        return runner
+    def runner(config: Any, progress: Any, _: Any) -> TorchRunner:
+        made = plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"))
+        for name, label in (("plan", "attention plan"), ("write", "cache write"), ("attend", "attention")):
+            summed(type(made.attention), name, label)
+        summed(type(made.model), "logits", "logits")
+        return made
 
-    build.build_runner = marked  # type: ignore[assignment]
+    def begin(self: TorchRunner, step: Any) -> Any:
+        inside.append((perf_counter_ns(), {}))
+        return plain_begin(self, step)
+
+    seams: tuple[tuple[Any, str, str | None, str | None], ...] = (
+        (executor, "ForwardCall", "server: admit", "server: results to protobuf"),
+        (ModelThread, "submit", "server: submit", "hand-over: loop to model thread"),
+        (ModelThread, "_begin", "model thread: gather the step", None),
+        (TorchRunner, "finish", None, "model thread: account for the step"),
+        (ModelThread, "_deliver", "hand-over: model thread to loop", None),
+        (ForwardCall, "_commit", "server: commit handles, replay log", "server: wake the handler"),
+        (executor, "fill_results", None, "server: pressure, timing, answer message"),
+    )
+    for owner, name, before, after in seams:
+        setattr(owner, name, marked(getattr(owner, name), before, after, awaits=name == "ForwardCall"))
+    TorchRunner.begin = begin  # type: ignore[method-assign]
+    build.build_runner = runner  # type: ignore[assignment]
 
 
-def main() -> None:
-    """Wrap, serve, and write the marks at the end."""
+if __name__ == "__main__":
     from ferrum_rpc import cli
 
-    target = Path(sys.argv[1])
     watch_grpc()
     watch_floors()
     try:
         cli.main(sys.argv[2:])
     finally:
-        target.write_text(json.dumps({"marks": marks, "inside": inside}), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        Path(sys.argv[1]).write_text(json.dumps({"marks": marks, "inside": inside}), encoding="utf-8")

@@ -13,7 +13,6 @@ turn. The rows of the other checkout are a transport of their own, and a ratio i
 from __future__ import annotations
 
 import argparse
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,14 +27,11 @@ from benchmarks import tables
 from benchmarks.cases import CACHE
 from benchmarks.compare import Round, alternate, ratio
 from benchmarks.engines.echo import ANY_PORT, echo_channel
-from benchmarks.engines.grpc import serve_flags, vocabulary
-from benchmarks.engines.process import served
+from benchmarks.engines.grpc import executor
 from benchmarks.engines.ways import CONTEXT, LEAD_IN, Batches, Client, EchoCalls, EchoFrames, InSession, Unary, Way
 from benchmarks.machine import ROOT
-from benchmarks.record import Record, add_common, out_of
+from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.client import ExecutorClient
-from ferrum_rpc.client.channel import open_channel
-from ferrum_rpc.logs import configure_logging
 
 SETTLE_S: Final = 0.01
 """Between rounds: what a server does after its last answer is not the next way's."""
@@ -106,9 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of the executors")
     parser.add_argument("--model", choices=tuple(MODELS), default="identity", help="what the executors compute")
     parser.add_argument("--against", type=Path, help="another checkout, whose executors take turns with these")
-    add_common(parser)
-    options = parser.parse_args(argv)
-    options.rounds = options.rounds or (2 if options.quick else 10)
+    options = read_options(parser, argv, rounds=10, round_s=2.0)
     options.steps = options.steps or (16 if options.quick else 256)
     model = "" if options.model == "identity" else f"-{options.model}"
     options.name = f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"
@@ -133,12 +127,10 @@ async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) 
         name = transport if root == ROOT else transport + AGAINST
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            target = await enter(served(*serve_flags(options.model, flags), root=root))
-            channel = await enter(open_channel(target, None))
+            ours = await enter(executor(options.model, flags, root=root))
             bare = await enter(echo_channel(f"unix:{folder}/echo" if unix else ANY_PORT))
-            await vocabulary(channel)
-            clients = [await enter(ExecutorClient(target, session=session)) for session in (False, True, True)]
-            unary, session = Unary(channel), InSession(channel)
+            clients = [await enter(ExecutorClient(ours.target, session=session)) for session in (False, True, True)]
+            unary, session = Unary(ours.channel), InSession(ours.channel)
             found = [
                 Side(name, "unary", unary, (*DEPTHS, MANY)),
                 Side(name, "client, unary", Client(clients[0]), (*DEPTHS, MANY)),
@@ -236,7 +228,7 @@ async def run(options: argparse.Namespace) -> Record:
             "rounds": options.rounds,
             "steps": {str(depth): steps_of(depth, options.steps) for depth in ALL_DEPTHS},
         }
-        record = Record(options.name, settings, options.out, module="protocol")
+        record = Record(options.name, settings, options.out)
         taken, kept = await measure(found, options.rounds, options.steps)
         sizes = {f"{side.transport}, {side.name}": [len(each) for each in side.way.exchange] for side in found}
     settings = record.values["settings"]
@@ -248,16 +240,15 @@ async def run(options: argparse.Namespace) -> Record:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
-    options = parse(argv)
-    configure_logging(level="warning")
-    record = asyncio.run(run(options))
-    measured = record.values["points"]
-    tables.show(tables.protocol(measured), tables.PROTOCOL_LEGEND)
-    for each in measured:
-        if "against" in each:
-            told = tables.low_to_high(each["against"], 3)
-            print(f"{each['transport']}, {each['way']} at {each['depth']}: {told} of the other checkout's step")
-    record.tell()
+
+    def show(values: dict[str, Any]) -> None:
+        tables.show(tables.protocol(values["points"]), "protocol")
+        for each in values["points"]:
+            if "against" in each:
+                told = tables.low_to_high(each["against"], 3)
+                print(f"{each['transport']}, {each['way']} at {each['depth']}: {told} of the other checkout's step")
+
+    finish(run(parse(argv)), show)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,44 @@
-"""What every file of results holds besides its figures, and how it is written: after each part, so that an interrupted
-run keeps what it has."""
+"""What the programs of measurements share: their options, what every file of results holds besides its figures, and how
+it is written: after each part, so that an interrupted run keeps what it has."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import machine
-from benchmarks.cases import CACHE, SEED, tensor_shapes
-from ferrum_rpc.runtime import polled
+from benchmarks.cases import BLOCK_SIZE, CACHE, LEAD_IN, SEED, Cell, checkpoint
+from benchmarks.compare import Player, Unsupported, contest
+from benchmarks.engines.process import REFERENCE
+from benchmarks.limits import Machine, roof
+from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.models.layout import parameter_count
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.runtime import openmp_waits, polled
 
+Opening = AbstractAsyncContextManager[Player]
 SCHEMA: Final = 1
 
 
 class Record:
-    """A result in the making; ``values`` is what the file holds. ``module`` runs it, where its name is another."""
+    """A result in the making; ``values`` is what the file holds. A ``benchmark`` is named after the program that runs
+    it, and what is unlike its usual run."""
 
-    def __init__(self, benchmark: str, settings: Mapping[str, Any], out: Path, module: str = "") -> None:
+    def __init__(self, benchmark: str, settings: Mapping[str, Any], out: Path) -> None:
         self._bystanders = machine.Bystanders()
         self._out = out
         self.values: dict[str, Any] = {
             "schema": SCHEMA,
             "benchmark": benchmark,
-            "command": shlex.join(["python", "-m", f"benchmarks.{module or benchmark}", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", f"benchmarks.{benchmark.partition('-')[0]}", *sys.argv[1:]]),
             "began": _now(),
             "ended": "",
             "commit": machine.commit(),
@@ -55,11 +65,21 @@ class Record:
             print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Options that all benchmarks have."""
-    parser.add_argument("--rounds", type=int, help="of every side")
+def read_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int, round_s: float
+) -> argparse.Namespace:
+    """The command line, with the options that all benchmarks have, and what was not written in it. ``round_s``: seconds
+    of a round, about."""
+    parser.add_argument("--rounds", type=int, help=f"of every side (default: {rounds})")
+    parser.add_argument("--round-seconds", type=float, help=f"of a round, about (default: {round_s:g})")
+    parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
     parser.add_argument("--quick", action="store_true", help="the smallest size, few steps: does it run at all?")
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/NAME-<kind of machine>.json)")
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (2 if options.quick else rounds)
+    options.round_seconds = options.round_seconds or (0.01 if options.quick else round_s)
+    options.threads = options.threads or machine.hardware()["cores"]
+    return options
 
 
 def out_of(options: argparse.Namespace, name: str) -> Path:
@@ -70,40 +90,62 @@ def out_of(options: argparse.Namespace, name: str) -> Path:
     return CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / f"{name}-{label}.json"
 
 
-def model_facts(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint with random weights."""
-    sizes = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensor_shapes(config).values()]
-    return {
-        "name": name,
-        "parameters": sum(sizes),
-        "layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
-        "vocab_size": config["vocab_size"],
-        "dtype": "bfloat16",
-    }
+def finish(measuring: Coroutine[Any, Any, Record], show: Callable[[dict[str, Any]], None]) -> None:
+    """Measure, show, and say where the file is, and whether the machine was quiet."""
+    configure_logging(level="warning")
+    record = asyncio.run(measuring)
+    show(record.values)
+    record.tell()
 
 
-def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
-    """The table at the end of a section: hardware, versions and the commands that made it."""
-    here, commit = result["hardware"], result["commit"]
-    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    others = "unknown" if result["others_cpu"] is None else f"{result['others_cpu']:.1%} of the cores' time"
-    rows = [
-        ("taken", f"{result['began']} to {result['ended']}"),
-        ("commit", f"`{commit['id'][:12]}`{' with uncommitted changes' if commit['dirty'] else ''}"),
-        ("machine", f"{here['cores']} × {here['cpu']}, {here['memory_gib']} GiB, {', '.join(here['flags'])}"),
-        ("huge pages", here["huge_pages"]),
-        ("other processes", others),
-        ("versions", versions),
-        *((("gRPC's sockets", f"read {result['sockets']}"),) if "sockets" in result else ()),  # not in older files
-        *more,
-        ("file", f"`benchmarks/results/{name}`"),
-    ]
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
-    return f"| | |\n| --- | --- |\n{table}\n\n```sh\n{result['command']}\npython -m benchmarks.report\n```\n"
+class Contest:
+    """The cells of a run, side by side: a result for each, with its limit, saved as it comes."""
+
+    def __init__(self, options: argparse.Namespace, name: str, shape: str, device: str = "cpu") -> None:
+        folder = checkpoint("tiny" if options.quick else shape)
+        self.folder, self.options = str(folder), options
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.spec = ModelSpec.from_config(config)
+        told = {
+            "threads": options.threads,
+            "rounds": options.rounds,
+            "round_s": options.round_seconds,
+            "lead_in_steps": LEAD_IN,
+            "block_size": BLOCK_SIZE,
+            "openmp_waits": openmp_waits(),
+            "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
+        }
+        self.record = Record(name, told, options.out)
+        facts = {"name": folder.name, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
+        self.record.save(model=facts, cells=[], sides={}, left_out={})
+        self.machine = Machine(options.threads, device, quick=options.quick)
+        self.machine.read()
+
+    async def open(self, stack: AsyncExitStack, name: str, opening: Opening) -> Player | None:
+        """A side, or None: then it is left out, and the file says why."""
+        values = self.record.values
+        try:
+            player = await stack.enter_async_context(opening)
+        except (Unsupported, OSError) as error:
+            values["left_out"][name] = str(error)
+            print(f"{name} is left out: {error}", flush=True)
+            return None
+        values["sides"][name] = player.facts
+        return player
+
+    async def play(self, cells: Sequence[Cell], players: Mapping[str, Player], reference: str = REFERENCE) -> None:
+        """Every cell, by all sides in turn."""
+        results: list[dict[str, Any]] = self.record.values["cells"]
+        named = {cell.name: cell for cell in self.options.cells}
+        for cell in cells:
+            self.machine.read()
+            options = self.options
+            results.append(await contest(cell, players, reference, options.rounds, options.round_seconds))
+            limits = self.machine.limits()  # the best readings of the whole run, for every cell
+            for result in results:
+                result["roof"] = roof(named[result["cell"]], self.spec, limits)
+            self.record.save(limits=limits)
+            print(f"{', '.join(players)}: {cell.name}: done", flush=True)
 
 
 def _now() -> str:

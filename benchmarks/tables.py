@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from benchmarks import machine
+
 Row = tuple[str, ...]
-Legend = Sequence[tuple[str, str]]
+TEXTS: Final[dict[str, Any]] = tomllib.loads((machine.ROOT / "benchmarks" / "texts.toml").read_text("utf-8"))
+"""The words of the page, and what the columns mean."""
 
 NOT_YET: Final = "not yet measured"
 IN_PROCESS: Final = "in process"
@@ -29,18 +33,14 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows))
 
 
-def show(table: Table, legend: Legend = ()) -> None:
-    """On the terminal."""
-    show_lines([table.columns, *table.rows])
-    for name, text in legend:
-        print(f"  {name}: {text}")
-
-
-def show_lines(lines: Sequence[Row]) -> None:
-    """In columns."""
+def show(table: Table, legend: str = "") -> None:
+    """On the terminal, in columns. ``legend``: the name of its own."""
+    lines = [table.columns, *table.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+    for name, text in TEXTS["legend"].get(legend, {}).items():
+        print(f"  {name}: {text}")
 
 
 def number(value: float) -> str:
@@ -72,16 +72,6 @@ CELL_COLUMNS: Final = (
     "of the limit",
     "ours is (pairs)",
     "same tokens",
-)
-CELL_LEGEND: Final = (
-    ("tok/s", "median of the rounds' medians, lowest and highest round"),
-    ("step", "median (10th to 90th percentile) of all timed steps"),
-    ("of the limit", "of what memory and matrix products allow on this machine, by the best readings of the same run"),
-    ("ours is", "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)"),
-    (
-        "same tokens",
-        "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
-    ),
 )
 EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8")
 """Sides that read half the bytes: the limit is not theirs."""
@@ -184,24 +174,6 @@ WIRE_COLUMNS: Final = (
     "ours, ms",
     "around forward, ms",
 )
-WIRE_LEGEND: Final = (
-    ("in process, gRPC, echo", "median step (10th to 90th percentile), milliseconds"),
-    ("ratio", "in process over gRPC, median of the pairs of rounds and its spread: 1 means that gRPC costs nothing"),
-    (
-        "target",
-        "of later work, no verdict: a ratio at least; for the identity model gRPC in echoes at most, and what it is",
-    ),
-    (
-        "forward in server",
-        "the same forward pass by the server's clock: slower than in process where it begins cold, after a wait",
-    ),
-    ("echo", "bare grpc.aio exchange of the same request and answer bytes with another process"),
-    (
-        "ours",
-        "gRPC less in process less echo: protobuf, handlers, admission, hand-overs, replay log, the colder forward",
-    ),
-    ("around forward", "gRPC less the forward in the server less echo: the same without the colder forward"),
-)
 
 
 def wire(results: Sequence[Mapping[str, Any]]) -> Table:
@@ -250,21 +222,6 @@ PROTOCOL_COLUMNS: Final = (
     "queue, ms",
     "forward, ms",
     "around, ms",
-)
-PROTOCOL_LEGEND: Final = (
-    ("unary, session", "Decode calls, or forward frames of one session, by the bare stubs: until the next handle"),
-    ("client, …", "the same through `ferrum_rpc.client`, until the answer's rows are arrays"),
-    ("echo", "a bare grpc.aio server that answers the same bytes, by unary calls or on one stream"),
-    ("p50, p99", "of a step with one in flight"),
-    ("in echoes", "median step over the echo's, median of the pairs of rounds and its spread"),
-    ("target", "in echoes, at most; no verdict"),
-    ("steps/s", "with so many steps in flight; to be ≥ 3,000 in a session at 4, and of 64 unary callers in total"),
-    (
-        f"in batches of {CROWD}",
-        f"a step of one of {CROWD} coroutines on one client, in steps of a batch of {CROWD}; at most 1.25",
-    ),
-    ("queue, forward", "by the server's clock: from the submit to the step, and the step itself"),
-    ("around", "the step less its forward less the echo: protobuf, handlers, admission, hand-overs, replay log"),
 )
 
 

@@ -11,13 +11,12 @@ Both compute with the same number of threads, on the same cores: only one side w
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import machine, tables
+from benchmarks import tables
 from benchmarks.cases import (
     BLOCK_SIZE,
     CONTEXT,
@@ -34,8 +33,7 @@ from benchmarks.engines.echo import echo_channel
 from benchmarks.engines.grpc import Calls, Frames
 from benchmarks.engines.inprocess import Inside
 from benchmarks.engines.ways import EchoCalls
-from benchmarks.record import Record, add_common, out_of
-from ferrum_rpc.logs import configure_logging
+from benchmarks.record import Record, finish, out_of, read_options
 
 WAYS: Final[dict[str, tuple[type[Calls], str]]] = {
     "unary": (Calls, "unary"),
@@ -71,21 +69,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", help="identity, demo, qwen3-0.6b or a folder (default: these three)")
     parser.add_argument("--batches", nargs="+", type=int, help="sequences of a step (default: 1 8 32)")
     parser.add_argument("--outputs", nargs="+", choices=("greedy", "full"), help="default: both; in a session greedy")
-    parser.add_argument("--round-seconds", type=float, help="of a round, about (default: 1)")
-    parser.add_argument("--threads", type=int, help="compute threads of both sides (default: one per core)")
     parser.add_argument("--way", choices=tuple(WAYS), default="unary", help="of B: calls, or frames of one session")
     parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of B's server")
-    add_common(parser)
-    options = parser.parse_args(argv)
+    options = read_options(parser, argv, rounds=10, round_s=1.0)
     quick = options.quick
     options.models = options.models or ([IDENTITY] if quick else [IDENTITY, "demo", "qwen3-0.6b"])
     options.outputs = options.outputs or (["greedy", "full"] if options.way == "unary" else ["greedy"])
     if options.way == "session" and "full" in options.outputs:
         parser.error("in a session whole rows come in frames of their own: --outputs greedy")
     options.batches = sorted(set(options.batches or ([1, 8] if quick else [1, 8, 32])))
-    options.rounds = options.rounds or (2 if quick else 10)
-    options.round_seconds = options.round_seconds or (0.02 if quick else 1.0)
-    options.threads = options.threads or machine.hardware()["cores"]
     words = ("wire", "session" * (options.way == "session"), "process" * (options.engine == "process"))
     options.name = "-".join(filter(None, words))  # unlike ways and engines are unlike benchmarks
     options.out = out_of(options, options.name)
@@ -124,7 +116,7 @@ async def run(options: argparse.Namespace) -> Record:
         "rounds": options.rounds,
         "round_s": options.round_seconds,
     }
-    record = Record(options.name, told, options.out, module="wire")
+    record = Record(options.name, told, options.out)
     models: list[dict[str, Any]] = []
     cells: list[dict[str, Any]] = []
     async with echo_channel() as channel:
@@ -162,12 +154,12 @@ async def _model(name: str, options: argparse.Namespace, channel: Any) -> tuple[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
-    options = parse(argv)
-    configure_logging(level="warning")
-    record = asyncio.run(run(options))
-    print()
-    tables.show(tables.wire(record.values["cells"]), tables.WIRE_LEGEND)
-    record.tell()
+
+    def show(values: dict[str, Any]) -> None:
+        print()
+        tables.show(tables.wire(values["cells"]), "wire")
+
+    finish(run(parse(argv)), show)
 
 
 if __name__ == "__main__":

@@ -173,19 +173,8 @@ class Stack:
 
     def probe_finds_what_is_wrong(self) -> str:
         """The probe in a container of the same image without any of the hardening finds every kind of fault."""
-        command = [
-            "docker",
-            "run",
-            "--rm",
-            "--user",
-            "0:0",
-            "--security-opt",
-            "seccomp=unconfined",
-            "--entrypoint",
-            "python",
-        ]
-        command += ["--tmpfs", "/tmp:exec", IMAGES["SCHEDULER_IMAGE"], "-c", PROBE]  # noqa: S108 (the container's own)
-        wrong = violations(findings(run(command)))
+        options = "--rm --user 0:0 --security-opt seccomp=unconfined --entrypoint python --tmpfs /tmp:exec"
+        wrong = violations(findings(run(["docker", "run", *options.split(), IMAGES["SCHEDULER_IMAGE"], "-c", PROBE])))
         if len(wrong) != FAULTS:
             raise Failed(f"the probe finds only {wrong} in a container without any protection")
         return f"{len(wrong)} of {FAULTS} kinds of fault found in an unprotected container"

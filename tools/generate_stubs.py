@@ -10,7 +10,6 @@ loads with protobuf 6.31 and with 7.x, later generators refuse the older runtime
 from __future__ import annotations
 
 import argparse
-import filecmp
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,8 @@ PROTOS = ROOT / "protos"
 PACKAGE = Path("ferrum_rpc/executor/v1")
 
 
-def generate(out: Path) -> list[Path]:
-    """Write the stubs below ``out`` and return their paths relative to it."""
+def generate(out: Path) -> dict[Path, bytes]:
+    """Write the stubs below ``out`` and return them."""
     from importlib.metadata import version
 
     if not version("grpcio-tools").startswith("1.76."):
@@ -39,15 +38,16 @@ def generate(out: Path) -> list[Path]:
         ],
         check=True,
     )  # fmt: skip
-    services = {
-        PACKAGE / f"{path.stem}_pb2_grpc"
-        for path in (PROTOS / PACKAGE).glob("*.proto")
-        if "\nservice " in path.read_text()
-    }
     for path in (out / PACKAGE).glob("*_pb2_grpc.py*"):
-        if (path.relative_to(out)).with_suffix("") not in services:
+        proto = PROTOS / PACKAGE / f"{path.name.partition('_pb2')[0]}.proto"
+        if "\nservice " not in proto.read_text():
             path.unlink()  # a file without a service gets an empty stub
-    return sorted(path.relative_to(out) for path in (out / PACKAGE).iterdir() if "_pb2" in path.name)
+    return stubs(out)
+
+
+def stubs(root: Path) -> dict[Path, bytes]:
+    """The stubs below ``root`` by their paths relative to it."""
+    return {path.relative_to(root): path.read_bytes() for path in sorted((root / PACKAGE).glob("*_pb2*"))}
 
 
 def main() -> None:
@@ -57,24 +57,18 @@ def main() -> None:
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
         fresh = generate(Path(folder))
-        committed = sorted(PACKAGE / path.name for path in (ROOT / PACKAGE).iterdir() if "_pb2" in path.name)
-        if check:
-            stale = [
-                str(path)
-                for path in sorted({*fresh, *committed})
-                if path not in fresh
-                or path not in committed
-                or not filecmp.cmp(Path(folder) / path, ROOT / path, shallow=False)
-            ]
-            if stale:
-                sys.exit("stubs differ from protos/, run `make stubs`: " + ", ".join(stale))
-            print(f"{len(fresh)} stubs are in step with protos/")
-            return
-        for path in committed:
-            (ROOT / path).unlink()
-        for path in fresh:
-            (ROOT / path).write_bytes((Path(folder) / path).read_bytes())
-        print(f"wrote {len(fresh)} stubs to {PACKAGE}")
+    committed = stubs(ROOT)
+    stale = sorted(str(path) for path in fresh | committed if fresh.get(path) != committed.get(path))
+    if check and stale:
+        sys.exit("stubs differ from protos/, run `make stubs`: " + ", ".join(stale))
+    if check:
+        print(f"{len(fresh)} stubs are in step with protos/")
+        return
+    for path in committed.keys() - fresh.keys():
+        (ROOT / path).unlink()
+    for path, text in fresh.items():
+        (ROOT / path).write_bytes(text)
+    print(f"wrote {len(fresh)} stubs to {PACKAGE}")
 
 
 if __name__ == "__main__":

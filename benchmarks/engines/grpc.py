@@ -11,8 +11,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -21,6 +23,7 @@ import torch
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round, Unsupported
 from benchmarks.engines.process import REFERENCE, served
+from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.channel import open_channel
@@ -37,27 +40,39 @@ PREFILL_TOKENS: Final = 2048
 """Tokens of a prefill call."""
 
 POLL_S: Final = 0.05
+PROGRAM: Final = ("-m", "ferrum_rpc.cli")
 
 
-def serve_flags(model: str, chosen: dict[str, Any], module: str = "ferrum_rpc.cli") -> list[str]:
-    """How a server is started: settings as flags, a free port unless one is chosen, logs that a program reads."""
-    flags = {"grace-s": 0, "log-format": "json"} | ({} if "host" in chosen else {"port": 0}) | chosen
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """A server that has loaded its model, and a channel to it."""
+
+    target: str
+    channel: grpc.aio.Channel
+    vocab_size: int
+
+
+@asynccontextmanager
+async def executor(
+    model: str, chosen: Mapping[str, Any], *, program: Sequence[str] = PROGRAM, root: Path = ROOT
+) -> AsyncIterator[Executor]:
+    """Start a server of the checkout ``root``, with settings as flags, on a free port unless one is chosen; wait until
+    its model is loaded, `TIMEOUT_S` at most."""
+    flags = {"grace-s": 0, "log-format": "json"} | ({} if "host" in chosen else {"port": 0}) | dict(chosen)
     written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return ["-m", module, "serve", model, *written, "--no-warmup"]
-
-
-async def vocabulary(channel: grpc.aio.Channel) -> int:
-    """Wait until the model is loaded, `TIMEOUT_S` at most; returns its vocabulary size."""
-    stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
-    until = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            info = await stub.GetInfo(model_executor_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
-            return int(info.model.vocab_size)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
-                raise
-        await asyncio.sleep(POLL_S)
+    starting = served(*program, "serve", model, *written, "--no-warmup", root=root)
+    async with starting as target, open_channel(target, None) as channel:
+        stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                info = await stub.GetInfo(model_executor_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
+                break
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(POLL_S)
+        yield Executor(target, channel, int(info.model.vocab_size))
 
 
 def last_rows(block: RowBlock) -> list[Any]:
@@ -88,9 +103,8 @@ class Calls:
         cls, model: str, cells: Sequence[Cell], threads: int, engine: str = "thread"
     ) -> AsyncIterator[Calls]:
         """Start the server and wait for the model."""
-        flags = serve_flags(model, settings(cells, threads) | {"engine": engine})
-        async with served(*flags) as target, open_channel(target, None) as channel:
-            yield cls(channel, await vocabulary(channel))
+        async with executor(model, settings(cells, threads) | {"engine": engine}) as found:
+            yield cls(found.channel, found.vocab_size)
 
     def item(self, sequence: int, token: int, back: int | None = None, **more: Any) -> forward_pb2.ForwardItem:
         """The next decode of a sequence, rolled back to ``back`` tokens first if that is set."""
@@ -128,15 +142,10 @@ class Calls:
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
         """Roll back, then timed decode steps of all sequences of the cell."""
         spec, timed = output_to_proto(cell.spec), Round()
-        for index, fed in enumerate(cell.fed(self.vocab_size, steps).tolist()):
-            began = time.perf_counter()
+        for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
             request, response = await self.forward(self.items(fed, spec, None if index else cell.context))
             blocks = self.accept(response)
-            ended = time.perf_counter()
-            if index >= LEAD_IN:
-                timed.step_s.append(ended - began)
-                timed.forward_s.append(response.timing.forward_micros / 1e6)
-                timed.queue_s.append(response.timing.queue_micros / 1e6)
+            timed.done(response.timing.forward_micros / 1e6, response.timing.queue_micros / 1e6)
         self.exchange = (request.SerializeToString(), response.SerializeToString())
         timed.last = last_rows(blocks[0])
         return timed
@@ -200,13 +209,13 @@ class Session:
         cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: str
     ) -> AsyncIterator[Session]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
-        async with served(*serve_flags(model, settings(cells, threads, device) | more)) as target:
-            async with open_channel(target, None) as channel:
-                vocab_size = await vocabulary(channel)
-            async with ExecutorClient(target, session=True, timeout_s=TIMEOUT_S) as client:
-                found = (await client.info()).device
-                choices = [choice for choice, _ in found.choices]
-                yield cls(client, {"name": name, "threads": found.threads, "choices": choices}, vocab_size)
+        async with (
+            executor(model, settings(cells, threads, device) | more) as found,
+            ExecutorClient(found.target, session=True, timeout_s=TIMEOUT_S) as client,
+        ):
+            at = (await client.info()).device
+            choices = [choice for choice, _ in at.choices]
+            yield cls(client, {"name": name, "threads": at.threads, "choices": choices}, found.vocab_size)
 
     async def prepare(self, cell: Cell) -> None:
         """Prefill, a sequence a step."""
@@ -220,32 +229,28 @@ class Session:
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
         """A step is over when its tokens are at hand."""
-        return await (self._prefill if cell.kind == PREFILL else self._decode)(cell, number, steps)
-
-    async def _decode(self, cell: Cell, _: int, steps: int) -> Round:
         timed, output = Round(), cell.spec
-        for index, fed in enumerate(cell.fed(self.vocab_size, steps).tolist()):
-            began = time.perf_counter()
-            back = None if index else cell.context
-            pairs = zip(self._sequences, fed, strict=True)
-            answers = await self.client.forward([each.item([token], output, truncate_to=back) for each, token in pairs])
-            timed.last = [_answer(each).token for each in answers]
-            if index >= LEAD_IN:
-                timed.step_s.append(time.perf_counter() - began)
-                _note(timed, _answer(answers[0]))
+        if cell.kind == PREFILL:
+            for _, prompt in timed.steps(cell.fresh(self.vocab_size, number, steps).tolist(), 1):
+                async with self.client.sequence() as sequence:
+                    _done(timed, [await sequence.prefill(prompt, output)])
+            return timed
+        for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
+            back, pairs = None if index else cell.context, zip(self._sequences, fed, strict=True)
+            items = [sequence.item([token], output, truncate_to=back) for sequence, token in pairs]
+            _done(timed, await self.client.forward(items))
         return timed
 
-    async def _prefill(self, cell: Cell, number: int, steps: int) -> Round:
-        timed, output = Round(), cell.spec
-        for index, prompt in enumerate(cell.fresh(self.vocab_size, number, steps).tolist()):
-            async with self.client.sequence() as sequence:
-                began = time.perf_counter()
-                answer = await sequence.prefill(prompt, output)
-                timed.last = [answer.token]
-                if index:
-                    timed.step_s.append(time.perf_counter() - began)
-                    _note(timed, answer)
-        return timed
+
+def _done(timed: Round, answers: Sequence[Answer | Exception]) -> None:
+    """The tokens of a step, and its timing by the server."""
+    timed.last = []
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+        timed.last.append(answer.token)
+    assert not isinstance(answer, Exception) and answer.timing is not None
+    timed.done(answer.timing.forward_s, answer.timing.queue_s)
 
 
 @asynccontextmanager
@@ -257,15 +262,3 @@ async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIte
         raise Unsupported(str(error)) from None
     async with Session.open(model, cells, threads, name=INT8, quantize="int8") as session:
         yield session
-
-
-def _answer(answer: Answer | Exception) -> Answer:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _note(timed: Round, answer: Answer) -> None:
-    assert answer.timing is not None
-    timed.forward_s.append(answer.timing.forward_s)
-    timed.queue_s.append(answer.timing.queue_s)

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round
@@ -65,7 +61,7 @@ class Inside:
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
         """The whole round in the runner's thread."""
-        return await self._run(partial(self._prefill if cell.kind == PREFILL else self._decode, cell, number, steps))
+        return await self._run(lambda: self._round(cell, number, steps))
 
     async def _run(self, call: Callable[[], T]) -> T:
         def within() -> T:
@@ -86,31 +82,19 @@ class Inside:
             for prompt in cell.prompts(self._vocab_size)[len(self._live) :]:
                 self._forward([self._creation(prompt, NOTHING)])
 
-    def _decode(self, cell: Cell, _: int, steps: int) -> Round:
+    def _round(self, cell: Cell, number: int, steps: int) -> Round:
         timed, output = Round(), cell.spec
-        for index, fed in enumerate(cell.fed(self._vocab_size, steps).tolist()):
-            began = time.perf_counter()
-            start = cell.context + index  # the first step rolls back
-            block = self._forward(
-                [
-                    Span(sequence, np.array([token], np.int32), start, output)
-                    for sequence, token in zip(self._live, fed, strict=False)
-                ]
-            )
-            ended = time.perf_counter()
-            if index >= LEAD_IN:
-                timed.step_s.append(ended - began)
-        timed.last = last_rows(block)
-        return timed
-
-    def _prefill(self, cell: Cell, number: int, steps: int) -> Round:
-        timed, output = Round(), cell.spec
-        for index, prompt in enumerate(cell.fresh(self._vocab_size, number, steps)):
-            began = time.perf_counter()
-            block = self._forward([self._creation(prompt, output)])
-            if index:
-                timed.step_s.append(time.perf_counter() - began)
-            self._release()
+        if cell.kind == PREFILL:
+            for _, prompt in timed.steps(cell.fresh(self._vocab_size, number, steps), 1):
+                block = self._forward([self._creation(prompt, output)])
+                timed.done()
+                self._release()
+        else:
+            for index, fed in timed.steps(cell.fed(self._vocab_size, steps)[:, :, None], LEAD_IN):
+                start = cell.context + index  # the first step rolls back
+                spans = [Span(each, token, start, output) for each, token in zip(self._live, fed, strict=False)]
+                block = self._forward(spans)
+                timed.done()
         timed.last = last_rows(block)
         return timed
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 
@@ -30,18 +30,6 @@ LEAD_IN: Final = 5
 
 PROMPT: Final = list(range(1, CONTEXT + 1))
 TOKEN: Final = 7
-
-
-class Way(Protocol):
-    """A way to take steps."""
-
-    exchange: tuple[bytes, bytes]
-
-    async def prepare(self, sequences: int) -> None:
-        """Make what the steps need, for a depth of ``sequences`` at most."""
-
-    async def round(self, depth: int, steps: int) -> Round:
-        """Roll back, then ``steps`` timed steps of each of ``depth`` sequences."""
 
 
 async def in_calls(step: Callable[[int], Awaitable[Any]], depth: int, steps: int) -> Round:
@@ -82,25 +70,28 @@ async def in_frames(
 
 
 def _note(timed: Round, began: float, timing: Any) -> None:
-    timed.step_s.append(perf_counter() - began)
     if isinstance(timing, types_pb2.StepTiming):
-        timed.forward_s.append(timing.forward_micros / 1e6)
-        timed.queue_s.append(timing.queue_micros / 1e6)
+        timed.done(timing.forward_micros / 1e6, timing.queue_micros / 1e6, began)
     elif timing is not None:
-        timed.forward_s.append(timing.forward_s)
-        timed.queue_s.append(timing.queue_s)
+        timed.done(timing.forward_s, timing.queue_s, began)
+    else:
+        timed.done(began=began)
 
 
-class _RollsBack(ABC):
-    """The steps of a round: the first rolls back, some are not timed, the others are. ``back``: where the next rolls
-    back to."""
+class Way(ABC):
+    """Steps of sequences that are prefilled once. ``back``: where the next step rolls back to; ``exchange``: the bytes
+    of a step's request and answer, where they are kept."""
 
     exchange = (b"", b"")
     back: int | None = None
 
     @abstractmethod
+    async def prepare(self, sequences: int) -> None:
+        """Make what the steps need, for a depth of ``sequences`` at most."""
+
+    @abstractmethod
     async def take(self, depth: int, steps: int) -> Round:
-        """Steps of the way."""
+        """``steps`` timed steps of each of ``depth`` sequences."""
 
     async def round(self, depth: int, steps: int) -> Round:
         """Roll back, then timed steps."""
@@ -111,11 +102,12 @@ class _RollsBack(ABC):
         return await self.take(depth, steps)
 
 
-class Unary(_RollsBack):
+class Unary(Way):
     """Decode by the generated stub. A step ends when the next handle is at hand."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._raw = Calls(channel)
+        self._last: Any = None
 
     async def prepare(self, sequences: int) -> None:
         """Prefill them."""
@@ -123,31 +115,26 @@ class Unary(_RollsBack):
 
     async def take(self, depth: int, steps: int) -> Round:
         """By a caller each."""
-        return await in_calls(self._step, depth, steps)
-
-    async def round(self, depth: int, steps: int) -> Round:
-        """Roll back, then timed steps; then one whose bytes are kept."""
-        timed = await super().round(depth, steps)
-        request, answer = await self._decode(0)
-        self.exchange = (request.SerializeToString(), answer.SerializeToString())
+        timed = await in_calls(self._step, depth, steps)
+        self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
         return timed
 
     async def _step(self, sequence: int) -> Any:
-        return (await self._decode(sequence))[1].timing
-
-    async def _decode(self, sequence: int) -> tuple[Any, Any]:
         request = model_executor_pb2.DecodeRequest(item=self._raw.item(sequence, TOKEN, self.back))
         answer = await self._raw.stub.Decode(request, timeout=TIMEOUT_S)
         self._raw.handles[sequence] = answer.output.handle
-        return request, answer
+        self._last = request, answer
+        return answer.timing
 
 
-class InSession(_RollsBack):
+class InSession(Way):
     """Forward frames of one session, by the generated stub."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._raw = Frames(channel)
         self._owner: dict[int, int] = {}
+        self._sent: Any = None
+        self._received: Any = None
 
     async def prepare(self, sequences: int) -> None:
         """Open the session and prefill them."""
@@ -156,23 +143,17 @@ class InSession(_RollsBack):
 
     async def take(self, depth: int, steps: int) -> Round:
         """On one stream."""
-        return await in_frames(self._send, self._receive, depth, steps)
-
-    async def round(self, depth: int, steps: int) -> Round:
-        """Roll back, then timed steps; then one whose bytes are kept."""
-        timed = await super().round(depth, steps)
-        request = await self._send(0)
-        await self._receive()
-        self.exchange = (request.SerializeToString(), self._last.SerializeToString())
+        timed = await in_frames(self._send, self._receive, depth, steps)
+        self.exchange = (self._sent.SerializeToString(), self._received.SerializeToString())
         return timed
 
-    async def _send(self, sequence: int) -> Any:
+    async def _send(self, sequence: int) -> None:
         self._owner[self._raw.frame + 1] = sequence
         item = self._raw.item(sequence, TOKEN, self.back)
-        return await self._raw.send(forward=session_pb2.SessionForward(items=[item]))
+        self._sent = await self._raw.send(forward=session_pb2.SessionForward(items=[item]))
 
     async def _receive(self) -> tuple[int, Any]:
-        answer = self._last = await self._raw.receive()
+        answer = self._received = await self._raw.receive()
         [result] = answer.forward.results
         if result.HasField("error"):
             raise RuntimeError(f"a step was refused: {result.error.message}")
@@ -181,7 +162,7 @@ class InSession(_RollsBack):
         return sequence, answer.forward.timing
 
 
-class Client(_RollsBack):
+class Client(Way):
     """`ferrum_rpc.client`, by unary calls or in a session, as the client was made."""
 
     def __init__(self, client: ExecutorClient) -> None:
@@ -222,10 +203,8 @@ class Batches(Client):
         return timing
 
 
-class EchoCalls:
+class EchoCalls(Way):
     """Unary calls of the echo server, of the bytes of ``like``'s steps."""
-
-    exchange = (b"", b"")
 
     def __init__(self, channel: grpc.aio.Channel, like: Any) -> None:
         self._set: Any = channel.unary_unary(f"/{SERVICE}/Set")
@@ -235,41 +214,39 @@ class EchoCalls:
     async def prepare(self, sequences: int) -> None:
         """There is nothing to make."""
 
-    async def round(self, depth: int, steps: int) -> Round:
-        """Timed exchanges."""
-        await self._set(self.like.exchange[1])
-        await in_calls(self._step, depth, LEAD_IN)
+    async def take(self, depth: int, steps: int) -> Round:
+        """By a caller each."""
         return await in_calls(self._step, depth, steps)
+
+    async def round(self, depth: int, steps: int) -> Round:
+        """Timed exchanges of the bytes that the other way's last step had."""
+        await self._set(self.like.exchange[1])
+        return await super().round(depth, steps)
 
     async def _step(self, _: int) -> None:
         await self._call(self.like.exchange[0], timeout=TIMEOUT_S)
 
 
-class EchoFrames:
+class EchoFrames(EchoCalls):
     """A stream of the echo server, of the bytes of ``like``'s steps. Its answers come in order."""
 
-    exchange = (b"", b"")
-
     def __init__(self, channel: grpc.aio.Channel, like: Way) -> None:
-        self._set: Any = channel.unary_unary(f"/{SERVICE}/Set")
-        self._open: Any = channel.stream_stream(f"/{SERVICE}/Stream")
-        self._like = like
+        super().__init__(channel, like)
+        self._stream: Any = channel.stream_stream(f"/{SERVICE}/Stream")
         self._in_flight: deque[int] = deque()
 
     async def prepare(self, sequences: int) -> None:
         """Open the stream."""
-        self._call = self._open()
+        self._open = self._stream()
 
-    async def round(self, depth: int, steps: int) -> Round:
-        """Timed exchanges."""
-        await self._set(self._like.exchange[1])
-        await in_frames(self._send, self._receive, depth, LEAD_IN)
+    async def take(self, depth: int, steps: int) -> Round:
+        """On one stream."""
         return await in_frames(self._send, self._receive, depth, steps)
 
     async def _send(self, sequence: int) -> None:
         self._in_flight.append(sequence)
-        await self._call.write(self._like.exchange[0])
+        await self._open.write(self.like.exchange[0])
 
     async def _receive(self) -> tuple[int, None]:
-        await self._call.read()
+        await self._open.read()
         return self._in_flight.popleft(), None

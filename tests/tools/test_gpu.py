@@ -51,10 +51,10 @@ def test_the_kernels_are_timed_beside_those_of_torch():
     pytest.importorskip("triton")
     program = (
         "from tests.kernels.interpreter import interpret; interpret();"
-        "import json, torch; from benchmarks.gpu import Load, attention;"
+        "import asyncio, json, torch; from benchmarks.gpu import Load, attention;"
         "loads = (Load('decode', 2, 19, 1), Load('prefill', 1, 0, 24));"
         "limits = {'read_gb_s': 10.0, 'bf16_tflops': 1.0};"
-        "print(json.dumps(attention(torch.device('cpu'), loads, limits, rounds=1)))"
+        "print(json.dumps(asyncio.run(attention(torch.device('cpu'), loads, limits, rounds=1))))"
     )
     loads = json.loads(python("-c", program).splitlines()[-1])
     for load in loads:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import compare, parts, report, tables, targets
-from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, QWEN3_0_6B, Cell, settings
+from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
@@ -20,10 +20,12 @@ from benchmarks.machine import ROOT
 from benchmarks.parts import Size, slope
 from benchmarks.peers import PEERS
 from benchmarks.plot import Bar, Panel, svg
-from benchmarks.profile import Column, Profile, medians, rows
+from benchmarks.profile import Column, Profile, medians, table
 from benchmarks.suite import EAGER
 from benchmarks.tables import NOT_YET
+from ferrum_rpc.models.spec import ModelSpec
 
+QWEN3_0_6B = ModelSpec.from_config(SHAPES["qwen3-0.6b"])
 LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
 
 
@@ -159,10 +161,10 @@ def test_the_profile_is_one_table_of_all_cases():
     found = medians([{"a: x": 1.0, "b: y": 3.0}, {"a: x": 3.0, "b: y": 5.0}, {"a: x": 2.0, "b: y": 4.0}])
     assert found == {"a: x": 2.0, "b: y": 4.0}
     cases = [Column(name, Profile(found, {"attention": 1.0}, 6.0, (b"", b"")), 3.0) for name in ("one", "two")]
-    table = rows(cases)
-    assert all(len(line) == 3 for line in table)
-    assert ("b: y", "4.00 (66.7%)", "4.00 (66.7%)") in table
-    assert ("whole step, in echoes", "2.00", "2.00") in table
+    rows = table(cases).rows
+    assert all(len(row) == 3 for row in rows)
+    assert ("b: y", "4.00 (66.7%)", "4.00 (66.7%)") in rows
+    assert ("whole step, in echoes", "2.00", "2.00") in rows
 
 
 def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():

@@ -1,20 +1,27 @@
-"""transformers as a peer: the model's own forward and cache, driven step by step, without `generate` around it.
+"""transformers as a peer, in all its ways.
 
-``options``: ``cache`` is ``dynamic`` (eager, the default) or ``static`` (decode steps compiled by inductor); ``device``
-is where it runs, the CPU unless told. Driving the forward itself is the fastest way to use it: `generate` adds some
-milliseconds of its own to every step.
+``options``: ``cache`` is ``dynamic`` (eager, the default) or ``static`` (decode steps compiled by inductor): the
+model's own forward and cache, driven step by step, which is faster than `generate`, as that adds some milliseconds of
+its own to every step. Or it is ``paged``: its continuous batching. That samples for itself (greedy): the tokens that it
+is given only say how many steps it takes. Its steps are the times between the tokens of the sequence that began last,
+when all decode. ``device`` is where it runs, the CPU unless told.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 from benchmarks.engines.peers.lines import Timed, Unsupported, run
+
+WAYS: Final = {"dynamic": "eager, sdpa", "static": "static cache, compiled", "paged": "continuous batching"}
+PAGE: Final = 32
+"""Tokens of a page of the continuous batching."""
 
 
 class Transformers:
@@ -23,47 +30,70 @@ class Transformers:
     def open(self, model: str, threads: int, options: dict[str, Any]) -> dict[str, Any]:
         """Load in the checkpoint's dtype with sdpa attention."""
         torch.set_num_threads(threads)
-        self._static = options.get("cache", "dynamic") == "static"
+        self._way = options.get("cache", "dynamic")
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", attn_implementation="sdpa")
         self._device = options.get("device", "cpu")
         self._model: Any = loaded.eval().to(self._device)
+        self._config: Any = GenerationConfig
         mode = "default" if self._device == "cpu" else "reduce-overhead"
-        self._step: Any = torch.compile(self._model.forward, mode=mode, dynamic=False) if self._static else self._model
-        self._length = 0
-        way = "static cache, compiled" if self._static else "eager, sdpa"
+        static = self._way == "static"
+        self._step: Any = torch.compile(self._model.forward, mode=mode, dynamic=False) if static else self._model
+        dtype = str(self._model.dtype).removeprefix("torch.")
         return {
-            "name": f"transformers {transformers.__version__} {way}, {str(self._model.dtype).removeprefix('torch.')}",
+            "name": f"transformers {transformers.__version__} {WAYS[self._way]}, {dtype}",
             "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
             "threads": torch.get_num_threads(),
+            "tokens": "its own" if self._way == "paged" else "ours",
         }
 
     def prepare(self, prompts: list[list[int]], room: int) -> None:
-        """Prefill the batch, eager in both ways: transformers compiles only decoding as well."""
-        self._length = len(prompts[0])
-        self._cache = self._new_cache(self._length + room)
-        self._rows(self._model, torch.tensor(prompts))
+        """Prefill the batch, eager in both ways: transformers compiles only decoding as well. Its continuous batching
+        prefills at the start of every round."""
+        self._prompts, self._room, self._length = prompts, room, len(prompts[0])
+        if self._way != "paged":
+            self._cache = self._new_cache(self._length + room)
+            self._rows(self._model, torch.tensor(prompts))
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
         """Roll back and step."""
+        if self._way == "paged":
+            return self._generate(len(tokens))[lead_in:], []  # tokens of its own are no answer to ours
         self._roll_back()
         return self._timed(self._step, [torch.tensor(fed).unsqueeze(1) for fed in tokens], lead_in, fresh=False)
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
-        """Eager; a static cache has nothing to add to it."""
-        if self._static:
+        """Eager; another cache has nothing to add to it."""
+        if self._way != "dynamic":
             raise Unsupported("its prefill is the eager one")
         return self._timed(self._model, [torch.tensor([prompt]) for prompt in prompts], lead_in, fresh=True)
 
     def _timed(self, step: Any, inputs: list[torch.Tensor], lead_in: int, *, fresh: bool) -> Timed:
         step_s: list[float] = []
-        for index, tokens in enumerate(inputs):
+        for tokens in inputs:
             if fresh:
                 self._cache = self._new_cache(tokens.shape[1])
-            began = time.perf_counter()
+            began = perf_counter()
             last = self._rows(step, tokens)
-            if index >= lead_in:
-                step_s.append(time.perf_counter() - began)
-        return step_s, last
+            step_s.append(perf_counter() - began)
+        return step_s[lead_in:], last
+
+    def _generate(self, steps: int) -> list[float]:
+        """Seconds of as many steps; what comes before the last sequence's first token is not counted."""
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=len(self._prompts) * (-(-(self._length + self._room) // PAGE) + 1),
+            max_batch_tokens=max(self._length, len(self._prompts)),
+            use_cuda_graph=False,
+        )
+        wanted = self._config(do_sample=False, max_new_tokens=steps + 1, eos_token_id=-1, pad_token_id=0)
+        answers = self._model.generate_batch(
+            self._prompts, generation_config=wanted, continuous_batching_config=config, record_timestamps=True
+        )
+        found = list(answers.values())
+        if len(found) != len(self._prompts) or any(each.error for each in found):
+            raise RuntimeError(f"{len(found)} of {len(self._prompts)} sequences were answered")
+        latest = max(found, key=lambda each: each.timestamps[0])
+        return [after - before for before, after in pairwise(latest.timestamps)]
 
     def _rows(self, step: Any, tokens: torch.Tensor) -> list[int]:
         answer = step(input_ids=tokens.to(self._device), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
@@ -72,10 +102,10 @@ class Transformers:
 
     def _new_cache(self, most: int) -> Any:
         config = self._model.config
-        return StaticCache(config=config, max_cache_len=most) if self._static else DynamicCache(config=config)
+        return StaticCache(config=config, max_cache_len=most) if self._way == "static" else DynamicCache(config=config)
 
     def _roll_back(self) -> None:
-        if not self._static:
+        if self._way == "dynamic":
             surplus = self._cache.get_seq_length() - self._length
             self._cache.crop(-surplus)
             return
