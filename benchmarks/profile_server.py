@@ -32,18 +32,8 @@ def mark(stage: str | None) -> None:
         marks.append((stage, perf_counter_ns()))
 
 
-def marked(
-    original: Callable[..., Any], before: str | None, after: str | None, *, awaits: bool = False
-) -> Callable[..., Any]:
-    """A function that marks when it is entered and left; ``awaits``: when what it gives has been awaited."""
-
-    @wraps(original)
-    async def awaited(*arguments: Any, **named: Any) -> Any:
-        mark(before)
-        try:
-            return await original(*arguments, **named)
-        finally:
-            mark(after)
+def marked(original: Callable[..., Any], before: str | None, after: str | None) -> Callable[..., Any]:
+    """A function that marks when it is entered and left."""
 
     @wraps(original)
     def called(*arguments: Any, **named: Any) -> Any:
@@ -53,7 +43,7 @@ def marked(
         finally:
             mark(after)
 
-    return awaited if awaits else called
+    return called
 
 
 def summed(owner: Any, name: str, label: str) -> None:
@@ -77,13 +67,18 @@ def watch_grpc() -> None:
     plain = grpc.unary_unary_rpc_method_handler
 
     def handler(behavior: Any, request_deserializer: Any = None, response_serializer: Any = None) -> Any:
-        if getattr(behavior, "__name__", "") == METHOD:
-            done = "server: handler returns to grpc.aio"
-            behavior = marked(behavior, "server: items from protobuf", done, awaits=True)
-            parse, start = "server: parse the request", "server: grpc.aio starts the handler"
-            request_deserializer = marked(request_deserializer, parse, start)
-            response_serializer = marked(response_serializer, "server: serialize the answer", "wire: answer")
-        return plain(behavior, request_deserializer, response_serializer)
+        if getattr(behavior, "__name__", "") != METHOD:
+            return plain(behavior, request_deserializer, response_serializer)
+
+        async def answer(request: Any, context: Any) -> Any:
+            mark("server: items from protobuf")
+            response = await behavior(request, context)
+            mark("server: handler returns to grpc.aio")
+            return response
+
+        parse = marked(request_deserializer, "server: parse the request", "server: grpc.aio starts the handler")
+        serialize = marked(response_serializer, "server: serialize the answer", "wire: answer")
+        return plain(answer, parse, serialize)
 
     grpc.unary_unary_rpc_method_handler = handler
 
@@ -96,7 +91,7 @@ def watch_floors() -> None:
     from ferrum_rpc.service import executor
     from ferrum_rpc.service.forward import ForwardCall
 
-    plain_runner, plain_begin = build.build_runner, TorchRunner.begin
+    plain_runner, plain_begin, plain_await = build.build_runner, TorchRunner.begin, ForwardCall.__await__
 
     def runner(config: Any, progress: Any, _: Any) -> TorchRunner:
         made = plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"))
@@ -109,8 +104,13 @@ def watch_floors() -> None:
         inside.append((perf_counter_ns(), {}))
         return plain_begin(self, step)
 
+    def ended(self: ForwardCall) -> Any:
+        answer = yield from plain_await(self)
+        mark("server: results to protobuf")
+        return answer
+
     seams: tuple[tuple[Any, str, str | None, str | None], ...] = (
-        (executor, "ForwardCall", "server: admit", "server: results to protobuf"),
+        (ForwardCall, "__init__", "server: admit", None),
         (ModelThread, "submit", "server: submit", "hand-over: loop to model thread"),
         (ModelThread, "_begin", "model thread: gather the step", None),
         (TorchRunner, "finish", None, "model thread: account for the step"),
@@ -119,7 +119,8 @@ def watch_floors() -> None:
         (executor, "fill_results", None, "server: pressure, timing, answer message"),
     )
     for owner, name, before, after in seams:
-        setattr(owner, name, marked(getattr(owner, name), before, after, awaits=name == "ForwardCall"))
+        setattr(owner, name, marked(getattr(owner, name), before, after))
+    ForwardCall.__await__ = ended  # type: ignore[method-assign, assignment]
     TorchRunner.begin = begin  # type: ignore[method-assign]
     build.build_runner = runner  # type: ignore[assignment]
 

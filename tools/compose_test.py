@@ -98,6 +98,12 @@ def violations(found: Mapping[str, Any]) -> list[str]:
     return [wrong for wrong, is_so in checks.items() if is_so]
 
 
+def require(holds: bool, otherwise: str) -> None:
+    """Raise `Failed` where a check does not hold."""
+    if not holds:
+        raise Failed(otherwise)
+
+
 def findings(output: str) -> dict[str, Any]:
     """What the probe printed."""
     try:
@@ -175,19 +181,17 @@ class Stack:
         """The probe in a container of the same image without any of the hardening finds every kind of fault."""
         options = "--rm --user 0:0 --security-opt seccomp=unconfined --entrypoint python --tmpfs /tmp:exec"
         wrong = violations(findings(run(["docker", "run", *options.split(), IMAGES["SCHEDULER_IMAGE"], "-c", PROBE])))
-        if len(wrong) != FAULTS:
-            raise Failed(f"the probe finds only {wrong} in a container without any protection")
+        require(len(wrong) == FAULTS, f"the probe finds only {wrong} in a container without any protection")
         return f"{len(wrong)} of {FAULTS} kinds of fault found in an unprotected container"
 
     def up(self) -> str:
         """Start the executor and wait until its health check says that it serves."""
-        self.compose(
-            "up", "--detach", "--wait", "--wait-timeout", str(UP_TIMEOUT_S), "executor", timeout=UP_TIMEOUT_S + 60
-        )
-        state = self.inspect()["State"]
-        if state["Health"]["Status"] != "healthy" or not state["Running"]:
-            raise Failed(f"state of the executor: {state}")
-        return f"healthy by its own `{' '.join(self.inspect()['Config']['Healthcheck']['Test'][1:3])}`"
+        wait = ["--detach", "--wait", "--wait-timeout", str(UP_TIMEOUT_S)]
+        self.compose("up", *wait, "executor", timeout=UP_TIMEOUT_S + 60)
+        found = self.inspect()
+        state = found["State"]
+        require(state["Health"]["Status"] == "healthy" and state["Running"], f"state of the executor: {state}")
+        return f"healthy by its own `{' '.join(found['Config']['Healthcheck']['Test'][1:3])}`"
 
     def job(self) -> str:
         """Run the scheduler to its end against the executor."""
@@ -197,9 +201,10 @@ class Stack:
         generated = re.search(r"^generated +([\d,]+) tokens", output, re.MULTILINE)
         if served is None or generated is None:
             raise Failed("the job's output has no summary")
-        if served[1] != served[2] or int(served[2]) < 1 or int(generated[1].replace(",", "")) < 1:
-            raise Failed(f"the job served {served[1]} of {served[2]} requests, {generated[1]} tokens")
-        return f"exit 0, {served[1]} of {served[2]} requests, {generated[1]} tokens"
+        tokens = int(generated[1].replace(",", ""))
+        done = f"{served[1]} of {served[2]} requests, {generated[1]} tokens"
+        require(served[1] == served[2] != "0" and tokens >= 1, f"the job served {done}")
+        return f"exit 0, {done}"
 
     def containers_are_closed(self) -> str:
         """Ask both containers from the inside, and the engine about ports, limits and the network."""
@@ -209,26 +214,23 @@ class Stack:
             "scheduler": findings(self.compose(*job)),
         }
         for service, found in probes.items():
-            if wrong := violations(found):
-                raise Failed(f"{service}: {'; '.join(wrong)}\n{indent(json.dumps(found, indent=1))}")
-            if found["pip"] or found["torch"] != (service == "executor"):
-                raise Failed(f"{service}: pip {found['pip']}, torch {found['torch']}")
+            wrong = violations(found)
+            require(not wrong, f"{service}: {'; '.join(wrong)}\n{indent(json.dumps(found, indent=1))}")
+            packages = f"{service}: pip {found['pip']}, torch {found['torch']}"
+            require(not found["pip"] and found["torch"] == (service == "executor"), packages)
         container = self.inspect()
-        limits = container["HostConfig"]
-        networks = json.loads(run(["docker", "network", "inspect", *container["NetworkSettings"]["Networks"]]))
-        if not networks or not all(network["Internal"] for network in networks):
-            raise Failed(
-                f"networks of the executor: {[(network['Name'], network['Internal']) for network in networks]}"
-            )
-        if limits["PortBindings"] or any(container["NetworkSettings"]["Ports"].values()):
-            raise Failed(f"the executor has ports on the host: {limits['PortBindings']}")
-        if any(mount["RW"] for mount in container["Mounts"] if mount["Type"] != "tmpfs"):
-            raise Failed(f"mounts of the executor: {container['Mounts']}")
-        if not (limits["Memory"] and limits["PidsLimit"]) or limits["Privileged"] or limits["Binds"]:
-            raise Failed(f"limits of the executor: {limits}")
-        return (
-            f"uid {probes['executor']['uids'][0]}, no capability, read-only root, internal network, no port on the host"
-        )
+        limits, network = container["HostConfig"], container["NetworkSettings"]
+        networks = json.loads(run(["docker", "network", "inspect", *network["Networks"]]))
+        internal = [(each["Name"], each["Internal"]) for each in networks]
+        require(bool(internal) and all(closed for _, closed in internal), f"networks of the executor: {internal}")
+        ports = limits["PortBindings"] or any(network["Ports"].values())
+        require(not ports, f"the executor has ports on the host: {limits['PortBindings']}")
+        writable = any(mount["RW"] for mount in container["Mounts"] if mount["Type"] != "tmpfs")
+        require(not writable, f"mounts of the executor: {container['Mounts']}")
+        limited = limits["Memory"] and limits["PidsLimit"] and not limits["Privileged"] and not limits["Binds"]
+        require(bool(limited), f"limits of the executor: {limits}")
+        uid = probes["executor"]["uids"][0]
+        return f"uid {uid}, no capability, read-only root, internal network, no port on the host"
 
     def gpu_file_adds_only_the_gpu(self) -> str:
         """Let compose merge the GPU file: nothing of the protection is lost, and what is written can be loaded as a
@@ -238,22 +240,18 @@ class Stack:
             for gpu in (False, True)
         )
         devices = gpu["deploy"]["resources"].pop("reservations")["devices"]
-        if devices != [{"capabilities": ["gpu"], "driver": "nvidia", "count": 1}]:
-            raise Failed(f"devices: {devices}")
+        require(devices == [{"capabilities": ["gpu"], "driver": "nvidia", "count": 1}], f"devices: {devices}")
         changed = {key for key in gpu if gpu[key] != plain.get(key)}
-        if (
-            changed - {"build"} != {"deploy", "environment", "tmpfs"}
-            or gpu["environment"].get("FERRUM_DEVICE") != "cuda"
-        ):
-            raise Failed(f"the GPU file changes {sorted(changed)}, environment {gpu['environment']}")
-        if gpu["build"]["args"]["BASE_IMAGE"] != self.env["BUILD_IMAGE"]:
-            raise Failed(f"the image for a GPU is built on {gpu['build']['args']['BASE_IMAGE']}")
+        variables, base = gpu["environment"], gpu["build"]["args"]["BASE_IMAGE"]
+        added = changed - {"build"} == {"deploy", "environment", "tmpfs"} and variables.get("FERRUM_DEVICE") == "cuda"
+        require(added, f"the GPU file changes {sorted(changed)}, environment {variables}")
+        require(base == self.env["BUILD_IMAGE"], f"the image for a GPU is built on {base}")
         mounts = [part for mount in gpu["tmpfs"] for part in ("--tmpfs", mount)]
         command = ["docker", "run", "--rm", "--read-only", "--cap-drop", "ALL", *mounts]
-        command += ["--env", f"TRITON_CACHE_DIR={gpu['environment']['TRITON_CACHE_DIR']}", "--entrypoint", "python"]
+        command += ["--env", f"TRITON_CACHE_DIR={variables['TRITON_CACHE_DIR']}", "--entrypoint", "python"]
         loads = json.loads(run([*command, IMAGES["EXECUTOR_IMAGE"], "-c", CACHE_PROBE]))
-        if loads != {"cache": True, "/tmp": False}:  # noqa: S108 (the container's own)
-            raise Failed(f"where a library can be loaded from with the GPU file: {loads}")
+        only_the_cache = loads == {"cache": True, "/tmp": False}  # noqa: S108 (the container's own)
+        require(only_the_cache, f"where a library can be loaded from with the GPU file: {loads}")
         return "merges; adds the device, a compiler's image and a cache that may execute (not run: no GPU asked for)"
 
     def stop(self) -> str:
@@ -262,15 +260,14 @@ class Stack:
         self.compose("stop", "executor")
         took = time.monotonic() - begin
         state = self.inspect()["State"]
-        if state["ExitCode"] != 0 or state["OOMKilled"] or state["Running"]:
-            raise Failed(f"after SIGTERM: {state}")
+        ended = state["ExitCode"] == 0 and not state["OOMKilled"] and not state["Running"]
+        require(ended, f"after SIGTERM: {state}")
         lines = self.logs().splitlines()
         try:
-            events = [json.loads(line).get("event") for line in lines]
+            events = {json.loads(line).get("event") for line in lines}
         except ValueError:
             raise Failed(f"the log is not JSON alone:\n{tail(chr(10).join(lines))}") from None
-        if "serving" not in events or "stopping" not in events:
-            raise Failed(f"events in the log: {events}")
+        require({"serving", "stopping"} <= events, f"events in the log: {sorted(map(str, events))}")
         return f"SIGTERM, exit 0 in {took:.1f} s, {len(lines)} log lines, all JSON"
 
     def down(self) -> str:
@@ -278,8 +275,7 @@ class Stack:
         self.remove()
         label = ["--filter", f"label=com.docker.compose.project={PROJECT}", "--quiet"]
         left = [run(["docker", *what, *label]) for what in (["ps", "--all"], ["network", "ls"], ["volume", "ls"])]
-        if any(left):
-            raise Failed(f"left behind: {left}")
+        require(not any(left), f"left behind: {left}")
         run(["docker", "image", "rm", *IMAGES.values()])  # the layers stay in the build cache
         return "no container, network, volume or image left"
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tools.commands import ROOT, indent
 from tools.environment import versions
 from tools.wheels import IMAGE_PYTHON, LOCKED
 
-ROOT = Path(__file__).resolve().parent.parent
 UV: Final = (sys.executable, "-m", "uv")
 COMPILE: Final = ("pip", "compile", "--quiet", "--native-tls", "--no-header", "--no-annotate", "-c", "constraints.txt")
 INSTALLATIONS: Final = {"make demo": ("server", "uvloop"), "make test": ("server", "dev")}
@@ -111,9 +111,9 @@ def check() -> int:
         answers = list(pool.map(resolve, *zip(*asked, strict=True)))
         lists = dict(zip(names, locked, strict=True))
     if not any(answer.reached for answer in [*answers, *lists.values()]):
-        print(f"resolution: SKIPPED: the package index cannot be reached\n{_indent(answers[0].failure)}")
+        print(f"resolution: SKIPPED: the package index cannot be reached\n{indent(answers[0].failure)}")
         return 0
-    failed = [f"{answer.what}:\n{_indent(answer.failure)}" for answer in [*answers, *lists.values()] if answer.failure]
+    failed = [f"{answer.what}:\n{indent(answer.failure)}" for answer in [*answers, *lists.values()] if answer.failure]
     for name, answer in lists.items():
         apart = pins(answer.output) ^ pins(path_of(name).read_text()) if not answer.failure else ()
         if apart:
@@ -127,16 +127,12 @@ def check() -> int:
     return 1 if failed else 0
 
 
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def write() -> int:
     """Write the lists."""
     for name in [*IMAGES, "build"]:
         answer = lock(name)
         if answer.failure:
-            sys.exit(f"{answer.what}:\n{_indent(answer.failure)}")
+            sys.exit(f"{answer.what}:\n{indent(answer.failure)}")
         path_of(name).parent.mkdir(exist_ok=True)
         path_of(name).write_text(answer.output)
         print(f"{answer.what}: {len(pins(answer.output))} packages")
