@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -112,10 +112,14 @@ class Answer:
         return block.between(first, first + self.rows.count).columns
 
 
-def joined_rows(parts: Sequence[Rows]) -> Rows:
-    """The rows of consecutive chunks as one range. All parts answer the same output."""
-    if len(parts) == 1:
-        return parts[0]
-    blocks = [part.block.between(part.first, part.first + part.count) for part in parts]
-    columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in blocks[0].columns}
-    return Rows(RowBlock(blocks[0].kind, columns), 0, sum(part.count for part in parts))
+def joined(answers: Sequence[Answer]) -> Answer:
+    """One answer for consecutive chunks: the last, with the rows (all of one kind) and the cached tokens of all."""
+    last, parts = answers[-1], [each.rows for each in answers if each.rows is not None]
+    if len(answers) == 1:
+        return last
+    rows = parts[0] if parts else None
+    if len(parts) > 1:
+        blocks = [part.block.between(part.first, part.first + part.count) for part in parts]
+        columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in blocks[0].columns}
+        rows = Rows(RowBlock(blocks[0].kind, columns), 0, sum(part.count for part in parts))
+    return replace(last, rows=rows, cached_tokens=sum(each.cached_tokens for each in answers))

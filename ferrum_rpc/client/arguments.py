@@ -32,8 +32,7 @@ _LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
 
 
 def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
-    """Token ids as a list of Python ints. Raises `InvalidRequest` for none, negative ones, and what is no integer: a
-    bool is a mask that lost its way."""
+    """Token ids as a list of Python ints. Raises `InvalidRequest` for none, negative ones, bools and other types."""
     listed: list[int]
     if type(tokens) is list and len(tokens) == 1 and type(token := tokens[0]) is int and 0 <= token <= MOST:
         return [token]  # what nearly every step feeds, in a quarter of the time

@@ -12,8 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.context import closed
@@ -23,7 +22,6 @@ Result = TypeVar("Result")
 Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
 Async = TypeVar("Async", ExecutorClient, Sequence)
-Self = TypeVar("Self", bound="Facade[Any]")
 
 
 class Background:
@@ -138,13 +136,11 @@ class Facade(Generic[Async]):
             raise RuntimeError("this client is not open: use it as `with ExecutorClient(...) as client`")
         return self._opened
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._background.run(self._async.__aexit__(kind, error, trace))
+    def __exit__(self, *error: object) -> None:
+        self._background.run(self._async.__aexit__(*error))
 
 
 def blocking(
@@ -196,7 +192,7 @@ class ClientFacade(Facade[ExecutorClient]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(ExecutorClient(*args, **kwargs), None)
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         if self._opened is not None:
             raise RuntimeError("this client is open already")
         background = Background()
@@ -209,9 +205,7 @@ class ClientFacade(Facade[ExecutorClient]):
         weakref.finalize(self, background.stop)  # also at the program's end, where it was not closed
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import ExitStack
-from types import TracebackType
 
 import grpc
 from google.protobuf import duration_pb2
@@ -117,9 +116,7 @@ class ExecutorClient:
         self._opened = self._connect()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -271,7 +268,7 @@ class ExecutorClient:
             pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
         with ExitStack() as claims:
             listed = [(*claims.enter_context(sequence._rolled_back()), length) for sequence, length in pairs]
-            return await self._connection.operations.truncate(listed, self._context.deadline(timeout_s))
+            return await self._connection.truncate(listed, self._context.deadline(timeout_s))
 
     async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
         """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
@@ -283,7 +280,7 @@ class ExecutorClient:
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
             state.must_rest("release")
-        refusals = dict(zip(states, await self._connection.operations.release(*states), strict=True))
+        refusals = dict(zip(states, await self._connection.release(*states), strict=True))
         return [refusals.get(each._state) for each in listed]
 
     # --- batches ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """What callers send through a session, and how the items of several callers become one frame.
 
 A frame costs both sides far more than one item more in it. Items that wait at the same time therefore share a frame,
-within the executor's limits. It changes nothing but the time: every item gets the
-answer that it would have got in a frame of its own.
+within the executor's limits. Every item gets the answer that it would have got in a frame of its own.
 """
 
 from __future__ import annotations

@@ -166,8 +166,7 @@ class Leases:
                 item.proto.create.lease_id = item.state.lease_id = lease_id
 
     def unassign(self, item: Item, error: ExecutorError) -> bool:
-        """Whether a creation was refused only because the client's own lease is gone: then it may go out with
-        another."""
+        """Whether a creation was refused only because the client's own lease is gone: it may go out with another."""
         lease_id = item.state.lease_id
         if item.handle is not None or not lease_id:
             return False

@@ -11,10 +11,9 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Final, TypeVar
 
-from ferrum_rpc.client.answer import Answer, joined_rows
+from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.pieces import Piece, Pieces
@@ -22,7 +21,7 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
-from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Rows
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
@@ -45,8 +44,7 @@ class _Prompt:
     output: OutputSpec
     fed: int = 0
     length: int = 0
-    cached_tokens: int = 0
-    rows: list[Rows] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -157,8 +155,7 @@ class Sequence:
         """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
         listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
-        with self._state.claim("decode"):
-            self._begin("decode")
+        with self._claim("decode"):
             return await self._feed(DECODE, listed, spec, truncate_to, deadline)
 
     async def verify(
@@ -173,8 +170,7 @@ class Sequence:
         back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
         listed, spec = as_tokens(tokens), as_output(output, Positions.ALL)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
-        with self._state.claim("verify"):
-            self._begin("verify")
+        with self._claim("verify"):
             return await self._feed(VERIFY, listed, spec, truncate_to, deadline)
 
     def generate(
@@ -219,8 +215,7 @@ class Sequence:
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
         length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
-        with self._state.claim("truncate"):
-            self._begin("truncate")
+        with self._claim("truncate"):
             return await self._recovering(lambda: self._roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
@@ -228,20 +223,17 @@ class Sequence:
         diverge. This one does not change. Each child is released like any other sequence."""
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
         deadline = self._context.deadline(timeout_s)
-        with self._state.claim("fork"):
-            self._begin("fork", keeps_prompt=True)
+        with self._claim("fork", keeps_prompt=True):
             states = await self._recovering(
-                lambda: self._connection.operations.fork(self._state, self._handle(), deadline, count=count, at=at),
+                lambda: self._connection.fork(self._state, self._handle(), deadline, count=count, at=at),
                 deadline,
             )
         return [Sequence(self._connection, state, rebuild=self._rebuilds) for state in states]
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
-        """Hold blocks for ``tokens`` tokens beyond L, so that they cannot fail for lack of them. Raises
-        `KvBlocksExhausted`. Doing it twice is doing it once."""
+        """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
         tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
-        with self._state.claim("reserve"):
-            self._begin("reserve", keeps_prompt=True)
+        with self._claim("reserve", keeps_prompt=True):
             return await self._recovering(lambda: self._reserve(tokens, deadline), deadline)
 
     async def rebuild(
@@ -260,36 +252,33 @@ class Sequence:
         rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         deadline = self._context.deadline(timeout_s)
-        operations = self._connection.operations
+        connection = self._connection
         with self._state.claim("rebuild"):
             old = self._state.handle
             self._restart(listed)
             if old is not None:
-                await operations.release_handles([old], Deadline.after(operations.release_timeout_s))
+                await connection.release_handles([old], Deadline.after(connection.release_timeout_s))
             self._prompt = None
             return await self._feed_lost(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
     async def release(self) -> None:
-        """Free it, at whatever version it stands. What is gone already (restarted executor, expired lease, released)
-        counts as released. Doing it twice is doing it once. Bounded by the client's ``release_timeout_s``, and carried
-        through when the caller is cancelled meanwhile."""
+        """Free it, at whatever version. What is gone already (restarted executor, expired lease) counts as released.
+        Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
         if not self._state.released:
             self._state.must_rest("release")
-            [refusal] = await self._connection.operations.release(self._state)
+            [refusal] = await self._connection.release(self._state)
             if refusal is not None:
                 raise refusal
 
     async def __aenter__(self) -> Sequence:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._state.released:
             return
-        [refusal] = await self._connection.operations.release(self._state)
+        [refusal] = await self._connection.release(self._state)
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
@@ -299,8 +288,7 @@ class Sequence:
     @contextmanager
     def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
-        with self._state.claim("truncate"):
-            self._begin("truncate")
+        with self._claim("truncate"):
             if self._lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
                     "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
@@ -329,12 +317,15 @@ class Sequence:
                 return
             answer = await self.decode(token, sampler.output, timeout_s=timeout_s)
 
-    def _begin(self, what: str, *, keeps_prompt: bool = False) -> None:
+    def _claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
         """Begin a call that needs a sequence which exists, or will when what was lost is fed again."""
-        if self._state.handle is None and self._lost is None:
+        state = self._state.claim(what)
+        if state.handle is None and self._lost is None:
+            state.busy = ""
             raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
         if not keeps_prompt:
             self._prompt = None
+        return state
 
     def _handle(self) -> HandleRef:
         """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
@@ -360,16 +351,12 @@ class Sequence:
             part = tokens[prompt.fed : prompt.fed + chunk]
             last = prompt.fed + len(part) == len(tokens)
             spec = output if last or output.positions is Positions.ALL else silent
-            answer = await self._feed(PREFILL, part, spec, None, deadline)
-            if answer.rows is not None:
-                prompt.rows.append(answer.rows)
-            prompt.cached_tokens += answer.cached_tokens
+            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
             prompt.fed += len(part)
             prompt.length = self.length
             if last:
                 self._prompt = None
-                rows = joined_rows(prompt.rows) if prompt.rows else None
-                return replace(answer, rows=rows, cached_tokens=prompt.cached_tokens)
+                return joined(prompt.answers)
 
     def _feed(
         self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
@@ -426,7 +413,7 @@ class Sequence:
 
     async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
         rollback = (self._state, self._handle(), length)
-        [refusal] = await self._connection.operations.truncate([rollback], deadline)
+        [refusal] = await self._connection.truncate([rollback], deadline)
         if refusal is not None:
             raise refusal
         assert self._context.pressure is not None  # noqa: S101 - the answer had it
@@ -446,9 +433,7 @@ class Sequence:
             most = await self._most(output, len(lost.tokens), deadline)
             exact = (await self._context.info(deadline)).limits.exact_span_tokens
             lost.pieces = lost.long.again(len(lost.tokens), lost.known, exact, most)
-        answer: Answer | None = None
-        rows: list[Rows] = []
-        cached = 0
+        answers: list[Answer] = []
         last = len(lost.pieces) - 1
         for number in range(min(lost.done, last), last + 1):
             piece = lost.pieces[number]
@@ -459,13 +444,11 @@ class Sequence:
             tokens = piece.tokens(lost.tokens)
             answer = await self._forward(PREFILL, tokens, spec, truncate_to, deadline)
             lost.done = number + 1
-            cached += answer.cached_tokens
-            if answer.rows is not None:
-                rows.append(piece.rows(answer.rows, wanted) if filled else answer.rows)
-        assert answer is not None  # noqa: S101 - there is at least one piece
+            if filled and answer.rows is not None:
+                answer = replace(answer, rows=piece.rows(answer.rows, wanted))
+            answers.append(answer)
         if state.length > len(lost.tokens):
             await self._roll_back(len(lost.tokens), deadline)
         self._lost = None
-        return replace(
-            answer, handle=state.handle or answer.handle, rows=joined_rows(rows) if rows else None, cached_tokens=cached
-        )
+        answer = joined(answers)  # there is at least one piece
+        return replace(answer, handle=state.handle or answer.handle)

@@ -58,9 +58,9 @@ class Pace:
         if timing is None:
             return
         around = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
-        first = self._step_s == 0.0
-        self._step_s += (timing.forward_s - self._step_s) * (1.0 if first else SMOOTHING)
-        self._around_s += (around - self._around_s) * (1.0 if first else SMOOTHING)
+        weight = SMOOTHING if self._step_s else 1.0
+        self._step_s += (timing.forward_s - self._step_s) * weight
+        self._around_s += (around - self._around_s) * weight
         self.most = 1 + int(self._around_s / self._step_s) if self._step_s > 0 else 1
 
 
@@ -83,8 +83,7 @@ class _Step:
 
 
 class SessionStream:
-    """A stream that was opened with ``hello``; `open` makes it usable. ``capacity``: what items that share a frame may
-    come to."""
+    """One stream; `open` makes it usable. ``capacity``: what the items that share a frame may come to."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._loop = asyncio.get_running_loop()
@@ -112,8 +111,7 @@ class SessionStream:
         self._reader = self._loop.create_task(self._read(), name="ferrum_rpc session reader")
 
     async def open(self, hello: Frame, deadline: Deadline) -> session_pb2.SessionWelcome:
-        """Send ``hello`` and wait for the welcome. Raises the executor's refusal, or why the stream ended; the stream
-        cannot be used then."""
+        """Send ``hello`` and wait for the welcome. Raises the refusal, or why the stream ended: it cannot be used."""
         try:
             welcome = (await self.control(hello, deadline)).welcome
         except (TransportError, Draining):
@@ -159,8 +157,7 @@ class SessionStream:
         return answer
 
     async def close(self, deadline: Deadline) -> int:
-        """End the session on purpose and release its sequences; returns how many. Raises what keeps it from ending
-        well; it is over in any case."""
+        """End the session and release its sequences; returns how many. Where this raises it is over as well."""
         frame = Frame(close=session_pb2.SessionClose(release_sequences=True))
         try:
             return (await self.control(frame, deadline)).goodbye.released_sequences

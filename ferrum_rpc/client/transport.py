@@ -60,8 +60,7 @@ CONCURRENT_CALLS: Final = 64
 
 
 class Transport:
-    """The executor by unary calls. Sends again what is lost, as the client's policy says, and raises the
-    `ExecutorError` of the answer."""
+    """The executor by unary calls, sent again as the client's policy says. Raises the `ExecutorError` of an answer."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -349,7 +349,7 @@ async def test_leaving_the_client_releases_what_is_still_live(served: Served) ->
 
 
 async def test_a_client_remembers_only_sequences_that_the_executor_may_hold(client: ExecutorClient) -> None:
-    live = client._connection.operations.live
+    live = client._connection.live
     for _ in range(5):
         client.sequence()
         with pytest.raises(InvalidRequest):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client import Answer, HandleRef, NoSuchRowsError, Pressure
-from ferrum_rpc.client.answer import joined_rows
+from ferrum_rpc.client.answer import joined
 from ferrum_rpc.core import RowBlock, Rows
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
@@ -74,10 +74,11 @@ def test_log_probabilities_must_be_asked_for() -> None:
 
 @pytest.mark.parametrize("block", [TOKENS, token_rows(TOKENS.columns["token_ids"]), TOP, SELECTED, LOGITS])
 def test_chunks_joined_are_the_whole(block: RowBlock) -> None:
-    joined = joined_rows([Rows(block, 0, 1), Rows(block, 1, 2)])
-    assert (joined.first, joined.count) == (0, 3)
-    assert (joined.block.kind, list(joined.block.columns)) == (block.kind, list(block.columns))
+    rows = joined([answer(None), answer(block, 0, 1), answer(block, 1, 2)]).rows
+    assert rows is not None
+    assert (rows.first, rows.count) == (0, 3)
+    assert (rows.block.kind, list(rows.block.columns)) == (block.kind, list(block.columns))
     for name, whole in block.columns.items():
-        parts = joined.block.columns[name]
+        parts = rows.block.columns[name]
         assert parts.dtype == whole.dtype
         assert (parts == whole).all()
