@@ -29,14 +29,14 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
-from ferrum_rpc.service.records import Account, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
-from ferrum_rpc.service.state import RETRY_AFTER_S, ServerState
+from ferrum_rpc.service.state import ServerState
 
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
-Sound = tuple[int, WorkItem, int]
+Valid = tuple[int, WorkItem, int]
 """An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
 its sequence."""
 
@@ -60,11 +60,7 @@ def check_room(state: ServerState, account: Account, items: Sequence[forward_pb2
     or that are too large for an empty queue, are let through to be refused so."""
     limits, knows, owner = state.limits, state.replay.knows, account.caller.name
     if len(items) > limits.max_batch_items:
-        raise InvalidRequest(
-            f"{len(items)} items exceed the limit of {limits.max_batch_items}",
-            field="items",
-            metadata={"max_batch_items": limits.max_batch_items},
-        )
+        raise _above(limits, "max_batch_items", len(items), "items", "items")
     # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
     if has_room(state, account, len(items), limits.max_batch_tokens):
         return
@@ -103,17 +99,17 @@ def queue_full(state: ServerState, account: Account) -> QueueFull:
     )
 
 
-def sound_items(
+def valid_items(
     items: Sequence[WorkItem | ExecutorError],
     model: ModelInfo,
     limits: Limits,
     max_bytes: int,
     outcomes: list[ItemOutcome | None],
-) -> list[Sound]:
-    """The items that are sound; the refusals of the others go into ``outcomes``. Raises where there are no items."""
+) -> list[Valid]:
+    """The items that are valid; the refusals of the others go into ``outcomes``. Raises where there are no items."""
     if not items:
         raise InvalidRequest("the call has no items", field="items")
-    sound: list[Sound] = []
+    valid: list[Valid] = []
     size = checked_count = 0
     checked_output: OutputSpec | None = None  # a batch mostly wants the same of each
     for index, item in enumerate(items):
@@ -134,17 +130,15 @@ def sound_items(
         except ExecutorError as refusal:
             outcomes[index] = refusal
             continue
-        sound.append((index, item, size))
-    return sound
+        valid.append((index, item, size))
+    return valid
 
 
 def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
     """The refusal of too many tokens, or else bytes of an answer, of one item or of all of a call."""
     if tokens > limits.max_batch_tokens:
-        return InvalidRequest(
-            f"{tokens} tokens exceed the limit of {limits.max_batch_tokens} a call; feed long prompts in chunks",
-            field="items.token_ids",
-            metadata={"max_batch_tokens": limits.max_batch_tokens},
+        return _above(
+            limits, "max_batch_tokens", tokens, "tokens", "items.token_ids", advice="; feed long prompts in chunks"
         )
     return OutputTooLarge(
         f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
@@ -152,21 +146,20 @@ def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> Executo
     )
 
 
+def _above(limits: Limits, name: str, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
+    """The refusal of more than a call may have; ``name`` is the field of the limits."""
+    most = getattr(limits, name)
+    return InvalidRequest(f"{count} {what} exceed the limit of {most}{advice}", field=field, metadata={name: most})
+
+
 def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Limits) -> int:
     """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
     match output.kind:
         case TopTokens(k) if k > limits.max_top_tokens:
-            raise InvalidRequest(
-                f"top_tokens.k {k} exceeds {limits.max_top_tokens}",
-                field="output.top_tokens.k",
-                metadata={"max_top_tokens": limits.max_top_tokens},
-            )
+            raise _above(limits, "max_top_tokens", k, "top tokens", "output.top_tokens.k")
         case SelectedTokens(token_ids) if len(token_ids) > limits.max_selected_tokens:
-            raise InvalidRequest(
-                f"{len(token_ids)} selected tokens exceed {limits.max_selected_tokens}",
-                field="output.selected_tokens.token_ids",
-                metadata={"max_selected_tokens": limits.max_selected_tokens},
-            )
+            field = "output.selected_tokens.token_ids"
+            raise _above(limits, "max_selected_tokens", len(token_ids), "selected tokens", field)
         case SelectedTokens(token_ids) if max(token_ids) >= model.vocab_size:
             raise InvalidRequest(
                 f"a selected token is not below the vocabulary of {model.vocab_size}",

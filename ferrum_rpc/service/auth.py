@@ -87,7 +87,6 @@ class TokenFile(WatchedFiles[dict[bytes, Caller]]):
         return self.content.get(_digest(token))
 
     def refresh(self) -> bool:
-        """See `WatchedFiles`."""
         if changed := super().refresh():
             log.info("tokens_loaded", path=str(self.paths[0]), tokens=len(self))
         return changed

@@ -120,9 +120,9 @@ def _place(path: Path) -> Iterator[None]:
     except OSError as error:
         raise PortInUse(f"cannot listen on {UNIX}{path}: {lock}: {error.strerror}") from error
     try:
-        _lock(
-            held, f"cannot listen on {UNIX}{path}: another process holds {lock}; if it is no server that starts, end it"
-        )
+        if not _locked(held):
+            why = f"another process holds {lock}; if it is no server that starts, end it"
+            raise PortInUse(f"cannot listen on {UNIX}{path}: {why}")
         if _taken(path):
             raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")
         before = os.umask(0o177)  # the socket is made with mode 0600; a chmod later would leave a gap
@@ -134,14 +134,14 @@ def _place(path: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _lock(held: int, otherwise: str) -> None:
+def _locked(held: int) -> bool:
     """Lock an open file; a server that starts at the same time has it for an instant."""
     for _ in range(LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):  # it is locked: try again
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         time.sleep(LOCK_WAIT_S)
-    raise PortInUse(otherwise)
+    return False
 
 
 def _taken(path: Path) -> bool:

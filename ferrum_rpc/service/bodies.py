@@ -1,8 +1,8 @@
 """Requests under way: how many bodies may be coming in at once, of one connection and in all.
 
-gRPC takes a request's body into memory while it comes, up to the message limit, as soon as it is read. Until then
-it takes what its window allows, 16 KiB a call. So a body is read when its call has a slot, and a call waits for one in
-turn. An honest body comes with its headers and leaves its slot at once; one that dribbles is refused when others wait.
+gRPC takes a request's body into memory while it comes, up to the message limit, as soon as it is read. Until then it
+takes what its window allows, 16 KiB a call. So a body is read when its call has a slot, and calls wait for slots in
+turn. A body mostly comes with its headers and leaves its slot at once; a slow one is refused when others wait.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.errors import InvalidRequest, QueueFull
+from ferrum_rpc.service.records import RETRY_AFTER_S
 from ferrum_rpc.service.trace_context import Context
 
-PATIENCE_S: Final = 0.5
+TIMEOUT_S: Final = 0.5
 TURNS: Final = 4
 """How long a body may take while others wait for its slot: so many seconds, and turns of the event loop after them. A
 body that has come is seen within three turns, however long those are."""
-
-RETRY_AFTER_S: Final = 0.05
 
 
 class Bodies:
@@ -102,12 +101,12 @@ class Bodies:
 
     def _set_timer(self) -> None:
         if self._timer is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._refuse_late)
+            self._timer = asyncio.get_running_loop().call_later(TIMEOUT_S, self._refuse_late)
 
     def _refuse_late(self) -> None:
         """Others wait: refuse the bodies that have had their time."""
         self._timer = None
-        since = asyncio.get_running_loop().time() - PATIENCE_S
+        since = asyncio.get_running_loop().time() - TIMEOUT_S
         late = [task for task, began in self._reading.items() if began <= since] if self._waiting else []
         self._after_turns(TURNS, late)
 

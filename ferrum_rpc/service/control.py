@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -57,18 +58,22 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
 
 
 async def _step(engine: Engine, spans: Sequence[Span]) -> tuple[SpanOutcome, ...]:
-    done: asyncio.Future[tuple[SpanOutcome, ...]] = asyncio.get_running_loop().create_future()
-    engine.submit(Submission(tuple(spans), lambda outcomes, _: None if done.done() else done.set_result(outcomes)))
-    return await done
+    outcomes: tuple[SpanOutcome, ...] = await _answer(engine, partial(Submission, tuple(spans)))
+    return outcomes
 
 
 async def between_steps(engine: Engine, run: Callable[[Any], object]) -> None:
     """Run it in the engine, and wait. Raises what it refuses."""
-    done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-    engine.submit(Operation(run, lambda result: None if done.done() else done.set_result(result)))
-    result = await done
+    result = await _answer(engine, partial(Operation, run))
     if isinstance(result, ExecutorError):
         raise result
+
+
+async def _answer(engine: Engine, work: Callable[[Callable[..., None]], Submission | Operation]) -> Any:
+    """Submit the work, which takes a function that is called with its answer, and wait for that."""
+    done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    engine.submit(work(lambda answer, *_: None if done.done() else done.set_result(answer)))
+    return await done
 
 
 def not_offered(name: str, capability: str) -> Any:
@@ -108,7 +113,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def Warmup(  # noqa: N802
         self, request: executor_control_pb2.WarmupRequest, context: Context
     ) -> executor_control_pb2.WarmupResponse:
-        """Run typical shapes."""
         most = self._state.limits.max_batch_tokens
         if request.prefill_tokens > most:
             raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
@@ -134,7 +138,6 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def Drain(  # noqa: N802
         self, request: executor_control_pb2.DrainRequest, context: Context
     ) -> executor_control_pb2.DrainResponse:
-        """Begin the end: as SIGTERM does."""
         grace = seconds(request.grace) if request.HasField("grace") else None
         if grace is not None and grace < 0:
             raise InvalidRequest("a grace is not negative", field="grace")

@@ -1,7 +1,7 @@
-"""Every refusal is counted, and logged once: the reason, the caller, and what an operator should do about it.
+"""Every refusal is counted, and logged with its reason, its caller, and what an operator should do about it.
 
-A scheduler that is refused in a loop must not fill the disk of the machine that refuses it: per reason `BURST` events,
-then one a second, and that one says how many were left out. The counts leave nothing out.
+A scheduler that is refused in a loop must not fill the disk: per reason `BURST` events are logged, then one a second,
+which has the number that were left out. The counts leave nothing out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -108,16 +108,16 @@ class ErrorLog:
         bucket = self._buckets[reason]
         if not bucket.take(self._clock()):
             return
-        advice = ADVICE[reason]
-        fields: dict[str, Any] = {"reason": reason.value, "method": method, "message": error.message}
-        fields["message"] = fields["message"][:MESSAGE_CHARACTERS]
-        if item is not None:
-            fields["item"] = item
-        if bucket.suppressed:
-            fields["suppressed"] = bucket.suppressed
-            bucket.suppressed = 0
-        if cause is not None:
-            fields["exc_info"] = cause
-        getattr(log, advice.level)(
-            "refused", **fields, **ids_of(context), caller=CALLER.get().name, action=advice.action
-        )
+        advice, suppressed, bucket.suppressed = ADVICE[reason], bucket.suppressed, 0
+        fields = {
+            "reason": reason.value,
+            "method": method,
+            "message": error.message[:MESSAGE_CHARACTERS],
+            "item": item,
+            "suppressed": suppressed or None,
+            "exc_info": cause,
+            **ids_of(context),
+            "caller": CALLER.get().name,
+            "action": advice.action,
+        }
+        getattr(log, advice.level)("refused", **{name: value for name, value in fields.items() if value is not None})

@@ -109,7 +109,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def TruncateKv(  # noqa: N802
         self, request: model_executor_pb2.TruncateKvRequest, context: Context
     ) -> model_executor_pb2.TruncateKvResponse:
-        """Roll back."""
         (handle,), replayed = await kv_ops.truncate(
             self.state,
             handle_from_proto(request.handle),
@@ -124,7 +123,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def ForkKv(  # noqa: N802
         self, request: model_executor_pb2.ForkKvRequest, context: Context
     ) -> model_executor_pb2.ForkKvResponse:
-        """Share until they diverge."""
         handles, replayed = await kv_ops.fork(
             self.state,
             *fork_from_proto(request),
@@ -138,7 +136,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def Release(  # noqa: N802
         self, request: model_executor_pb2.ReleaseRequest, context: Context
     ) -> model_executor_pb2.ReleaseResponse:
-        """Free."""
         _, replayed = await kv_ops.release(
             self.state,
             handle_from_proto(request.handle),
@@ -151,7 +148,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def ReserveKv(  # noqa: N802
         self, request: model_executor_pb2.ReserveKvRequest, context: Context
     ) -> model_executor_pb2.ReserveKvResponse:
-        """Hold blocks."""
         (handle,), _ = await kv_ops.reserve(
             self.state, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
         )
@@ -174,7 +170,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def KeepAlive(  # noqa: N802
         self, request: model_executor_pb2.KeepAliveRequest, context: Context
     ) -> model_executor_pb2.KeepAliveResponse:
-        """A sign of life."""
         lease = self.state.leases.renew(request.lease_id, CALLER.get().name)
         response = model_executor_pb2.KeepAliveResponse(pressure=self._pressure())
         set_seconds(response.ttl, lease.ttl_s)
@@ -190,7 +185,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         return model_executor_pb2.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
 
     async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # noqa: N802 - no generator
-        """Frames both ways."""
         await Session(self.state, self.calls, self._sessions, context).run()
 
     # --- what it is and how it does ---------------------------------------------------------------------------------
@@ -198,7 +192,6 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def GetInfo(  # noqa: N802
         self, request: model_executor_pb2.GetInfoRequest, context: Context
     ) -> model_executor_pb2.GetInfoResponse:
-        """What the executor is."""
         model, cache = self.state.model, self.state.engine.cache
         return model_executor_pb2.GetInfoResponse(
             server_version=__version__,

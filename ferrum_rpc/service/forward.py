@@ -1,14 +1,12 @@
-"""The forward path: from a call's work items to committed answers.
+"""The forward path: from a call's work items to committed answers. Prefill, decode and verify are the same thing here.
 
     admit     per item: replayed? known handle, current version, not busy, within limits -> a span
     submit    one `Submission` to the model thread; its point of no return is the thread's claim
     commit    on the loop, when the step is done, whether or not the caller is there: lengths, versions, replay log
     answer    outcomes in the order of the items
 
-Prefill, decode and verify are the same thing here.
-
-What ends an item may raise, for want of memory above all. That is a bug or worse, and no reason to leave a caller
-waiting or a sequence busy: the item is answered with `InternalError`, and the others of its call and its step commit.
+Ending an item may raise, for want of memory above all. Then the item is answered with `InternalError` and its sequence
+is free; the other items of its call and its step commit.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any
 from ferrum_rpc.core import ItemAnswer, ItemOutcome, Span, SpanOutcome, StepTiming, WorkItem, named
 from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
-from ferrum_rpc.service.admission import Admitted, Sound, admit, has_room, queue_full, sound_items, too_large
+from ferrum_rpc.service.admission import Admitted, Valid, admit, has_room, queue_full, too_large, valid_items
 from ferrum_rpc.service.auth import ARRIVED
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource
@@ -74,72 +72,52 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
-            self._begin(items, max_bytes or state.limits.max_response_bytes, origin, peer)
+            model, limits, outcomes, admitted = state.model, state.limits, self.outcomes, self._admitted
+            max_bytes = max_bytes or limits.max_response_bytes
+            valid = valid_items(items, model, limits, max_bytes, outcomes)
+            if len(valid) > 1:
+                self._check_distinct(valid)
+            repeated: list[tuple[int, Entry]] = []
+            now = time.monotonic()
+            tokens = size = 0
+            for index, item, most in valid:
+                try:
+                    found = admit(state, account, index, item, model, origin, now)
+                except ExecutorError as error:
+                    outcomes[index] = error
+                    continue
+                size += most
+                tokens += len(item.tokens)
+                if isinstance(found, Admitted):
+                    admitted.append(found)
+                    self._spans.append(found.span)
+                elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
+                    self._echoes[index] = twin.place  # a repetition within the call waits for no other call
+                else:
+                    repeated.append((index, found))
+            if self._all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
+                raise refusal
+            if tokens > limits.max_batch_tokens or size > max_bytes:
+                raise too_large(tokens, size, limits, max_bytes)
+            if peer is not None and size > UNCOUNTED_BYTES:
+                try:
+                    self.give_back = state.unread.take(peer(), account, size)
+                except QueueFull:
+                    state.counters.queue_full += 1
+                    raise
+            for index, entry in repeated:
+                if entry.answer is None:
+                    self._waits += 1
+                    self._wait_for(entry, partial(self._on_repeated, index))
+                else:
+                    outcomes[index] = state.replay.repeat(entry.answer)
+            self._proceed()
         except Exception as error:
             self._refuse(error)
 
-    def answer(self) -> ForwardCall:
-        """Itself. Raises what refused the call as a whole."""
-        if self._submitted and not isinstance(self.refusal, Cancelled):
-            self._state.failpoints.reach("before_reply")
-        if self.refusal is not None:
-            raise self.refusal
-        return self
-
-    # --- claim, replay, submit --------------------------------------------------------------------------------------
-
-    def _begin(
-        self,
-        items: Sequence[WorkItem | ExecutorError],
-        max_bytes: int,
-        origin: object | None,
-        peer: Callable[[], str] | None,
-    ) -> None:
-        """Admit the items, join what they repeat, submit. Raises what refuses the call."""
-        state, account, outcomes, admitted = self._state, self._account, self.outcomes, self._admitted
-        model, limits, replay = state.model, state.limits, state.replay
-        sound = sound_items(items, model, limits, max_bytes, outcomes)
-        if len(sound) > 1:
-            self._check_distinct(sound)
-        repeated: list[tuple[int, Entry]] = []
-        now = time.monotonic()
-        tokens = size = 0
-        for index, item, most in sound:
-            try:
-                found = admit(state, account, index, item, model, origin, now)
-            except ExecutorError as error:
-                outcomes[index] = error
-                continue
-            size += most
-            tokens += len(item.tokens)
-            if isinstance(found, Admitted):
-                admitted.append(found)
-                self._spans.append(found.span)
-            elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                self._echoes[index] = twin.place  # a repetition within the call waits for no other call
-            else:
-                repeated.append((index, found))
-        if self._all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
-            raise refusal
-        if tokens > limits.max_batch_tokens or size > max_bytes:
-            raise too_large(tokens, size, limits, max_bytes)
-        if peer is not None and size > UNCOUNTED_BYTES:
-            try:
-                self.give_back = state.unread.take(peer(), account, size)
-            except QueueFull:
-                state.counters.queue_full += 1
-                raise
-        for index, entry in repeated:
-            if entry.answer is None:
-                self._waits += 1
-                self._wait_for(entry, partial(self._on_repeated, index))
-            else:
-                outcomes[index] = replay.repeat(entry.answer)
-        self._proceed()
-
-    def _check_distinct(self, sound: Sequence[Sound]) -> None:
+    def _check_distinct(self, valid: Sequence[Valid]) -> None:
         """Refuse a call that names one sequence twice. Handles that name no sequence refuse their own items only."""
-        ids = [item.handle.id for _, item, _ in sound if item.handle is not None]
+        ids = [item.handle.id for _, item, _ in valid if item.handle is not None]
         if len(set(ids)) == len(ids):
             return
         has, owner = self._state.handles.has, self._account.caller.name
@@ -184,6 +162,14 @@ class ForwardCall(Transaction["ForwardCall"]):
         else:
             self._proceed()
 
+    def answer(self) -> ForwardCall:
+        """Itself. Raises what refused the call as a whole."""
+        if self._submitted and not isinstance(self.refusal, Cancelled):
+            self._state.failpoints.reach("before_reply")
+        if self.refusal is not None:
+            raise self.refusal
+        return self
+
     # --- settle -----------------------------------------------------------------------------------------------------
 
     def _on_step_done(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
@@ -201,22 +187,24 @@ class ForwardCall(Transaction["ForwardCall"]):
         """Make it so, whether or not the caller is still there."""
         state, answers, present, now = self._state, self.outcomes, not self._abandoned, time.monotonic()
         for each, outcome in zip(self._admitted, outcomes, strict=True):
+            place, record, span, entry = each
+            answer: ItemOutcome
             if isinstance(outcome, ExecutorError):
                 state.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
                 if outcome.position is not None and len(outcomes) > outcome.position:
                     self._culprit = self._admitted[outcome.position].place
-                answers[each.place] = settle(state, each, outcome, now, present=present)
-                continue
-            (place, record, span, entry), (length, rows) = each, outcome
-            if record.length != span.start:
-                state.counters.tokens_truncated += record.length - span.start
-            record.length = length
-            record.version += 1
-            if span.create and self._abandoned and entry is None:
-                # Cancelled, and no request id to ask again with: its handle will never be known.
-                record.pending_end = record.pending_end or Ending.ABANDONED
-            answer = named(ItemAnswer, (record.handle, rows, False, 0))
-            answers[place] = settle(state, each, answer, now, present=present)
+                answer = outcome
+            else:
+                length, rows = outcome
+                if record.length != span.start:
+                    state.counters.tokens_truncated += record.length - span.start
+                record.length = length
+                record.version += 1
+                if span.create and self._abandoned and entry is None:
+                    # Cancelled, and no request id to ask again with: its handle will never be known.
+                    record.pending_end = record.pending_end or Ending.ABANDONED
+                answer = named(ItemAnswer, (record.handle, rows, False, 0))
+            answers[place] = end_item(state, each, answer, now, present=present)
         self.timing = timing
         self._waits -= 1
         if not self._waits:
@@ -235,14 +223,13 @@ class ForwardCall(Transaction["ForwardCall"]):
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
         for each in self._admitted:
-            settle(self._state, each, outcome, now, present=present)
-        self._leave_repeated()
+            end_item(self._state, each, outcome, now, present=present)
         self.end(error)
 
     # --- its caller is gone, or something failed --------------------------------------------------------------------
 
     def take_back(self) -> bool:
-        """See `Transaction`. A call that only repeats others has nothing to take back."""
+        """A call that only repeats others has nothing to take back."""
         if self.ended or not self._admitted or any(each.entry and each.entry.waiters for each in self._admitted):
             return False
         if self._submitted and (self._submission is None or not self._state.engine.cancel(self._submission)):
@@ -251,19 +238,17 @@ class ForwardCall(Transaction["ForwardCall"]):
         return True
 
     def fail(self, error: InternalError) -> None:
-        """See `Transaction`. What is with the engine is settled by its answer."""
+        """What is with the engine is settled by its answer."""
         if not self._submitted:
             self._refuse(error)
             return
         if self._submission is None:
             for each in self._admitted:
                 if self.outcomes[each.place] is None:
-                    self.outcomes[each.place] = lose(self._state, each)
-        self._leave_repeated()
+                    self.outcomes[each.place] = fail_item(self._state, each)
         self.end(error)
 
     def abandon(self) -> None:
-        """See `Transaction`."""
         self._abandoned = True
         super().abandon()
         if self._submitted or not self._admitted:  # else a duplicate waits for what this one waits for
@@ -273,10 +258,9 @@ class ForwardCall(Transaction["ForwardCall"]):
 # --- the end of an item -----------------------------------------------------------------------------------------------
 
 
-def settle(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:
-    """The item is over: its sequence is free again, and its duplicates are answered. ``present``: the caller is still
-    there, which is a sign of life, ``now`` on `time.monotonic`. Returns what the item is answered with; never raises.
-    """
+def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:
+    """The item is over: its sequence is free again, and its duplicates are answered. ``present``: its caller still
+    waits, which renews a lease ``now`` (monotonic seconds). Returns what the item is answered with; never raises."""
     _, record, span, entry = each
     refused = isinstance(outcome, ExecutorError)
     try:
@@ -295,11 +279,11 @@ def settle(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float,
             state.replay.finish(entry, outcome)
     except Exception as error:
         state.supervisor.note(Background.CALLBACK, error)
-        return lose(state, each, refused=refused)
+        return fail_item(state, each, refused=refused)
     return outcome
 
 
-def lose(state: ServerState, each: Admitted, *, refused: bool = False) -> InternalError:
+def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> InternalError:
     """What ended the item was begun and not done, or not even begun: free its sequence, and answer the duplicates. One
     that the call was to create is released, unless the engine ``refused`` it. Returns what the item is answered with.
     """

@@ -67,7 +67,6 @@ class HandleTable:
         return record
 
     def insert(self, record: SequenceRecord) -> None:
-        """The sequence exists from now on."""
         self.live[record.id] = record
 
     def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:

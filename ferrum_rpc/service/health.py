@@ -34,7 +34,7 @@ WHOLE_SERVER: Final = ""
 """The service name that stands for the whole server."""
 
 
-class HealthBoard(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
     """``grpc.health.v1.Health`` of one server. ``serving`` says whether its life-cycle serves; call `update` when that
     may have changed. Bound to the running event loop."""
 

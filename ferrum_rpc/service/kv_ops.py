@@ -7,8 +7,7 @@ duplicate waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable
 from functools import partial
 from typing import Any
 
@@ -23,20 +22,9 @@ from ferrum_rpc.service.transaction import FAILED, Transaction
 
 Handles = tuple[HandleRef, ...]
 
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """What an operation on a claimed sequence runs in the model thread, and what follows from it.
-
-    ``command`` is None for a release that waits for the call on the sequence. ``commit`` returns the handles that are
-    left; ``refuse`` follows a refusal. ``lose`` ends what the model thread made where its handle cannot be answered,
-    however much of ``commit`` was done.
-    """
-
-    command: Command | None
-    commit: Callable[[], Handles]
-    refuse: Callable[[], None] = lambda: None
-    lose: Callable[[], object] = lambda: None
+Work = Generator[Command | None, None, Handles]
+"""An operation on a claimed sequence: checks the request, yields the command for the model thread (None: it waits for
+the call in flight), and when resumed commits and returns the handles that are left. Closed where it was refused."""
 
 
 class OperationCall(Transaction[tuple[Handles, bool]]):
@@ -44,9 +32,9 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     handle than a current one will do. It comes to the handles that it left, and to whether they are recorded ones."""
 
     _handles: Handles = ()
-    _done = _replayed = False
+    _replayed = False
     _record: SequenceRecord
-    _plan: Plan | None = None
+    _work: Work | None = None
     _operation: Operation | None = None
     _entry: Entry | None = None
 
@@ -55,7 +43,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         state: ServerState,
         handle: HandleRef,
         caller: Caller,
-        plan: Callable[[SequenceRecord], Plan],
+        begin: Callable[[SequenceRecord], Work],
         *,
         claim: Callable[[], SequenceRecord] | None = None,
         request_id: str = "",
@@ -72,25 +60,24 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
                     self._on_repeated(known.answer)
                 return
             self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
+            work = begin(self._record)
             try:
-                self._plan = plan(self._record)
+                command = next(work)
             except Exception:
                 self._record.busy = False
                 raise
+            self._work = work
             if request_id:
                 self._entry = state.replay.begin(scope, request_id, fingerprint)
-            self._submit(self._plan.command)
+            if command is None:
+                self._record.on_freed.append(partial(self.settle, self._finish, None))
+            else:
+                self._operation = Operation(command, partial(self.settle, self._finish))
+                state.engine.submit(self._operation)
         except Exception as error:
-            if self._plan is not None:  # what it has claimed is free again
+            if self._work is not None:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
             self.end(error)
-
-    def _submit(self, command: Command | None) -> None:
-        if command is None:
-            self._record.on_freed.append(partial(self.settle, self._finish, None))
-        else:
-            self._operation = Operation(command, partial(self.settle, self._finish))
-            self._state.engine.submit(self._operation)
 
     def answer(self) -> tuple[Handles, bool]:
         """What it left. Raises what refused it."""
@@ -101,7 +88,6 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         return self._handles, self._replayed
 
     def take_back(self) -> bool:
-        """See `Transaction`."""
         awaited = self._entry is not None and self._entry.waiters
         if self._operation is None or awaited or not self._state.engine.cancel(self._operation):
             return False
@@ -109,12 +95,12 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         return True
 
     def fail(self, error: InternalError) -> None:
-        """See `Transaction`. The sequence is as the engine has it; those that the operation made are released."""
-        if self._plan is None:
+        """The sequence is as the engine has it; those that the operation made are released."""
+        if self._work is None:
             return
         state, attempt, record = self._state, self._state.supervisor.attempt, self._record
-        if self._done:
-            attempt(self._plan.lose)
+        made = [state.handles.live.get(handle.id, record) for handle in self._handles]
+        attempt(state.give_up, [each for each in made if each is not record])
         if state.handles.is_live(record):
             attempt(state.quotas.settle, record)
         if record.pending_end is not None and not record.busy:
@@ -123,23 +109,20 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             attempt(state.replay.finish, self._entry, error)
 
     def abandon(self) -> None:
-        """See `Transaction`."""
         super().abandon()
         self._leave_repeated()
 
     def _finish(self, result: object) -> None:
-        """It was done, or refused."""
-        state, plan, record = self._state, self._plan, self._record
-        assert plan is not None  # noqa: S101 - it was begun
-        if plan.command is not None:
+        state, record, work = self._state, self._record, self._work
+        assert work is not None  # noqa: S101 - it was begun
+        if self._operation is not None:
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None
-        self._done = refusal is None
         if refusal is None:
-            self._handles = plan.commit()
+            self._handles = _returned(work)
         else:
-            plan.refuse()
-        if plan.command is not None and state.handles.is_live(record):
+            work.close()
+        if self._operation is not None and state.handles.is_live(record):
             state.quotas.settle(record)
             record.touch()
         if record.pending_end is not None and not record.busy:
@@ -158,23 +141,29 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         self.end()
 
 
+def _returned(work: Work) -> Handles:
+    try:
+        next(work)
+    except StopIteration as done:
+        handles: Handles = done.value
+        return handles
+    raise AssertionError("an operation has one command")
+
+
 def truncate(
     state: ServerState, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
 ) -> OperationCall:
     """Roll back to ``length``: one handle is left."""
 
-    def plan(record: SequenceRecord) -> Plan:
+    def work(record: SequenceRecord) -> Work:
         check_length(record.length, length, 0, None)
+        yield Command("truncate", (record.sequence, length))
+        state.counters.tokens_truncated += record.length - length
+        record.length = length
+        record.version += 1
+        return (record.handle,)
 
-        def commit() -> Handles:
-            state.counters.tokens_truncated += record.length - length
-            record.length = length
-            record.version += 1
-            return (record.handle,)
-
-        return Plan(Command("truncate", (record.sequence, length)), commit)
-
-    return OperationCall(state, handle, caller, plan, request_id=request_id, fingerprint=("truncate", handle, length))
+    return OperationCall(state, handle, caller, work, request_id=request_id, fingerprint=("truncate", handle, length))
 
 
 def fork(
@@ -193,29 +182,30 @@ def fork(
     if not 1 <= count <= state.limits.max_batch_items:
         raise InvalidRequest(f"count must be 1 to {state.limits.max_batch_items}", field="count")
 
-    def plan(record: SequenceRecord) -> Plan:
+    def work(record: SequenceRecord) -> Work:
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
         children = state.mint(count, state.quotas.account(caller), lease, length, origin)
-
-        def refuse() -> None:
+        try:
+            yield Command("fork", (record.sequence, [child.sequence for child in children], length))
+        except GeneratorExit:
             for child in children:
                 state.discard(child)
-
-        def commit() -> Handles:
+            raise
+        try:
             for child in children:
                 child.length, child.version = length, 1
                 state.publish(child)
                 state.quotas.settle(child)
             state.release([child for child in children if child.pending_end is not None], Ending.REVOKED)
-            return tuple(child.handle for child in children)
-
-        command = Command("fork", (record.sequence, [child.sequence for child in children], length))
-        return Plan(command, commit, refuse, partial(state.give_up, children))
+        except Exception:  # their handles cannot be answered
+            state.supervisor.attempt(state.give_up, children)
+            raise
+        return tuple([child.handle for child in children])
 
     fingerprint = ("fork", handle, count, at, lease_id)
-    return OperationCall(state, handle, caller, plan, request_id=request_id, fingerprint=fingerprint)
+    return OperationCall(state, handle, caller, work, request_id=request_id, fingerprint=fingerprint)
 
 
 def release(
@@ -231,38 +221,31 @@ def release(
             return record
         return state.handles.claim(handle, caller.name, any_version=True)
 
-    def plan(record: SequenceRecord) -> Plan:
+    def work(record: SequenceRecord) -> Work:
         if record.pending_end is not None:
-            return Plan(None, tuple)
-
-        def commit() -> Handles:
-            state.remove(record)
+            yield None
             return ()
+        yield Command("release", ([record.sequence],))
+        try:
+            state.remove(record)
+        except Exception:  # the engine has freed it
+            state.supervisor.attempt(state.remove, record)
+            raise
+        return ()
 
-        return Plan(Command("release", ([record.sequence],)), commit, lose=partial(state.remove, record))
-
-    return OperationCall(
-        state,
-        handle,
-        caller,
-        plan,
-        claim=claim if any_version else None,
-        request_id=request_id,
-        fingerprint=("release", handle, any_version),
-    )
+    fingerprint = ("release", handle, any_version)
+    only = claim if any_version else None
+    return OperationCall(state, handle, caller, work, claim=only, request_id=request_id, fingerprint=fingerprint)
 
 
 def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall:
     """Hold blocks for ``tokens`` tokens beyond the present length: the handle is left as it is."""
 
-    def plan(record: SequenceRecord) -> Plan:
+    def work(record: SequenceRecord) -> Work:
         check_length(record.length, None, tokens, state.model)
         state.quotas.charge(record, record.length + tokens)
+        yield Command("reserve", (record.sequence, tokens))
+        record.held_to = record.length + tokens if tokens else 0
+        return (record.handle,)
 
-        def commit() -> Handles:
-            record.held_to = record.length + tokens if tokens else 0
-            return (record.handle,)
-
-        return Plan(Command("reserve", (record.sequence, tokens)), commit)
-
-    return OperationCall(state, handle, caller, plan)
+    return OperationCall(state, handle, caller, work)

@@ -1,10 +1,10 @@
-"""The clock of the service floor: what expires, and how a server goes.
+"""What ends without a call: leases and idle sequences that expire, and the server.
 
 The sweep frees the sequences of leases that were not renewed, and unused ones without a lease. A process that was
 stopped or starved received no keep-alive: the time that it missed is added to every lease before any of them ends.
 
-A drain takes no new sequences, serves the owned ones until they are released or the lame-duck time is over, then
-refuses everything that is new. What is in flight always finishes.
+A drain takes no new sequences, serves the owned ones until they are released or its grace is over, then refuses
+everything that is new. What is in flight always finishes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.errors import Draining
-from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.records import Ending
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
@@ -89,7 +89,7 @@ class Sweeper:
 class Drain:
     """The end of a server. `begin` may come from a signal and from an operator; the earlier end wins."""
 
-    def __init__(self, state: ServerState, health: HealthBoard, sessions: set[Session]) -> None:
+    def __init__(self, state: ServerState, health: HealthService, sessions: set[Session]) -> None:
         self._state = state
         self._health = health
         self._sessions = sessions

@@ -1,15 +1,12 @@
 """The executor's numbers under their Prometheus names, and ``/metrics`` on a port of its own: to scrape is not to call.
 
 Nothing is kept here. `Metrics.collect` runs in the metrics server's thread while the event loop goes on: it reads
-integers and takes copies of dicts, each in one step of the interpreter, and never waits for the loop. So a scrape
-answers while the loop or the model is stuck, when the numbers are wanted most, and the numbers of one scrape may be a
-call apart.
-
-Labels come from fixed sets (method, code, reason, cause, state, failpoint): nothing that a caller sends becomes one.
+integers and copies dicts, each in one step of the interpreter, and never waits for the loop. So a scrape answers while
+the loop or the model is stuck, when the numbers are needed most; and they may be a call apart. Labels come from fixed
+sets (method, code, reason, cause, state, failpoint): nothing that a caller sends becomes one.
 
 Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS` are
-open, the oldest is closed, so that connections held open hold up no other. The server that prometheus_client starts has
-none of these bounds, and a backlog of 5; from the library come the numbers and their format.
+open, the oldest is closed. The server that prometheus_client starts has neither bound, and a backlog of 5.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final, cast
@@ -40,53 +38,33 @@ from ferrum_rpc.wire.info import SCHEMA_REVISION
 PREFIX: Final = "ferrum_"
 
 
+@dataclass(eq=False)
 class Metrics(Collector):
     """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired.
     ``lines_dropped()``: log lines that were not read."""
 
-    def __init__(
-        self,
-        state: ServerState,
-        calls: CallLog,
-        steps: StepMeter,
-        failpoints: Mapping[str, int] | None = None,
-        lines_dropped: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._state = state
-        self._calls = calls
-        self._steps = steps
-        self._failpoints = failpoints or {}
-        self._lines_dropped = lines_dropped
+    state: ServerState
+    calls: CallLog
+    steps: StepMeter
+    failpoints: Mapping[str, int] = field(default_factory=dict)
+    lines_dropped: Callable[[], int] = lambda: 0
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as of now."""
-        yield from self._process()
-        yield from self._sequences()
-        yield from self._cache()
-        yield from self._work()
-        yield from self._rpcs()
-
-    def _process(self) -> Iterator[Metric]:
-        state = self._state
+        state, counters, replay, pressure = self.state, self.state.counters, self.state.replay, self.state.pressure()
         build = {"version": __version__, "schema_revision": str(SCHEMA_REVISION)}
         yield _info("build_info", "Version of the executor and of its contract.", build)
-        try:
-            model, device = state.model, state.device
-        except ExecutorError:  # loading, or gone
-            pass
-        else:
-            what = {"model": model.name, "architecture": model.architecture, "device": device.name}
+        with suppress(ExecutorError):  # while the model loads, and when it has failed
+            model = state.model
+            what = {"model": model.name, "architecture": model.architecture, "device": state.device.name}
             yield _info("model_info", "What is served, and where it runs.", what)
         states = {each.value: float(each is state.lifecycle) for each in Lifecycle}
         yield _gauge("executor_state", "1 for the state that the executor is in.", states, "state")
-        yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self._lines_dropped())
+        yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self.lines_dropped())
         failures = state.supervisor.failures
         yield _counter("background_failures", "Failures of background tasks, which go on.", failures, "task")
-        if self._failpoints:
-            yield _counter("failpoints_fired", "Failures that were asked for.", self._failpoints, "name")
+        if self.failpoints:
+            yield _counter("failpoints_fired", "Failures that were asked for.", self.failpoints, "name")
 
-    def _sequences(self) -> Iterator[Metric]:
-        state, counters = self._state, self._state.counters
         yield _gauge("sequences", "Live sequences.", len(state.handles))
         yield _counter("sequences_created", "Sequences that came to be.", counters.sequences_created)
         yield _counter("sequences_ended", "Sequences that ended, by cause.", counters.ended, "cause")
@@ -94,8 +72,6 @@ class Metrics(Collector):
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
         yield _gauge("sessions", "Open sessions.", state.sessions)
 
-    def _cache(self) -> Iterator[Metric]:
-        pressure, counters, replay = self._state.pressure(), self._state.counters, self._state.replay
         blocks = {"free": pressure.free_blocks, "used": pressure.total_blocks - pressure.free_blocks}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
@@ -103,8 +79,7 @@ class Metrics(Collector):
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
         yield _gauge("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes)
 
-    def _work(self) -> Iterator[Metric]:
-        pressure, engine, steps = self._state.pressure(), self._state.engine.counters, self._steps
+        engine, steps = state.engine.counters, self.steps
         yield _gauge("queue_items", "Items that wait for a step.", pressure.queued_items)
         yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
@@ -115,9 +90,10 @@ class Metrics(Collector):
         yield _histogram("step_size_tokens", "Tokens of a step.", steps.tokens)
         yield _histogram("step_size_sequences", "Sequences of a step.", steps.sequences)
         yield _histogram("queue_seconds", "Time that a submission waited for its step.", steps.queue_seconds)
+        yield from self._rpcs()
 
     def _rpcs(self) -> Iterator[Metric]:
-        methods = list(self._calls.methods.items())
+        methods = list(self.calls.methods.items())
         rpcs = CounterMetricFamily(f"{PREFIX}rpcs", "Calls that ended, by status code.", labels=("method", "code"))
         items = CounterMetricFamily(f"{PREFIX}items", "Work items that calls carried.", labels=("method",))
         errors = CounterMetricFamily(f"{PREFIX}item_errors", "Work items refused inside a batch.", labels=("method",))
@@ -132,9 +108,9 @@ class Metrics(Collector):
             if buckets[-1][1]:
                 seconds.add_metric((name,), buckets, total)
         yield from (rpcs, items, errors, seconds)
-        yield _gauge("rpcs_in_flight", "Unary calls in flight.", self._calls.in_flight)
-        yield _gauge("streams", "Open streams.", self._calls.streams)
-        refusals = {reason.value: count for reason, count in self._calls.refusals.counts.items()}
+        yield _gauge("rpcs_in_flight", "Unary calls in flight.", self.calls.in_flight)
+        yield _gauge("streams", "Open streams.", self.calls.streams)
+        refusals = {reason.value: count for reason, count in self.calls.refusals.counts.items()}
         yield _counter("refusals", "Calls and items refused, by reason.", refusals, "reason")
 
 
@@ -197,7 +173,6 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address to scrape."""
         host, port = self._server.server_address[:2]
         host = str(host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"

@@ -22,12 +22,10 @@ from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
 from ferrum_rpc.errors import QueueFull
-from ferrum_rpc.service.records import Account, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 
 UNCOUNTED_BYTES: Final = 1 << 14
 """Smaller answers are not counted: a connection's streams bound them."""
-
-RETRY_AFTER_S: Final = 0.05
 
 UNBOUNDED: Final = sys.maxsize
 EMPTY_ACCOUNTS: Final = 1024
@@ -66,7 +64,6 @@ class Quotas:
         return len(self._accounts)
 
     def account(self, caller: Caller) -> Account:
-        """The caller's account."""
         account = self._accounts.get(caller.name)
         if account is None:
             if len(self._accounts) >= EMPTY_ACCOUNTS:
@@ -145,12 +142,19 @@ class Unread:
         """Take room for an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
         once, when it has left. Raises `QueueFull`, having changed nothing."""
         mine = self._of.get(peer, 0)
-        if mine + size > self._most_of_one:
-            raise self._full(f"{mine} bytes of answers to this connection are not read yet")
-        if account.held[Resource.UNREAD_BYTES] + size > account.most[Resource.UNREAD_BYTES]:
-            raise self._full(f"{account.held[Resource.UNREAD_BYTES]} bytes of answers to you are not read yet")
-        if self.bytes + size > self._most:
-            raise self._full(f"{self.bytes} bytes of answers are not read yet")
+        held, most = account.held[Resource.UNREAD_BYTES], account.most[Resource.UNREAD_BYTES]
+        for waiting, bound, whose in (
+            (mine, self._most_of_one, " to this connection"),
+            (held, most, " to you"),
+            (self.bytes, self._most, ""),
+        ):
+            if waiting + size > bound:
+                raise QueueFull(
+                    f"{waiting} bytes of answers{whose} are not read yet; read them, or ask for less. "
+                    "Nothing was started",
+                    metadata={"max_unread_bytes": self._most, "unread_bytes": self.bytes},
+                    retry_after_s=RETRY_AFTER_S,
+                )
         self.bytes += size
         self._of[peer] = mine + size
         account.take(Resource.UNREAD_BYTES, size)
@@ -164,10 +168,3 @@ class Unread:
         else:
             del self._of[peer]
         account.give(Resource.UNREAD_BYTES, size)
-
-    def _full(self, what: str) -> QueueFull:
-        return QueueFull(
-            f"{what}; read them, or ask for less. Nothing was started",
-            metadata={"max_unread_bytes": self._most, "unread_bytes": self.bytes},
-            retry_after_s=RETRY_AFTER_S,
-        )

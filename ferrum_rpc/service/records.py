@@ -17,6 +17,9 @@ from ferrum_rpc.errors import QuotaExceeded
 
 RENEWALS_PER_TTL: Final = 6
 
+RETRY_AFTER_S: Final = 0.05
+"""What a refusal for want of room suggests to wait: about a step."""
+
 
 class Resource(enum.IntEnum):
     """What callers share. The name, in lower case, is what a refusal calls it."""
@@ -30,16 +33,14 @@ class Resource(enum.IntEnum):
     UNREAD_BYTES = 6
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine."""
 
-    __slots__ = ("caller", "held", "most", "number")
-
-    def __init__(self, caller: Caller, number: int, most: Sequence[int]) -> None:
-        self.caller = caller
-        self.number = number
-        self.held = [0] * len(Resource)
-        self.most = most
+    caller: Caller
+    number: int
+    most: Sequence[int]
+    held: list[int] = field(default_factory=lambda: [0] * len(Resource))
 
     def take(self, resource: Resource, amount: int = 1) -> None:
         """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
@@ -53,7 +54,6 @@ class Account:
         self.held[resource] = held + amount
 
     def give(self, resource: Resource, amount: int = 1) -> None:
-        """``amount`` are free again."""
         self.held[resource] -= amount
 
 
@@ -76,11 +76,9 @@ class Lease:
 
     @property
     def owner(self) -> str:
-        """Whose it is."""
         return self.account.caller.name
 
     def renew(self, now: float) -> None:
-        """Its holder has called."""
         self.expires = now + self.ttl_s
 
     @property
@@ -102,12 +100,12 @@ class Ending(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceRecord:
-    """A live sequence as the service floor sees it: the engine's number, and what its next handle says.
+    """A live sequence as the service floor sees it: the engine's number, and the content of its next handle.
 
-    ``busy`` is true while a call on it is in flight, its creation included: it is pinned then, nothing else may end it.
-    ``pending_end``: why it ends when that call is over; ``on_freed`` are called when its blocks are free. ``used`` is
-    when it was last used, on the monotonic clock. ``charged`` are the blocks that its owner's ``account`` pays for, and
-    ``held_to`` the length up to which blocks were reserved. ``origin`` is the session that created it.
+    ``busy``: a call on it is in flight, its creation included; nothing else may end it then. ``pending_end``: why it
+    ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
+    (monotonic seconds). ``charged``: the blocks that its owner's ``account`` pays for. ``held_to``: the length up to
+    which blocks were reserved. ``origin``: the session that created it.
     """
 
     sequence: int

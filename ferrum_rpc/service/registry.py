@@ -1,8 +1,8 @@
 """The table of every method, and the way of a request to its handler: who calls, then the body, then the message.
 
-Every handler comes through here, so that a method that is added later is guarded, bounded and parsed without
-knowing it. A method of one request is registered as one of a stream: gRPC would otherwise take the body into memory
-before the headers are looked at, and parse it before the handler runs, answering UNKNOWN where that fails.
+Every method comes through here, so that one that is added later is guarded, bounded and parsed too. A method of one
+request is registered as one of a stream: gRPC would otherwise take the body into memory before the headers are looked
+at, and parse it before the handler runs, answering UNKNOWN where that fails.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def _bodies(in_all: int, share: int) -> Bodies:
 
 
 class Registry(grpc.GenericRpcHandler):
-    """A grpc server as far as registering is concerned, and the generic handler that a real one asks. Without a
-    ``guard`` every caller is admitted; a method that is not registered is refused like any other call."""
+    """A grpc server as far as registering is concerned, and the generic handler that a real one asks. ``handlers`` are
+    by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted; a method that is not registered
+    is refused like any other call."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
         async def unknown(_: Any, context: Context) -> None:
@@ -62,15 +63,10 @@ class Registry(grpc.GenericRpcHandler):
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
         self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
         self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
-        self._handlers: dict[str, Handler] = {}
+        self.handlers: dict[str, Handler] = {}
         self._unknown = self._received(  # whatever kind of call it is
             grpc.stream_stream_rpc_method_handler(unknown), "", UNKNOWN_METHOD
         )
-
-    @property
-    def handlers(self) -> Mapping[str, Handler]:
-        """The handlers by path, ``/package.Service/Method``."""
-        return self._handlers
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """As `grpc.aio.Server.add_generic_rpc_handlers`: the generated code's hold what comes registered besides."""
@@ -80,11 +76,11 @@ class Registry(grpc.GenericRpcHandler):
         thread's context would not know the caller."""
         for name, each in method_handlers.items():
             method = f"{service_name}/{name}"
-            self._handlers[f"/{method}"] = self._received(each, service_name, method)
+            self.handlers[f"/{method}"] = self._received(each, service_name, method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
         """The handler of a method; one that refuses where there is none."""
-        return self._handlers.get(handler_call_details.method, self._unknown)
+        return self.handlers.get(handler_call_details.method, self._unknown)
 
     def _received(self, handler: Any, service: str, method: str) -> Handler:
         """The handler behind everything that a request passes. ``method``: what it is counted under. Calls of other
@@ -92,11 +88,8 @@ class Registry(grpc.GenericRpcHandler):
         calls, guard = self._calls, self._guard
         most, bodies = self._open if service in OPEN_SERVICES else self._guarded
         parse = self._parser(handler.request_deserializer, most)
-        streams, answers_stream, counted = (
-            handler.request_streaming,
-            handler.response_streaming,
-            service.startswith(CONTRACT),
-        )
+        streams, answers_stream = handler.request_streaming, handler.response_streaming
+        counted = service.startswith(CONTRACT)
         behaviour = _serving(
             handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )

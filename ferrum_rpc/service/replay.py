@@ -1,17 +1,16 @@
-"""Recorded answers: a retry with the same request id gets what the first call got, and nothing happens twice.
+"""Recorded answers: a retry with the same request id gets the first call's answer, and nothing happens twice.
 
-Request ids are unique in a `Scope`: the calls on one sequence, or one creation of a caller's. An entry is first in
-flight (a duplicate waits for it), then an answer, then possibly an answer without its rows, when the byte budget ran
-out or the sequence ended. Refusals are not recorded: they changed nothing, and a retry deserves a fresh try.
+Request ids are unique in a `Scope`: the calls on one sequence, or one creation of a caller. An entry is first in flight
+(duplicates wait for it), then an answer, then possibly an answer without its rows, when the byte budget ran out or the
+sequence ended. Refusals are not recorded: they changed nothing, and a retry may succeed.
 
-Three bounds: bytes of rows over all, where the oldest rows go first; answers over all, where the scope that was used
-least recently gives its oldest; and answers of one sequence. What is too much over all is taken from the caller that
-has most, so one that has less than its equal part loses nothing to another. The third is small: calls on a sequence
-come one at a time, so a retry is of the latest answer, and a duplicate that turns up later still carries an old version
-and is refused. It is not 1, because a fork changes no version and a scheduler may make several before it finds that one
-was lost, and because the network may keep a duplicate for some steps: it then gets its answer, and not that it is
-stale. What it bounds are cache misses as much as memory: a decode step makes room for its answers by dropping as many,
-and answers of 65,536 answers ago are 1 kB of scattered memory each.
+Three bounds: bytes of rows in all, where the oldest rows go first; answers in all, where the scope that was used least
+recently gives its oldest; and answers of one sequence. What exceeds the first two is taken from the caller that has
+most, so a caller loses nothing of its equal part to another. The third is small: calls on a sequence come one at a
+time, so a retry is of the latest answer, and a later duplicate carries an old version and is refused. It is not 1,
+because a fork changes no version, and because the network may delay a duplicate by some steps: it then gets its answer
+instead of a refusal. The bound is for cache misses as much as for memory: a decode step drops as many answers as it
+records, and answers of 65,536 answers ago are 1 kB of scattered memory each.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ Key = tuple[str, bytes | str]
 
 
 class Scope(dict[str, "Entry"]):
-    """The entries of a sequence, or the one of a creation, by request id, oldest first. It is in the log under ``key``
-    for as long as it has any, and then knows its ``owner``'s part."""
+    """The entries of a sequence, or the one of a creation, by request id, oldest first. It is in the log under ``key``,
+    in its ``owner``'s part, for as long as it has any."""
 
     __slots__ = ("key", "owner")
     owner: Owner
@@ -113,8 +112,8 @@ class ReplayLog:
         self.replays = 0
 
     def scope(self, key: Key) -> Scope:
-        """The scope of this name: an empty one, not in the log, where it has no entries. Ask again whenever something
-        else may have run."""
+        """The scope of this name: an empty one, not in the log, where it has no entries. Not to be kept beyond the
+        present turn of the event loop."""
         owner = self._owners.get(key[0])
         scope = None if owner is None else owner.scopes.get(key)
         return Scope(key) if scope is None else scope
@@ -250,6 +249,5 @@ def item_fingerprint(item: WorkItem) -> Hashable:
 
 def scope_of(owner: str, handle_id: bytes, request_id: str = "") -> Key:
     """Where a caller's request ids are unique: among the calls on one of its sequences, or, where ``handle_id`` is
-    empty, among its creations. Each creation is a scope of its own: there is no end of them, and each is as old as its
-    own last use."""
+    empty, among its creations, each of which is a scope of its own: the bound over all drops them one by one."""
     return (owner, handle_id or request_id)

@@ -71,7 +71,7 @@ class CallLog:
         """Count and log the refusals among the outcomes of a call of several items. ``method``: full name."""
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ExecutorError):
-                _let_go(outcome)
+                _drop_frames(outcome)
                 self.methods[method].item_errors += 1
                 self.refusals.note(method, outcome, context, item=index)
 
@@ -120,7 +120,6 @@ class Call:
         return refusal
 
     def end(self, response: Any, timed: bool) -> None:
-        """The handler has returned or raised."""
         log, count = self._log, self._count
         if self._stream:
             log.streams -= 1
@@ -137,7 +136,7 @@ class Call:
 
 async def refuse(context: Context, error: ExecutorError) -> None:
     """End the call with the error's status and details."""
-    _let_go(error)
+    _drop_frames(error)
     metadata: list[tuple[str, str | bytes]] = [(STATUS_METADATA_KEY, status_from_error(error).SerializeToString())]
     if error.reason is Reason.DRAINING:
         metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # no retry here: another executor has to be asked
@@ -146,7 +145,7 @@ async def refuse(context: Context, error: ExecutorError) -> None:
     await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
 
 
-def _let_go(error: BaseException) -> None:
+def _drop_frames(error: BaseException) -> None:
     """Forget where a refusal came from. Its frames hold the request, the answer and the refusal itself: a circle, which
     would live until the collector runs."""
     error.__traceback__ = error.__context__ = error.__cause__ = None

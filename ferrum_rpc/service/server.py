@@ -34,7 +34,7 @@ from ferrum_rpc.service.auth import Guard, Security, TokenFile
 from ferrum_rpc.service.bind import address, open_port
 from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
 from ferrum_rpc.service.executor import ModelExecutorServicer
-from ferrum_rpc.service.health import LOOK_EVERY_S, HealthBoard
+from ferrum_rpc.service.health import LOOK_EVERY_S, HealthService
 from ferrum_rpc.service.lifecycle import SWEEP_EVERY_S, Drain, Sweeper
 from ferrum_rpc.service.meters import StepMeter
 from ferrum_rpc.service.registry import Registry
@@ -49,15 +49,14 @@ SERVICES: Final = (ModelExecutorServicer.service, KvTransferServicer.service, Ex
 FRAME_OVERHEAD: Final = 1 << 16
 """Bytes that a message may take above the limit on its rows: results, statuses, pressure."""
 
-
 TOKENS_EVERY_S: Final = 1.0
 """A removed token works about this long; a look at the file costs some microseconds of the event loop."""
 
 PENDING_CALLS: Final = 2560
 UNREAD_BYTES: Final = 16 << 10
-"""Calls that may wait to be accepted, of all connections, and what each may have sent by then; who it is has not been
-asked yet. 2,560 of them with their bytes took 54 MiB. A longer message takes one more round trip, so a step of 150
-sequences should not be."""
+"""Calls that may wait to be accepted, of all connections, and what each may have sent by then, before any credentials
+are checked. 2,560 of them with their bytes took 54 MiB. A longer message takes one more round trip; a step of 150
+sequences is shorter."""
 
 
 class ExecutorServer:
@@ -66,11 +65,10 @@ class ExecutorServer:
     ping is not answered within ``keepalive_timeout_s``.
 
     ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
-    the event loop its turns all the same, and an honest call waits behind all that came before it; gRPC refuses what is
-    above the limit by itself, for next to nothing. 3,000 resets a second in bursts of 60 on two cores: an honest
-    client's p99 is 1.1 times that without at 16 streams, 1.8 at 32, 2.4 at 64 and above. But gRPC counts streams until
-    the handler's last object is gone, so that a client at the limit is refused too: few streams are for clients of
-    sessions and batches.
+    the event loop its turns, and other calls wait behind it; gRPC itself refuses what is above the limit, for next to
+    nothing. 3,000 resets a second in bursts of 60 on two cores: another client's p99 is 1.1 times that without at 16
+    streams, 1.8 at 32, 2.4 at 64 and above. But gRPC counts streams until the handler's last object is freed, so that
+    few streams suffice only for clients of sessions and batches.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class ExecutorServer:
         self._max_streams = max_streams
         self._security = security
         self._liveness = liveness
-        self.health = HealthBoard(self._serves, SERVICES)
+        self.health = HealthService(self._serves, SERVICES)
         self.sessions: set[Session] = set()
         self.draining = Drain(self.state, self.health, self.sessions)
         self._grace_s = grace_s
@@ -181,7 +179,6 @@ class ExecutorServer:
         return EngineProcess(build, slots=max(slots, 1 << 16), **about)
 
     def methods(self) -> Registry:
-        """The handlers of every service."""
         table: Any = Registry(self.calls, self._guard(), self._limits)
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.state, self.calls, self.sessions), table

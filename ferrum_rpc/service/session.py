@@ -26,10 +26,10 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.records import Ending, Lease, Resource
+from ferrum_rpc.service.records import RETRY_AFTER_S, Ending, Lease, Resource
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session_kv import SessionKv, Step
-from ferrum_rpc.service.state import RETRY_AFTER_S, ServerState
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transaction import FAILED
@@ -290,7 +290,6 @@ class Session:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     async def _until_idle(self) -> None:
-        """Wait until every step is answered."""
         while self._open:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle

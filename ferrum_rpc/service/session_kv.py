@@ -43,18 +43,16 @@ class Step:
     give_back: Callable[[], object] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SessionKv:
     """The cache as one session sees it: each method begins a `Step`, or raises what refuses the frame.
     ``refused(outcomes)`` counts and logs the refusals among a frame's outcomes; ``origin`` marks the sequences that the
     session makes."""
 
-    def __init__(
-        self, state: ServerState, caller: Caller, origin: object, refused: Callable[[list[Any]], object]
-    ) -> None:
-        self._state = state
-        self._caller = caller
-        self._origin = origin
-        self._refused = refused
+    state: ServerState
+    caller: Caller
+    origin: object
+    refused: Callable[[list[Any]], object]
 
     def truncate(self, step: Step, request: session_pb2.SessionTruncate) -> None:
         """Roll back, each handle to a length of its own."""
@@ -62,24 +60,22 @@ class SessionKv:
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
         handles, request_id = self._handles(request), request_id_from_proto(request.request_id)
         calls = [
-            truncate(self._state, handle, length, request_id, caller=self._caller)
+            truncate(self.state, handle, length, request_id, caller=self.caller)
             for handle, length in zip(handles, request.lengths, strict=True)
         ]
         step.calls, step.reply = calls, partial(self._answer, calls, ())
 
     def release(self, step: Step, request: session_pb2.SessionRelease) -> None:
-        """Free."""
         handles, any_version = self._handles(request), request.any_version
-        calls = [release(self._state, each, any_version=any_version, caller=self._caller) for each in handles]
+        calls = [release(self.state, each, any_version=any_version, caller=self.caller) for each in handles]
         step.calls, step.reply = calls, partial(self._answer, calls, handles)
 
     def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
-        """Share until they diverge."""
-        call = fork(self._state, *fork_from_proto(request), caller=self._caller, origin=self._origin)
+        call = fork(self.state, *fork_from_proto(request), caller=self.caller, origin=self.origin)
         step.calls, step.reply = (call,), partial(self._forked, call)
 
     def _handles(self, request: session_pb2.SessionTruncate | session_pb2.SessionRelease) -> list[HandleRef]:
-        count, most = len(request.handles), self._state.limits.max_batch_items
+        count, most = len(request.handles), self.state.limits.max_batch_items
         if count > most:
             raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
         return [handle_from_proto(handle) for handle in request.handles]
@@ -87,7 +83,7 @@ class SessionKv:
     def _forked(self, call: OperationCall, response: session_pb2.SessionResponse) -> tuple[()]:
         for child in call.answer()[0]:
             response.handles.results.add(handle=handle_to_proto(child))
-        fill_pressure(response.handles.pressure, self._state.pressure())
+        fill_pressure(response.handles.pressure, self.state.pressure())
         return ()
 
     def _answer(
@@ -103,6 +99,6 @@ class SessionKv:
             except ExecutorError as refusal:
                 answer.results.add(error=status_from_error(error := refusal))
             errors.append(error)
-        self._refused(errors)
-        fill_pressure(answer.pressure, self._state.pressure())
+        self.refused(errors)
+        fill_pressure(answer.pressure, self.state.pressure())
         return ()

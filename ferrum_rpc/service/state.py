@@ -21,12 +21,9 @@ from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.quotas import Quotas, Unread
-from ferrum_rpc.service.records import Account, Ending, Lease, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
-
-RETRY_AFTER_S: Final = 0.05
-"""What a refusal for want of room suggests to wait: about a step."""
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -88,7 +85,6 @@ class ServerState:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
-        """The model is loaded."""
         self._model, self._device = model, device
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
@@ -105,7 +101,6 @@ class ServerState:
         self._closed = True
 
     def fail(self) -> None:
-        """The model thread is gone."""
         self.lifecycle = Lifecycle.FAILED
 
     @property
@@ -186,7 +181,7 @@ class ServerState:
         """A minted sequence never came to be."""
         self._creating.discard(record)
         record.busy = False
-        self._part(record)
+        self._uncharge(record)
         _call_on_freed(record)
 
     def give_up(self, records: Sequence[SequenceRecord]) -> None:
@@ -203,7 +198,7 @@ class ServerState:
         self.counters.sequences_released += 1
         self.counters.ended[ending.value] += 1
         self.replay.forget_rows(scope_of(record.owner, record.id))
-        self._part(record)
+        self._uncharge(record)
         return True
 
     def release(self, records: Sequence[SequenceRecord], ending: Ending = Ending.RELEASED) -> None:
@@ -245,7 +240,7 @@ class ServerState:
         self.counters.leases_expired += expired
         return list(lease.members)
 
-    def _part(self, record: SequenceRecord) -> None:
+    def _uncharge(self, record: SequenceRecord) -> None:
         self.quotas.close(record)
         if record.lease is not None:
             record.lease.members.pop(record, None)

@@ -1,7 +1,7 @@
 """The background tasks of a server: none of them ends without a trace.
 
-Whatever such a task raises is logged and counted, and the task goes on. One that fails `STUCK_AFTER` times in a row and
-that the server cannot do without makes the health service say NOT_SERVING, until it has gone well once.
+What such a task raises is logged and counted, and the task goes on. While a task that the server cannot do without has
+failed `STUCK_AFTER` times in a row or more, the health service answers NOT_SERVING.
 """
 
 from __future__ import annotations

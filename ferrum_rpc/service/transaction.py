@@ -90,6 +90,8 @@ class Transaction(ABC, Generic[T]):
     def end(self, refusal: Exception | None = None) -> None:
         """It is over; ``refusal`` is what it is answered with, if not with its outcome."""
         self.ended, self.refusal = True, refusal
+        if self._repeated:
+            self._leave_repeated()
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()

@@ -36,7 +36,6 @@ class Framed:
     blocks: Sequence[Extent]
 
     def to_bytes(self) -> bytes:
-        """The answer, serialized."""
         pieces = [self.message.SerializeToString()]
         for extent in self.blocks:
             pieces += _pieces(self.message, extent)

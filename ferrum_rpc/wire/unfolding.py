@@ -1,9 +1,9 @@
 """How much a message unfolds into, counted on its bytes before any of it is parsed.
 
-A message may be far smaller than what it becomes: an item of a batch that holds nothing takes two bytes on the wire and
-a hundred in memory, and a token id one byte and four. 1 MiB of empty items takes the parser 50 ms and the checks behind
-it seconds. So the fields and the elements of a message are counted first, in a walk over its tags that ends at the
-first one too many. A field's content is skipped by its length, so an honest message of megabytes costs microseconds.
+A message may be far smaller than what it becomes: an empty item of a batch takes two bytes on the wire and a hundred in
+memory, a token id one byte and four. 1 MiB of empty items takes the parser 50 ms and the checks behind it seconds. So
+the fields and the elements of a message are counted first, in a walk over its tags that ends at the first one too many.
+A field's content is skipped by its length, so a message of megabytes in one field costs microseconds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
-from ferrum_rpc.service.health import HealthBoard
+from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.server import SERVICES
 from tests.faults.health import NOT_SERVING, SERVING, Watcher, r19_health_tells_the_truth
 from tests.faults.process import dial, serving
@@ -56,9 +56,9 @@ async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> 
 
 
 @asynccontextmanager
-async def board_alone() -> AsyncIterator[tuple[HealthBoard, Any]]:
+async def board_alone() -> AsyncIterator[tuple[HealthService, Any]]:
     """A board that nobody but the test tells anything, and a stub that asks it."""
-    board = HealthBoard(lambda: True, SERVICES)
+    board = HealthService(lambda: True, SERVICES)
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(board, server)
     port = server.add_insecure_port("127.0.0.1:0")

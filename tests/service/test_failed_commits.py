@@ -231,7 +231,7 @@ async def test_an_operation_that_cannot_be_committed_ends_and_so_do_its_duplicat
 @pytest.mark.parametrize("kind", ["forward", "operation"])
 async def test_a_call_that_the_engine_does_not_take_gives_back_what_it_claimed(served: Served, kind: str) -> None:
     handle = await prefill(served, [1, 2, 3])
-    with failing(ModelThread, "submit" if kind == "forward" else "operate"):
+    with failing(ModelThread, "submit"):
         if kind == "forward":
             call = served.executor.Decode(pb.DecodeRequest(item=item([7], handle, request_id="once")))
         else:

@@ -38,7 +38,7 @@ async def settled() -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(bodies_module, "TIMEOUT_S", 3600.0)
 
 
 async def test_one_connection_has_its_share_and_the_others_have_theirs() -> None:
@@ -82,7 +82,7 @@ async def test_a_caller_who_goes_gives_its_slot_or_its_turn_back() -> None:
 
 
 async def test_a_slow_body_is_refused_when_others_wait_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(bodies_module, "TIMEOUT_S", 0.0)
     bodies = Bodies(1, 1)
     slow = Call(bodies, "a")
     await settled()
@@ -99,7 +99,7 @@ async def test_a_slow_body_is_refused_when_others_wait_and_only_then(monkeypatch
 
 async def test_a_body_that_has_come_is_not_late_however_long_the_loop_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop was busy for longer than the patience; what came meanwhile is noticed some turns later."""
-    monkeypatch.setattr(bodies_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(bodies_module, "TIMEOUT_S", 0.0)
     bodies = Bodies(1, 1)
     first, second = Call(bodies, "a"), Call(bodies, "b")
     loop = asyncio.get_running_loop()
