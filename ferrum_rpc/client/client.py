@@ -8,7 +8,6 @@ from collections.abc import Sequence as ListOf
 from contextlib import ExitStack
 
 import grpc
-from google.protobuf import duration_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
@@ -40,7 +39,7 @@ from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Fe
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
-from ferrum_rpc.wire.info import from_proto
+from ferrum_rpc.wire.info import from_proto, set_seconds
 
 
 class CacheMode(enum.Enum):
@@ -182,10 +181,9 @@ class ExecutorClient:
 
     async def drain(self, grace_s: float | None = None, *, timeout_s: float | None = None) -> ExecutorState:
         """Ask it to take no new sequences and to finish the ones it owns within ``grace_s`` seconds."""
-        grace = None if grace_s is None else duration_pb2.Duration()
-        if grace is not None and grace_s is not None:
-            grace.FromNanoseconds(round(grace_s * 1e9))
-        message = executor_control_pb2.DrainRequest(grace=grace)
+        message = executor_control_pb2.DrainRequest()
+        if grace_s is not None:
+            set_seconds(message.grace, grace_s)
         deadline = self._context.deadline(timeout_s)
         response = await self._context.call(self._context.control.Drain, message, deadline, NEVER_RESEND)
         self._context.draining = True
@@ -279,7 +277,7 @@ class ExecutorClient:
                 raise InvalidRequest(f"sequences[{at}] is no Sequence", field=f"sequences[{at}]")
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
-            state.must_rest("release")
+            state.check_idle("release")
         refusals = dict(zip(states, await self._connection.release(*states), strict=True))
         return [refusals.get(each._state) for each in listed]
 

@@ -164,7 +164,7 @@ class Connection:
                 state.doubt = settled(state.doubt, outcome, ("truncate", handle, length), request_id)
                 refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
             else:
-                state.moved(*outcome)
+                state.rolled_back(*outcome)
 
         for request_id, group in calls.items():
             requests = [

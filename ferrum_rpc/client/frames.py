@@ -56,18 +56,18 @@ class Request(Generic[Result]):
     """What one caller waits for: the answer to ``items`` (`Forwarded`), or to a ``frame`` of another kind
     (`session_pb2.SessionResponse`). One item without a frame of its own may share one.
 
-    ``again``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
+    ``resent``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
     deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
     sent in, None while it waits.
     """
 
-    __slots__ = ("again", "expires", "frame", "future", "items", "kind", "number", "row_bytes", "size", "step")
+    __slots__ = ("expires", "frame", "future", "items", "kind", "number", "resent", "row_bytes", "size", "step")
 
     def __init__(self, *, frame: Frame | None = None, items: Sequence[Item] = (), kind: Kind = Kind.FRAME) -> None:
         self.frame = frame
         self.items = items
         self.kind = kind
-        self.again = frame is None and items[0].repeats
+        self.resent = frame is None and items[0].repeats
         self.row_bytes = 0
         self.size = items[0].proto.ByteSize() if frame is None else frame.ByteSize()
         self.number: int

@@ -158,10 +158,10 @@ class Leases:
         return state
 
     async def assign(self, item: Item, deadline: Deadline) -> None:
-        """A sequence that begins gets the client's lease, unless its maker named another. A creation in doubt keeps the
-        one that it went out with: under another it would be another call."""
+        """A sequence that begins gets the client's lease, unless the program named another. A creation of unknown fate
+        keeps the one that it went out with: under another it would be another call."""
         if not item.proto.create.lease_id:
-            lease_id = item.state.lease_in_doubt(item.request_id) or await self.current(deadline)
+            lease_id = (item.state.lease_id if item.repeats else "") or await self.current(deadline)
             if lease_id:
                 item.proto.create.lease_id = item.state.lease_id = lease_id
 

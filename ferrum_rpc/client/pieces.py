@@ -68,7 +68,7 @@ class Pieces:
         copy.cut(length)
         return copy
 
-    def again(self, length: int, known: int, exact: int, most: int) -> list[Piece]:
+    def plan(self, length: int, known: int, exact: int, most: int) -> list[Piece]:
         """How to feed ``length`` tokens again of which the first ``known`` were in the cache, ``most`` tokens in a call
         at most. What was never there, and everything where nothing is promised, goes in pieces of that many."""
         known = min(length, known) if exact > 0 else 0

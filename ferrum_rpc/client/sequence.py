@@ -267,7 +267,7 @@ class Sequence:
         """Free it, at whatever version. What is gone already (restarted executor, expired lease) counts as released.
         Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
         if not self._state.released:
-            self._state.must_rest("release")
+            self._state.check_idle("release")
             [refusal] = await self._connection.release(self._state)
             if refusal is not None:
                 raise refusal
@@ -333,7 +333,7 @@ class Sequence:
             raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
         return self._state.handle
 
-    async def _most(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
+    async def _max_tokens(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
         """Tokens of one call: what the executor takes and can answer in one message."""
         info = await self._context.info(deadline)
         most = info.limits.max_batch_tokens or tokens
@@ -343,7 +343,7 @@ class Sequence:
         return most
 
     async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline) -> Answer:
-        chunk, prompt = chunk or await self._most(output, len(tokens), deadline), self._prompt
+        chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
         if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
             prompt = self._prompt = _Prompt(tokens, output)
         silent = replace(output, positions=Positions.NONE)
@@ -430,9 +430,9 @@ class Sequence:
         lost, state = self._lost, self._state
         assert lost is not None  # noqa: S101 - checked by the callers
         if lost.pieces is None:
-            most = await self._most(output, len(lost.tokens), deadline)
+            most = await self._max_tokens(output, len(lost.tokens), deadline)
             exact = (await self._context.info(deadline)).limits.exact_span_tokens
-            lost.pieces = lost.long.again(len(lost.tokens), lost.known, exact, most)
+            lost.pieces = lost.long.plan(len(lost.tokens), lost.known, exact, most)
         answers: list[Answer] = []
         last = len(lost.pieces) - 1
         for number in range(min(lost.done, last), last + 1):

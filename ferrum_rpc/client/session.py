@@ -7,7 +7,6 @@ again under their request ids, and the executor replays them.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import random
 import time
@@ -129,8 +128,9 @@ class SessionTransport(Transport):
         while True:
             stream = self._open_stream()
             if stream is None:  # where opening it raises nothing was sent, so no fate is unknown
-                opened = functools.partial(retry_while_starting, functools.partial(self._opened, deadline), deadline)
-                stream = await self._opening.get(self._open_stream, opened, deadline)
+                stream = await self._opening.get(
+                    self._open_stream, lambda: retry_while_starting(lambda: self._open(deadline), deadline), deadline
+                )
             if (result := await stream.submit(request, deadline)) is not None:
                 return result
 
@@ -161,7 +161,7 @@ class SessionTransport(Transport):
             return None
         return stream
 
-    async def _opened(self, deadline: Deadline) -> SessionStream:
+    async def _open(self, deadline: Deadline) -> SessionStream:
         for attempt in range(OPENINGS):
             try:
                 return await self._hello(deadline)

@@ -134,12 +134,6 @@ class SequenceState:
         """Whether the fate of a call is unknown."""
         return any(each is not None and each.unknown for each in (self.doubt, self.creation))
 
-    def lease_in_doubt(self, request_id: str) -> str:
-        """The lease that a creation of unknown fate went out with; empty where this is none."""
-        creation = self.creation
-        doubtful = creation is not None and creation.unknown and creation.request_id == request_id
-        return self.lease_id if doubtful else ""
-
     def claim(self, what: str) -> SequenceState:
         """Begin a call, one at a time: ``with state.claim("decode")``."""
         if self.released:
@@ -157,7 +151,7 @@ class SequenceState:
     def __exit__(self, *_: object) -> None:
         self.busy = ""
 
-    def must_rest(self, what: str) -> None:
+    def check_idle(self, what: str) -> None:
         """Raise where a call is in flight on the sequence, which is about to be freed."""
         if self.busy:
             raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
@@ -232,7 +226,7 @@ class SequenceState:
         else:
             self.doubt = settled(self.doubt, error, item.content, item.request_id)
 
-    def moved(self, handle: HandleRef) -> None:
+    def rolled_back(self, handle: HandleRef) -> None:
         """The sequence changed without being fed: it was rolled back."""
         self.handle = handle
         self.doubt = None

@@ -35,7 +35,7 @@ SMOOTHING: Final = 0.25
 """The weight of the latest answer in `Pace`."""
 
 _UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
-_AGAIN_S: Final = 0.001
+_REQUEUE_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
 
@@ -67,14 +67,14 @@ class Pace:
 class _Step:
     """A step in flight. The futures of ``requests`` are done early where their callers gave up."""
 
-    __slots__ = ("kind", "requests", "rows", "sent", "taken_back")
+    __slots__ = ("cancelled", "kind", "requests", "rows", "sent")
 
     def __init__(self, requests: Sequence[Request[Any]], sent: float) -> None:
         self.requests = requests
         self.sent = sent
         self.kind = requests[0].kind
         self.rows: list[session_pb2.SessionRows] = []
-        self.taken_back = False
+        self.cancelled = False
 
     @property
     def given_up(self) -> bool:
@@ -100,7 +100,7 @@ class SessionStream:
         self._most = 1
         self._waiting: dict[Kind, OrderedDict[Request[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
-        self._take_backs: deque[int] = deque()
+        self._cancels: deque[int] = deque()
         self._wake = asyncio.Event()
         self._pace = Pace()
         self._linger = False
@@ -132,7 +132,7 @@ class SessionStream:
                 self._output, self._row_bytes = item.output, item.output.row_bytes(self.capacity.vocab_size)
             request.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
             large = request.row_bytes > self.capacity.row_bytes
-            request.kind = Kind.LARGE if large else Kind.FRAME if request.again else Kind.SHARED
+            request.kind = Kind.LARGE if large else Kind.FRAME if request.resent else Kind.SHARED
         self._number += 1
         request.number, request.expires, request.step = self._number, expires, None
         request.future = asyncio.Future(loop=self._loop)
@@ -141,7 +141,7 @@ class SessionStream:
             self._wake.set()  # what comes behind others can go only when they can
         waiting[request] = None
         if expires < self._expires:
-            self._watch(expires)
+            self._set_timer(expires)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -191,8 +191,8 @@ class SessionStream:
 
     def _next(self) -> Frame | None:
         """The next frame to send, if there is one that may go."""
-        if self._take_backs:
-            cancel = session_pb2.SessionCancel(step_id=self._take_backs.popleft())
+        if self._cancels:
+            cancel = session_pb2.SessionCancel(step_id=self._cancels.popleft())
             self._step_id += 1
             return Frame(step_id=self._step_id, cancel=cancel)
         first: Request[Any] | None = None
@@ -209,7 +209,7 @@ class SessionStream:
         self._step_id = step_id = self._step_id + 1
         for request in requests:
             del waiting[request]
-            request.step, request.again = step_id, True
+            request.step, request.resent = step_id, True
         self._steps[step_id] = _Step(requests, now)
         self._in_flight[first.kind] += 1
         frame = frame_of(requests, now)
@@ -227,7 +227,7 @@ class SessionStream:
             return in_flight[kind] < self._pace.most
         return kind is not Kind.LARGE or in_flight[kind] < max(1, self._most - 1)
 
-    def _take(self, response: session_pb2.SessionResponse) -> None:
+    def _receive(self, response: session_pb2.SessionResponse) -> None:
         step = self._steps.get(response.step_id)
         if step is None:
             return
@@ -239,7 +239,7 @@ class SessionStream:
         whole = response.HasField("error")
         if whole and isinstance(results[0], QueueFull) and "steps_in_flight" in results[0].metadata:
             # The executor counts a step until its answer is written, which may be after this client has read it.
-            self._loop.call_later(_AGAIN_S, self._again, response.step_id)
+            self._loop.call_later(_REQUEUE_S, self._requeue_step, response.step_id)
             return
         self._forget(response.step_id)
         if step.kind is Kind.SHARED and isinstance(results[0], Forwarded):
@@ -255,21 +255,21 @@ class SessionStream:
                 request.future.set_exception(result)
             else:
                 request.future.set_result(result)
-        self._wait_again(single, Kind.FRAME)
+        self._requeue(single, Kind.FRAME)
         self._wake.set()  # after the results: what their callers send next shares the next frame
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
         self._in_flight[self._steps.pop(step_id).kind] -= 1
 
-    def _again(self, step_id: int) -> None:
+    def _requeue_step(self, step_id: int) -> None:
         """It was not begun: queue its requests again."""
         if (step := self._steps.get(step_id)) is not None:
             self._forget(step_id)
-            self._wait_again(step.requests, step.kind)
+            self._requeue(step.requests, step.kind)
             self._wake.set()
 
-    def _wait_again(self, requests: Sequence[Request[Any]], kind: Kind) -> None:
+    def _requeue(self, requests: Sequence[Request[Any]], kind: Kind) -> None:
         """Queue them again, before all others."""
         for request in reversed(requests):
             if not request.future.done():
@@ -279,15 +279,15 @@ class SessionStream:
 
     # --- giving up --------------------------------------------------------------------------------------------------
 
-    def _watch(self, at: float) -> None:
+    def _set_timer(self, at: float) -> None:
         """Look for requests whose deadline has passed, at a time: one timer is enough for all of them."""
         if self._timer is not None:
             self._timer.cancel()
         self._expires = at
         left = at - time.monotonic()
-        self._timer = None if at == math.inf else self._loop.call_later(max(0.0, left), self._look)
+        self._timer = None if at == math.inf else self._loop.call_later(max(0.0, left), self._check_deadlines)
 
-    def _look(self) -> None:
+    def _check_deadlines(self) -> None:
         now, soonest = time.monotonic(), math.inf
         waiting = [request for queue in self._waiting.values() for request in queue]
         for request in [*waiting, *(each for step in self._steps.values() for each in step.requests)]:
@@ -298,7 +298,7 @@ class SessionStream:
             else:
                 soonest = min(soonest, request.expires)
         if self.over is None:
-            self._watch(soonest)
+            self._set_timer(soonest)
 
     def _expire(self, request: Request[Any]) -> None:
         if request.step is None:
@@ -323,9 +323,9 @@ class SessionStream:
             return
         if step.given_up:
             step.rows.clear()
-        if not step.taken_back:
-            step.taken_back = True
-            self._take_backs.append(request.step)
+        if not step.cancelled:
+            step.cancelled = True
+            self._cancels.append(request.step)
             self._wake.set()
 
     # --- the two ends -----------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class SessionStream:
             while True:
                 response = await self._call.read()
                 if isinstance(response, session_pb2.SessionResponse):
-                    self._take(response)
+                    self._receive(response)
                 else:
                     self.end(TransportError("the executor ended the session", metadata=_UNAVAILABLE))
                     return

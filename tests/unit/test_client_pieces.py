@@ -20,14 +20,14 @@ def test_long_pieces_go_as_they_went_and_the_rest_in_short_ones() -> None:
     for count in (10, 1, 1, 1, 4, 1, 6):
         pieces.fed(at, count, EXACT)
         at += count
-    assert spans(pieces.again(at, at, EXACT, MOST)) == [(0, 10, 10), (10, 14, 4), (14, 18, 4), (18, 24, 6)]
+    assert spans(pieces.plan(at, at, EXACT, MOST)) == [(0, 10, 10), (10, 14, 4), (14, 18, 4), (18, 24, 6)]
 
 
 def test_a_piece_that_was_rolled_back_is_fed_as_long_as_it_was() -> None:
     pieces = Pieces()
     pieces.fed(0, 10, EXACT)
     pieces.fed(7, 1, EXACT)
-    [long, short] = pieces.again(8, 8, EXACT, MOST)
+    [long, short] = pieces.plan(8, 8, EXACT, MOST)
     assert (tuple(long), tuple(short)) == ((0, 7, 10), (7, 8, 1))
     assert long.tokens(range(20)) == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
 
@@ -35,11 +35,11 @@ def test_a_piece_that_was_rolled_back_is_fed_as_long_as_it_was() -> None:
 def test_where_nothing_is_promised_nothing_is_remembered_and_calls_are_as_large_as_they_may_be() -> None:
     pieces = Pieces()
     pieces.fed(0, 10, 0)
-    assert spans(pieces.again(100, 100, 0, MOST)) == [(0, 64, 64), (64, 100, 36)]
+    assert spans(pieces.plan(100, 100, 0, MOST)) == [(0, 64, 64), (64, 100, 36)]
 
 
 def test_what_was_never_in_the_cache_goes_in_large_pieces() -> None:
-    assert spans(Pieces().again(80, 0, EXACT, MOST)) == [(0, 64, 64), (64, 80, 16)]
+    assert spans(Pieces().plan(80, 0, EXACT, MOST)) == [(0, 64, 64), (64, 80, 16)]
 
 
 def test_a_branch_has_the_pieces_of_what_it_shares_and_changes_no_others() -> None:
@@ -47,8 +47,8 @@ def test_a_branch_has_the_pieces_of_what_it_shares_and_changes_no_others() -> No
     parent.fed(0, 10, EXACT)
     child = parent.upto(5)
     child.fed(5, 9, EXACT)
-    assert spans(parent.again(10, 10, EXACT, MOST)) == [(0, 10, 10)]
-    assert spans(child.again(14, 14, EXACT, MOST)) == [(0, 5, 10), (5, 14, 9)]
+    assert spans(parent.plan(10, 10, EXACT, MOST)) == [(0, 10, 10)]
+    assert spans(child.plan(14, 14, EXACT, MOST)) == [(0, 5, 10), (5, 14, 9)]
 
 
 steps = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=30)
@@ -67,7 +67,7 @@ def test_every_token_is_computed_in_a_span_of_the_kind_that_it_was(
         pieces.fed(start, count, exact)
         kind += [(start, count) if 0 < exact < count else None] * count
     rebuilt: list[tuple[int, int] | None] = []
-    for piece in pieces.again(len(kind), len(kind), exact, most):
+    for piece in pieces.plan(len(kind), len(kind), exact, most):
         assert piece.start == len(rebuilt) and 0 < piece.end - piece.start <= piece.fed <= most
         long = 0 < exact < piece.fed
         rebuilt += [(piece.start, piece.fed) if long else None] * (piece.end - piece.start)

@@ -132,7 +132,7 @@ def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
     sequence.committed(item(sequence, [1, 2, 3]), handle(1, 3), 0)
     sequence.committed(item(sequence, [9], truncate_to=1), handle(2, 2), 0)
     assert sequence.tokens == [1, 9]
-    sequence.moved(handle(3, 1))
+    sequence.rolled_back(handle(3, 1))
     assert sequence.tokens == [1]
 
 

@@ -522,10 +522,10 @@ async def test_who_gives_up_while_waiting_was_never_sent() -> None:
 
 async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
     async with busy([]) as (fake, stream, _):
-        again: Request[Any] = Request(items=[an_item(1)])
-        again.again = True
+        resent: Request[Any] = Request(items=[an_item(1)])
+        resent.resent = True
         calls = [
-            asyncio.ensure_future(submitted(stream, again)),
+            asyncio.ensure_future(submitted(stream, resent)),
             feeding(stream, an_item(2)),
             feeding(stream, an_item(3)),
         ]
