@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks import machine, tables
 from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS
 from benchmarks.compare import Round, alternate, ratio
-from benchmarks.engines.grpc import Session
+from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.record import Contest, out_of, read_options
@@ -73,7 +73,7 @@ async def cells(here: Contest, device: str) -> None:
     """In process and through gRPC by turns; then the peer, which needs the memory of the former."""
     options, folder, threads = here.options, here.folder, here.options.threads
     async with AsyncExitStack() as stack:
-        session = await here.open(stack, REFERENCE, Session.open(folder, options.cells, threads, device))
+        session = await here.open(stack, REFERENCE, Client.open(folder, options.cells, threads, device))
         assert session is not None
         async with AsyncExitStack() as its:
             inside = await here.open(its, INSIDE, Inside.open(folder, options.cells, threads, device))

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
-from benchmarks.engines.grpc import Session, executor
+from benchmarks.engines.grpc import Client, executor
 from benchmarks.profile import Profile, profile, steps_of
 from ferrum_rpc.client import ExecutorClient
 
@@ -52,7 +52,7 @@ MIX: Final = Mix(Cell(DECODE, 8, 256), prompt=512, chunk=64, steps=200, alone=40
 QUICK_MIX: Final = Mix(Cell(DECODE, 2, 8, most=4), prompt=16, chunk=4, steps=8, alone=4)
 
 
-async def mixed(session: Session, mix: Mix) -> dict[str, Any]:
+async def mixed(session: Client, mix: Mix) -> dict[str, Any]:
     """Milliseconds of a decode step, alone and then beside a second client of the server; ``chunks``: fed meanwhile."""
     cell = mix.cell
     await session.prepare(cell)
@@ -83,7 +83,7 @@ async def mixed(session: Session, mix: Mix) -> dict[str, Any]:
     }
 
 
-async def _decode(session: Session, mix: Mix, steps: int) -> list[float]:
+async def _decode(session: Client, mix: Mix, steps: int) -> list[float]:
     """Rounds of the cell until there are so many steps."""
     taken: list[float] = []
     while len(taken) < steps:

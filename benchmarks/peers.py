@@ -21,7 +21,7 @@ from typing import Final
 from benchmarks import tables
 from benchmarks.cases import CELLS, QUICK_CELLS
 from benchmarks.compare import Unsupported
-from benchmarks.engines.grpc import INT8, Session, open_int8
+from benchmarks.engines.grpc import INT8, Client, open_int8
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
 from benchmarks.record import Contest, Record, finish, out_of, read_options
@@ -87,7 +87,7 @@ async def run(options: argparse.Namespace, failed: Mapping[str, tuple[str, str]]
     cells, threads = options.cells, options.threads
     here.record.save(not_installed=dict(failed.values()))
     async with AsyncExitStack() as stack:
-        ours = {REFERENCE: await here.open(stack, REFERENCE, Session.open(here.folder, cells, threads))}
+        ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
         if any(kind.rival == INT8 for kind in options.peers):
             ours[INT8] = await here.open(stack, INT8, open_int8(here.folder, cells, threads))
         for kind in options.peers:

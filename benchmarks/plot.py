@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
+
+from benchmarks.tables import number
 
 WIDTH: Final = 760
 LABEL: Final = 230
@@ -17,38 +18,27 @@ COLORS: Final = {"limit": "#b8bec7", "ours": "#c2541b", "peer": "#3f6f9f"}
 TEXT: Final = "#24292f"
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """``kind``: limit, ours or peer. ``shown``: what is written beside it."""
+class Bar(NamedTuple):
+    """``kind``: limit, ours or peer."""
 
     label: str
     value: float
-    shown: str
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Bars of one scale, longest that which is largest."""
-
-    title: str
-    bars: Sequence[Bar]
-
-
-def svg(panels: Sequence[Panel]) -> str:
-    """Panels below each other."""
+def svg(panels: Mapping[str, Sequence[Bar]]) -> str:
+    """Panels below each other, by their titles; the largest value of one is its longest bar."""
     parts: list[str] = []
     top = 0
-    for panel in panels:
-        parts.append(_text(8, top + 20, panel.title, weight="bold"))
+    for title, bars in panels.items():
+        parts.append(_text(8, top + 20, title, weight="bold"))
         top += TITLE
-        largest = max((bar.value for bar in panel.bars), default=1.0)
-        for bar in panel.bars:
-            length = max(1.0, bar.value / largest * (WIDTH - LABEL - VALUE))
-            middle = top + BAR - 4
-            parts.append(_text(LABEL - 8, middle, bar.label, anchor="end"))
-            parts.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{COLORS[bar.kind]}"/>')
-            parts.append(_text(LABEL + length + 6, middle, bar.shown))
+        largest = max(bar.value for bar in bars)
+        for label, value, kind in bars:
+            length = max(1.0, value / largest * (WIDTH - LABEL - VALUE))
+            parts.append(_text(LABEL - 8, top + BAR - 4, label, anchor="end"))
+            parts.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{COLORS[kind]}"/>')
+            parts.append(_text(LABEL + length + 6, top + BAR - 4, number(value)))
             top += BAR + GAP
         top += GAP
     head = (

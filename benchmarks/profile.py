@@ -28,9 +28,8 @@ import numpy as np
 
 from benchmarks import machine, tables
 from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, OUTPUTS, Cell, model_path, settings
-from benchmarks.engines.echo import echo_channel
+from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import TIMEOUT_S, Calls, executor
-from benchmarks.engines.ways import EchoCalls
 from benchmarks.profile_server import METHOD
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc
 from ferrum_rpc.wire.output import output_to_proto
@@ -216,7 +215,7 @@ async def measure(options: argparse.Namespace) -> list[Column]:
             path = model_path(model)
             profiles = await profile(path, live, options.batches, options.steps, options.threads)
             for batch, found in zip(options.batches, profiles, strict=True):
-                timed = await EchoCalls(channel, found).round(1, WARM + options.steps)
+                timed = await EchoCalls(channel, found).turn(1, WARM + options.steps)
                 echo_us = float(np.median(timed.step_s[WARM:])) * 1e6
                 columns.append(Column(f"{Path(path).name} b{batch}", found, echo_us))
     return columns

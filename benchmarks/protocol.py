@@ -26,9 +26,9 @@ import numpy as np
 from benchmarks import tables
 from benchmarks.cases import CACHE
 from benchmarks.compare import Round, alternate, ratio
-from benchmarks.engines.echo import ANY_PORT, echo_channel
-from benchmarks.engines.grpc import executor
-from benchmarks.engines.ways import CONTEXT, LEAD_IN, Batches, Client, EchoCalls, EchoFrames, InSession, Unary, Way
+from benchmarks.engines.echo import ANY_PORT, EchoCalls, EchoFrames, echo_channel
+from benchmarks.engines.grpc import Batches, Calls, Client, Frames, executor
+from benchmarks.engines.ways import CONTEXT, LEAD_IN, Way
 from benchmarks.machine import ROOT
 from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.client import ExecutorClient
@@ -130,7 +130,7 @@ async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) 
             ours = await enter(executor(options.model, flags, root=root))
             bare = await enter(echo_channel(f"unix:{folder}/echo" if unix else ANY_PORT))
             clients = [await enter(ExecutorClient(ours.target, session=session)) for session in (False, True, True)]
-            unary, session = Unary(ours.channel), InSession(ours.channel)
+            unary, session = Calls(ours.channel), Frames(ours.channel)
             found = [
                 Side(name, "unary", unary, (*DEPTHS, MANY)),
                 Side(name, "client, unary", Client(clients[0]), (*DEPTHS, MANY)),
@@ -141,7 +141,7 @@ async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) 
                 Side(name, "echo, stream", EchoFrames(bare, session), DEPTHS),
             ]
             for side in found:
-                await side.way.prepare(max(side.depths))
+                await side.way.make(max(side.depths))
             yield found
 
 
@@ -164,7 +164,7 @@ async def measure(found: Sequence[Side], rounds: int, steps: int) -> tuple[dict[
 
 
 async def _take(way: Way, depth: int, steps: int, _: int) -> Round:
-    return await way.round(depth, steps)
+    return await way.turn(depth, steps)
 
 
 def points(taken: Mapping[Key, Sequence[Round]]) -> list[dict[str, Any]]:

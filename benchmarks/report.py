@@ -18,7 +18,7 @@ from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
 from benchmarks.peers import PEERS
-from benchmarks.plot import Bar, Panel, svg
+from benchmarks.plot import Bar, svg
 from benchmarks.record import SCHEMA
 from benchmarks.tables import NOT_YET, TEXTS, Table, number
 from benchmarks.targets import newest
@@ -62,20 +62,19 @@ def glance(results: targets.Results) -> str:
     return f"{TEXTS['glance']}\n{text}\n{picture}"
 
 
-def panels(results: targets.Results) -> list[Panel]:
-    """What was measured, a panel for each cell."""
-    found = []
+def panels(results: targets.Results) -> dict[str, list[Bar]]:
+    """What was measured, bars for each cell."""
+    found: dict[str, list[Bar]] = {}
     for cell in CELLS:
         bars = []
         for name in _names():
             if (result := _result(cell.name, name, results)) is not None:
-                value = result["sides"][name]["tokens_per_s"]
-                bars.append(Bar(name, value, number(value), "ours" if name in (REFERENCE, INSIDE, INT8) else "peer"))
+                kind = "ours" if name in (REFERENCE, INSIDE, INT8) else "peer"
+                bars.append(Bar(name, result["sides"][name]["tokens_per_s"], kind))
         limit = _roof(cell.name, results)
-        if bars and limit is not None:
-            bars.insert(0, Bar("limit of the machine", limit, number(limit), "limit"))
         if bars:
-            found.append(Panel(f"{cell.name}, tokens a second", bars))
+            limits = [] if limit is None else [Bar("limit of the machine", limit, "limit")]
+            found[f"{cell.name}, tokens a second"] = limits + bars
     return found
 
 
@@ -113,39 +112,24 @@ def _roof(cell: str, results: targets.Results) -> float | None:
 # --- the sections -----------------------------------------------------------------------------------------------------
 
 
-def suite(name: str, result: Any) -> str:
-    """One run of `benchmarks.suite`."""
-    parts = [TEXTS["suite"], *_cell_table(result, "cells"), *_table(tables.parts(result))]
-    return _section(parts, name, result)
-
-
-def peers(name: str, result: Any) -> str:
-    """One run of `benchmarks.peers`."""
-    return _section([TEXTS["peers"], *_cell_table(result)], name, result)
-
-
-def gpu(name: str, result: Any) -> str:
-    """One run of `benchmarks.gpu`. What did not run is said, never left out."""
-    parts = [TEXTS["gpu"], *_cell_table(result, "cells"), *_table(tables.attention(result))]
+def cells(name: str, result: Any) -> str:
+    """One run of `benchmarks.suite`, `benchmarks.peers` or `benchmarks.gpu`. What did not run is said, never left
+    out."""
+    kind = result["benchmark"]
+    parts = [TEXTS[kind], *_table(tables.cells(result.get("cells", ())), "" if kind == "peers" else "cells")]
+    parts += [*_table(tables.parts(result)), *_table(tables.attention(result))]
     for suite, found in result.get("tests", {}).items():
-        counts = ", ".join(f"{found[kind]} {kind}" for kind in ("passed", "skipped", "failed"))
+        counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
         parts.append(f"- `{suite}`: {counts}")
-    parts += [f"- missed or failed: {each}" for each in result["failed"]]
-    return _section(parts, name, result)
-
-
-def _section(parts: Sequence[str], name: str, result: Any) -> str:
+    parts += [f"- missed or failed: {each}" for each in result.get("failed", ())]
     left_out = "".join(f"- {side} was left out: {reason}\n" for side, reason in result.get("left_out", {}).items())
     return "\n".join([*parts, left_out, tables.limit_line(result), "", conditions(name, result, _facts(result))])
 
 
-def _table(table: Table) -> list[str]:
-    return [table.markdown(), ""] if table.rows else []
-
-
-def _cell_table(result: Any, legend: str = "") -> list[str]:
-    lines = _table(tables.cells(result.get("cells", ())))
-    return [*lines, _legend(legend), ""] if lines and legend else lines
+def _table(table: Table, legend: str = "") -> list[str]:
+    if not table.rows:
+        return []
+    return [table.markdown(), "", *([_legend(legend), ""] if legend else [])]
 
 
 def _legend(name: str) -> str:
@@ -255,8 +239,8 @@ def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
 
 
 RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
-    "suite": suite,
-    "peers": peers,
+    "suite": cells,
+    "peers": cells,
     "protocol": protocol,
     "protocol-demo": protocol,
     "protocol-process": protocol,
@@ -264,7 +248,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "wire-session": wire,
     "wire-process": wire,
     "wire-session-process": wire,
-    "gpu": gpu,
+    "gpu": cells,
 }
 """By the ``benchmark`` that a file names, in the order of the page."""
 

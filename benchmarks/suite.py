@@ -19,7 +19,7 @@ from typing import Final
 
 from benchmarks import tables
 from benchmarks.cases import CELLS, QUICK_CELLS, settings
-from benchmarks.engines.grpc import INT8, Session, open_int8
+from benchmarks.engines.grpc import INT8, Client, open_int8
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, slopes, starting
@@ -53,7 +53,7 @@ async def run(options: argparse.Namespace) -> Record:
     if not {"cells", "mixed"} & set(options.only):
         return record
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(Session.open(folder, [*cells, mix.cell], options.threads))
+        session = await stack.enter_async_context(Client.open(folder, [*cells, mix.cell], options.threads))
         if "cells" in options.only:
             sides: dict[str, Opening] = {
                 INSIDE: Inside.open(folder, cells, options.threads),

@@ -29,10 +29,9 @@ from benchmarks.cases import (
     settings,
 )
 from benchmarks.compare import Player, Round, contest
-from benchmarks.engines.echo import echo_channel
+from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import Calls, Frames
 from benchmarks.engines.inprocess import Inside
-from benchmarks.engines.ways import EchoCalls
 from benchmarks.record import Record, finish, out_of, read_options
 
 WAYS: Final[dict[str, tuple[type[Calls], str]]] = {
@@ -46,19 +45,15 @@ ECHOES: Final = 32
 """Exchanges of an echo round, at least: they are cheap beside a step."""
 
 
-class Echo:
-    """Exchanges of the bytes of the last step of ``like``, one after the other."""
-
-    def __init__(self, channel: Any, like: Calls) -> None:
-        self.facts: dict[str, Any] = {}
-        self._calls = EchoCalls(channel, like)
+class Echo(EchoCalls):
+    """Exchanges of the bytes of the last step of a side, one after the other."""
 
     async def prepare(self, cell: Cell) -> None:
         """There is nothing to make."""
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
         """Timed exchanges."""
-        return await self._calls.round(1, max(steps, ECHOES))
+        return await self.turn(1, max(steps, ECHOES))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

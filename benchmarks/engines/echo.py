@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
 
+from benchmarks.compare import Round
 from benchmarks.engines.process import LISTENING, served
+from benchmarks.engines.ways import Way, in_calls, in_frames
 
 SERVICE: Final = "bench.Echo"
 ANY_PORT: Final = "127.0.0.1:0"
@@ -32,6 +34,53 @@ async def echo_channel(address: str = ANY_PORT) -> AsyncIterator[grpc.aio.Channe
         grpc.aio.insecure_channel(target, options=OPTIONS) as channel,
     ):
         yield channel
+
+
+class EchoCalls(Way):
+    """Unary calls of the echo server, of the bytes of ``like``'s steps."""
+
+    def __init__(self, channel: grpc.aio.Channel, like: Any) -> None:
+        self._set: Any = channel.unary_unary(f"/{SERVICE}/Set")
+        self._call: Any = channel.unary_unary(f"/{SERVICE}/Call")
+        self._stream: Any = channel.stream_stream(f"/{SERVICE}/Stream")
+        self._like = like
+        self.facts: dict[str, Any] = {}
+
+    async def make(self, sequences: int) -> None:
+        """There is nothing to make."""
+
+    async def take(self, depth: int, steps: int) -> Round:
+        """By a caller each."""
+        return await in_calls(self._step, depth, steps)
+
+    async def turn(self, depth: int, steps: int) -> Round:
+        """Timed exchanges of the bytes that the other side's last step had."""
+        await self._set(self._like.exchange[1])
+        return await super().turn(depth, steps)
+
+    async def _step(self, _: int) -> None:
+        await self._call(self._like.exchange[0])
+
+
+class EchoFrames(EchoCalls):
+    """A stream of the echo server, of the bytes of ``like``'s steps. Its answers come in order."""
+
+    async def make(self, sequences: int) -> None:
+        """Open the stream."""
+        self._opened = self._stream()
+        self._in_flight: deque[int] = deque()
+
+    async def take(self, depth: int, steps: int) -> Round:
+        """On it."""
+        return await in_frames(self._send, self._receive, depth, steps)
+
+    async def _send(self, sequence: int) -> None:
+        self._in_flight.append(sequence)
+        await self._opened.write(self._like.exchange[0])
+
+    async def _receive(self) -> tuple[int, None]:
+        await self._opened.read()
+        return self._in_flight.popleft(), None
 
 
 async def _serve(address: str) -> None:
@@ -57,11 +106,8 @@ async def _serve(address: str) -> None:
     port = server.add_insecure_port(address)
     target = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
     await server.start()
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print(json.dumps({"event": LISTENING, "target": target}), file=sys.stderr, flush=True)
-    await stop.wait()
-    await server.stop(0)
+    await server.wait_for_termination()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 `Calls` and `Frames` are a scheduler without our client package: raw stubs over the channel that it opens. They build
 every message, request ids included, and a step ends when the rows are arrays and the new handles are at hand: what a
-scheduler needs before it can send the next one. `Session` is `ferrum_rpc.client` as anybody would use it.
+scheduler needs before it can send the next one. `Client` is `ferrum_rpc.client` as anybody would use it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round, Unsupported
 from benchmarks.engines.process import REFERENCE, served
+from benchmarks.engines.ways import PROMPT, TOKEN, Way, in_calls, in_frames
 from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
@@ -87,15 +88,15 @@ def last_rows(block: RowBlock) -> list[Any]:
             raise TypeError(f"{kind.field} are no output of this benchmark")
 
 
-class Calls:
+class Calls(Way):
     """Unary calls of the generated stub. ``exchange``: the bytes of the last step's request and answer."""
 
     def __init__(self, channel: grpc.aio.Channel, vocab_size: int = 0, stub: Any = None) -> None:
         self.stub: Any = stub or model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.handles: list[types_pb2.KvHandle] = []
-        self.exchange = (b"", b"")
         self.facts: dict[str, Any] = {}
         self.vocab_size = vocab_size
+        self._last: tuple[Any, Any] = (None, None)
 
     @classmethod
     @asynccontextmanager
@@ -155,11 +156,29 @@ class Calls:
         request = model_executor_pb2.BatchDecodeRequest(items=items)
         return request, await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
 
+    async def make(self, sequences: int) -> None:
+        """Prefill them."""
+        await self.prefill([PROMPT] * sequences)
+
+    async def take(self, depth: int, steps: int) -> Round:
+        """By a caller each. A step ends when the next handle is at hand."""
+        timed = await in_calls(self._step, depth, steps)
+        self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
+        return timed
+
+    async def _step(self, sequence: int) -> Any:
+        request = model_executor_pb2.DecodeRequest(item=self.item(sequence, TOKEN, self.back))
+        answer = await self.stub.Decode(request, timeout=TIMEOUT_S)
+        self.handles[sequence] = answer.output.handle
+        self._last = request, answer
+        return answer.timing
+
 
 class Frames(Calls):
     """Forward frames of one session. Greedy rows only: larger ones come in frames of their own."""
 
     frame = 0
+    _owner: dict[int, int]
 
     async def say_hello(self, in_flight: int = 1) -> None:
         """Open the session. Twice as many steps as are sent: an answer may be read before the executor knows that it
@@ -195,19 +214,46 @@ class Frames(Calls):
         request = await self.send(forward=session_pb2.SessionForward(items=items))
         return request, (await self.receive()).forward
 
+    async def make(self, sequences: int) -> None:
+        """Open the session and prefill them."""
+        self._owner = {}
+        await self.say_hello(sequences)
+        await super().make(sequences)
 
-class Session:
-    """A scheduler with a session, by the client package."""
+    async def take(self, depth: int, steps: int) -> Round:
+        """On one stream."""
+        timed = await in_frames(self._send, self._receive, depth, steps)
+        self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
+        return timed
 
-    def __init__(self, client: ExecutorClient, facts: dict[str, Any], vocab_size: int) -> None:
-        self.client, self.facts, self.vocab_size = client, facts, vocab_size
+    async def _send(self, sequence: int) -> None:
+        self._owner[self.frame + 1] = sequence
+        sent = await self.send(forward=session_pb2.SessionForward(items=[self.item(sequence, TOKEN, self.back)]))
+        self._last = sent, self._last[1]
+
+    async def _receive(self) -> tuple[int, Any]:
+        answer = await self.receive()
+        [result] = answer.forward.results
+        if result.HasField("error"):
+            raise RuntimeError(f"a step was refused: {result.error.message}")
+        sequence = self._owner.pop(answer.step_id)
+        self.handles[sequence] = result.output.handle
+        self._last = self._last[0], answer
+        return sequence, answer.forward.timing
+
+
+class Client(Way):
+    """A scheduler with the client package: in a session or by unary calls, as the client was made."""
+
+    def __init__(self, client: ExecutorClient, facts: dict[str, Any] | None = None, vocab_size: int = 0) -> None:
+        self.client, self.facts, self.vocab_size = client, facts or {}, vocab_size
         self._sequences: list[ClientSequence] = []
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: str
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[Client]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
         async with (
             executor(model, settings(cells, threads, device) | more) as found,
@@ -228,7 +274,7 @@ class Session:
                 await self._sequences[-1].prefill(prompt, NOTHING)
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """A step is over when its tokens are at hand."""
+        """A step is over when the rows of all are arrays."""
         timed, output = Round(), cell.spec
         if cell.kind == PREFILL:
             for _, prompt in timed.steps(cell.fresh(self.vocab_size, number, steps).tolist(), 1):
@@ -241,24 +287,55 @@ class Session:
             _done(timed, await self.client.forward(items))
         return timed
 
+    async def make(self, sequences: int) -> None:
+        """Prefill them."""
+        self._sequences = [self.client.sequence() for _ in range(sequences)]
+        for sequence in self._sequences:
+            await sequence.prefill(PROMPT)
+
+    async def take(self, depth: int, steps: int) -> Round:
+        """By a caller each."""
+        return await in_calls(self._step, depth, steps)
+
+    async def _step(self, sequence: int) -> Any:
+        return (await self._sequences[sequence].decode(TOKEN, truncate_to=self.back)).timing
+
+
+class Batches(Client):
+    """In lockstep: every empty step is one batch of all sequences, and the next waits for all of it."""
+
+    async def take(self, depth: int, steps: int) -> Round:
+        """A step of the batch is one of every sequence."""
+        timed = Round()
+        began = time.perf_counter()
+        for _ in timed.steps(range(steps), 0):
+            items = [each.item([TOKEN], truncate_to=self.back) for each in self._sequences[:depth]]
+            _done(timed, await self.client.forward(items))
+        timed.wall_s = time.perf_counter() - began
+        for values in (timed.step_s, timed.forward_s, timed.queue_s):
+            values[:] = [value for value in values for _ in range(depth)]
+        return timed
+
 
 def _done(timed: Round, answers: Sequence[Answer | Exception]) -> None:
-    """The tokens of a step, and its timing by the server."""
-    timed.last = []
+    """A step has ended: its timing by the server, and its tokens."""
+    found: list[Answer] = []
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
-        timed.last.append(answer.token)
-    assert not isinstance(answer, Exception) and answer.timing is not None
-    timed.done(answer.timing.forward_s, answer.timing.queue_s)
+        found.append(answer)
+    timing = found[-1].timing
+    assert timing is not None
+    timed.done(timing.forward_s, timing.queue_s)
+    timed.last = [answer.token for answer in found]
 
 
 @asynccontextmanager
-async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Session]:
-    """`Session.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
+async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Client]:
+    """`Client.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
     try:
         select_bytes(torch.device("cpu"), torch.bfloat16)
     except InvalidRequest as error:
         raise Unsupported(str(error)) from None
-    async with Session.open(model, cells, threads, name=INT8, quantize="int8") as session:
+    async with Client.open(model, cells, threads, name=INT8, quantize="int8") as session:
         yield session

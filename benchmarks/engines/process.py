@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,69 +39,72 @@ class PeerFailed(Unsupported):
     """The peer's own error, or its last words."""
 
 
-async def _start(
-    command: tuple[str, ...], root: Path, more: dict[str, str], pipe: int | None = None
-) -> asyncio.subprocess.Process:
-    """``FERRUM_*`` variables are not passed on: all sides have the settings that the program wrote."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRUM_")}
-    return await asyncio.create_subprocess_exec(
-        *command,
-        cwd=root,
-        env=environment | more,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=asyncio.subprocess.PIPE,
-        limit=LINE_BYTES,
-    )
+class Child:
+    """A process: its last lines on standard error, which explain a failure, and the ``target`` that it listens on, if
+    it has said one in a line of JSON: ``{"event": "listening", "target": "127.0.0.1:12345"}``."""
 
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.said: deque[str] = deque(maxlen=20)
+        self.target = ""
+        self.heard = asyncio.Event()
+        self.reading = asyncio.create_task(self._read())
 
-async def _ended(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
-    try:
-        await asyncio.wait_for(process.wait(), STOP_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-    await reading
-
-
-async def _listen(
-    process: asyncio.subprocess.Process, said: deque[str], target: asyncio.Future[str] | None = None
-) -> None:
-    """Keep the pipe empty and the last lines, which explain a failure; and find the address of a server."""
-    assert process.stderr is not None
-    async for line in process.stderr:
-        if text := line.decode(errors="replace").strip():
-            said.append(text)
-        if target is None or target.done():
-            continue
+    @classmethod
+    @asynccontextmanager
+    async def run(
+        cls, command: Sequence[str], root: Path, variables: Mapping[str, str] = {}, pipe: int | None = None
+    ) -> AsyncIterator[Child]:
+        """Run ``command``; in the end it is asked to stop. ``FERRUM_*`` variables are not passed on: all sides have the
+        settings that the program wrote. With a ``pipe`` its input and output are there, and it ends with its input."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRUM_")}
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=root,
+            env={**environment, **variables},
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES,
+        )
+        child = cls(process)
         try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("event") == LISTENING:
-            target.set_result(event["target"])
-    if target is not None and not target.done():
-        target.set_exception(ServerDied("the process ended"))
+            yield child
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+            elif process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            await child.reading
+
+    async def _read(self) -> None:
+        """Keep the pipe empty."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            if text := line.decode(errors="replace").strip():
+                self.said.append(text)
+            with suppress(ValueError, KeyError, TypeError):  # not a line of JSON, or of another kind
+                event = json.loads(line)
+                if event["event"] == LISTENING:
+                    self.target = event["target"]
+                    self.heard.set()
+        self.heard.set()
 
 
 @asynccontextmanager
 async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[str]:
-    """Run ``python ARGUMENTS`` in the checkout ``root`` and give the target that it names in a line of JSON on standard
-    error: ``{"event": "listening", "target": "127.0.0.1:12345"}``."""
-    process = await _start((sys.executable, *arguments), root, {})
-    said: deque[str] = deque(maxlen=20)
-    target: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    reading = asyncio.create_task(_listen(process, said, target))
-    try:
-        try:
-            address = await asyncio.wait_for(target, START_S)
-        except (TimeoutError, ServerDied) as error:
-            raise ServerDied("\n".join([f"python {' '.join(arguments)} did not listen", *said])) from error
-        yield address
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await _ended(process, reading)
+    """Run ``python ARGUMENTS`` in the checkout ``root`` and give the target that it listens on."""
+    async with Child.run((sys.executable, *arguments), root) as child:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(child.heard.wait(), START_S)
+        if not child.target:
+            raise ServerDied("\n".join([f"python {' '.join(arguments)} did not listen", *child.said]))
+        yield child.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,10 @@ class PeerKind:
 class PeerProcess:
     """A peer that is up and has loaded the model."""
 
-    def __init__(self, process: asyncio.subprocess.Process, vocab_size: int) -> None:
+    def __init__(self, child: Child, vocab_size: int) -> None:
         self.facts: dict[str, Any] = {}
-        self._process = process
+        self._child = child
         self._vocab_size = vocab_size
-        self._said: deque[str] = deque(maxlen=8)
-        self._listening = asyncio.create_task(_listen(process, self._said))
 
     @classmethod
     @asynccontextmanager
@@ -137,15 +138,10 @@ class PeerProcess:
         python = str(home / "bin" / "python") if kind.environment else sys.executable
         variables = {name: value.format(environment=home) for name, value in kind.variables.items()}
         command = (python, "-m", f"{SCRIPTS}.{kind.script}")
-        process = await _start(command, ROOT, variables, asyncio.subprocess.PIPE)
-        peer = cls(process, vocab_size)
-        try:
+        async with Child.run(command, ROOT, variables, asyncio.subprocess.PIPE) as child:
+            peer = cls(child, vocab_size)
             peer.facts = await peer._ask(do="open", model=model, threads=threads, options=kind.options)
             yield peer
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            await _ended(process, peer._listening)
 
     async def prepare(self, cell: Cell) -> None:
         """Prompts of the cell."""
@@ -164,16 +160,17 @@ class PeerProcess:
         return Round(step_s=answer["step_s"], last=answer["last"])
 
     async def _ask(self, **job: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            await self._process.stdin.drain()
-            line = await self._process.stdout.readline()
-        except ConnectionError:
-            line = b""
+        process = self._child.process
+        assert process.stdin is not None and process.stdout is not None
+        line = b""
+        with suppress(ConnectionError):
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            await process.stdin.drain()
+            line = await process.stdout.readline()
         if not line:
-            await asyncio.wait([self._listening], timeout=STOP_S)
-            raise PeerFailed(f"it ended: {self._said[-1] if self._said else 'without a word'}")
+            await asyncio.wait([self._child.reading], timeout=STOP_S)
+            said = self._child.said
+            raise PeerFailed(f"it ended: {said[-1] if said else 'without a word'}")
         answer: dict[str, Any] = json.loads(line)
         if "unsupported" in answer:
             raise Unsupported(answer["unsupported"])

@@ -120,7 +120,7 @@ def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, m
     async def peer(kind, *_):
         yield Player(kind.name)
 
-    monkeypatch.setattr(peers, "Session", SimpleNamespace(open=bfloat16))
+    monkeypatch.setattr(peers, "Client", SimpleNamespace(open=bfloat16))
     monkeypatch.setattr(peers, "open_int8", int8)
     monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=peer))
     names = [peers.EAGER.name, "llama.cpp Q8_0"]

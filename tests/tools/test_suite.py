@@ -19,7 +19,7 @@ from benchmarks.limits import roof
 from benchmarks.machine import ROOT
 from benchmarks.parts import Size, slope
 from benchmarks.peers import PEERS
-from benchmarks.plot import Bar, Panel, svg
+from benchmarks.plot import Bar, svg
 from benchmarks.profile import Column, Profile, medians, table
 from benchmarks.suite import EAGER
 from benchmarks.tables import NOT_YET
@@ -168,7 +168,7 @@ def test_the_profile_is_one_table_of_all_cases():
 
 
 def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
-    picture = svg([Panel("tokens & more", [Bar("ours <", 20.0, "20", "ours"), Bar("limit", 40.0, "40", "limit")])])
+    picture = svg({"tokens & more": [Bar("ours <", 20.0, "ours"), Bar("limit", 40.0, "limit")]})
     tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
     widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert widths[1] == 2 * widths[0]

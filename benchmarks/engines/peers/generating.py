@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
 
-from benchmarks.engines.peers.lines import Timed
+from benchmarks.engines.peers.lines import Timed, timed
 
 BEFORE: Final = 32
 """Tokens that a sequence may have before the last one has its first: prompts take several steps."""
@@ -53,14 +53,8 @@ class Generating(ABC):
         return step_s[lead_in:], []  # tokens of its own are no answer to ours
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
-        """One request after the other."""
-        step_s: list[float] = []
-        for prompt in prompts:
-            began = perf_counter()
-            [last] = self._start([prompt], 1)
-            step_s.append(perf_counter() - began)
-            self.end()
-        return step_s[lead_in:], [last]
+        """One request after the other; each ends with its first token."""
+        return timed(lambda prompt: self._start([prompt], 1), prompts, lead_in, self.end)
 
     def _start(self, prompts: Sequence[list[int]], tokens: int) -> list[int]:
         """Requests until each has a token; the first ones."""

@@ -9,15 +9,15 @@ when all decode. ``device`` is where it runs, the CPU unless told.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, Final
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
-from benchmarks.engines.peers.lines import Timed, Unsupported, run
+from benchmarks.engines.peers.lines import Timed, Unsupported, run, timed
 
 WAYS: Final = {"dynamic": "eager, sdpa", "static": "static cache, compiled", "paged": "continuous batching"}
 PAGE: Final = 32
@@ -52,30 +52,24 @@ class Transformers:
         self._prompts, self._room, self._length = prompts, room, len(prompts[0])
         if self._way != "paged":
             self._cache = self._new_cache(self._length + room)
-            self._rows(self._model, torch.tensor(prompts))
+            self._rows(self._model, prompts)
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
         """Roll back and step."""
         if self._way == "paged":
             return self._generate(len(tokens))[lead_in:], []  # tokens of its own are no answer to ours
         self._roll_back()
-        return self._timed(self._step, [torch.tensor(fed).unsqueeze(1) for fed in tokens], lead_in, fresh=False)
+        return timed(partial(self._rows, self._step), [[[each] for each in fed] for fed in tokens], lead_in)
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
         """Eager; another cache has nothing to add to it."""
         if self._way != "dynamic":
             raise Unsupported("its prefill is the eager one")
-        return self._timed(self._model, [torch.tensor([prompt]) for prompt in prompts], lead_in, fresh=True)
 
-    def _timed(self, step: Any, inputs: list[torch.Tensor], lead_in: int, *, fresh: bool) -> Timed:
-        step_s: list[float] = []
-        for tokens in inputs:
-            if fresh:
-                self._cache = self._new_cache(tokens.shape[1])
-            began = perf_counter()
-            last = self._rows(step, tokens)
-            step_s.append(perf_counter() - began)
-        return step_s[lead_in:], last
+        def anew() -> None:
+            self._cache = self._new_cache(len(prompts[0]))
+
+        return timed(partial(self._rows, self._model), [[prompt] for prompt in prompts], lead_in, anew)
 
     def _generate(self, steps: int) -> list[float]:
         """Seconds of as many steps; what comes before the last sequence's first token is not counted."""
@@ -95,8 +89,9 @@ class Transformers:
         latest = max(found, key=lambda each: each.timestamps[0])
         return [after - before for before, after in pairwise(latest.timestamps)]
 
-    def _rows(self, step: Any, tokens: torch.Tensor) -> list[int]:
-        answer = step(input_ids=tokens.to(self._device), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+    def _rows(self, step: Any, rows: list[list[int]]) -> list[int]:
+        tokens = torch.tensor(rows).to(self._device)
+        answer = step(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         chosen: list[int] = answer.logits[:, -1].argmax(-1).tolist()
         return chosen
 

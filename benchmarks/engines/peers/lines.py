@@ -18,11 +18,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any, Protocol, TextIO, TypeVar
+
+T = TypeVar("T")
 
 Timed = tuple[list[float], list[int]]
 """Seconds of the timed steps, and the arg-max tokens of the last one."""
+
+
+Before = Callable[[], None] | None
 
 
 class Unsupported(Exception):
@@ -43,6 +49,19 @@ class Peer(Protocol):
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
         """A new sequence for each prompt, each forgotten when the next one begins."""
+
+
+def timed(step: Callable[[T], list[int]], inputs: Iterable[T], lead_in: int, before: Before = None) -> Timed:
+    """Steps over the inputs, and what comes ``before`` each and is not timed."""
+    step_s: list[float] = []
+    last: list[int] = []
+    for each in inputs:
+        if before is not None:
+            before()
+        began = perf_counter()
+        last = step(each)
+        step_s.append(perf_counter() - began)
+    return step_s[lead_in:], last
 
 
 def run(peer: Peer) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +13,10 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.engines.peers.gguf_file import converted
-from benchmarks.engines.peers.lines import Timed, run
+from benchmarks.engines.peers.lines import Timed, run, timed
 
 PROMPT_BATCH: Final = 512
 """Tokens of a prefill call: llama.cpp's own micro batch."""
-
-FIRST: Final = 0
 
 
 class LlamaCpp:
@@ -49,38 +46,35 @@ class LlamaCpp:
         self._length = len(prompts[0])
         self._new_context(len(prompts), self._length + room)
         for sequence, prompt in enumerate(prompts):
-            for start in range(0, self._length, PROMPT_BATCH):
-                part = prompt[start : start + PROMPT_BATCH]
-                self._run([(token, start + index, sequence, False) for index, token in enumerate(part)])
+            self._feed(prompt, sequence, answered=False)
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
         """Roll back and step."""
-        self._forget(self._length)
-        step_s: list[float] = []
-        for index, fed in enumerate(tokens):
-            began = time.perf_counter()
-            position = self._length + index
+
+        def step(numbered: tuple[int, list[int]]) -> list[int]:
+            position, fed = numbered
             self._run([(token, position, sequence, True) for sequence, token in enumerate(fed)])
-            last = self._chosen(len(fed))
-            if index >= lead_in:
-                step_s.append(time.perf_counter() - began)
-        return step_s, last
+            return self._chosen(len(fed))
+
+        self._forget(self._length)
+        return timed(step, enumerate(tokens, self._length), lead_in)
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
         """One sequence after the other in one context."""
-        length = len(prompts[0])
-        self._new_context(1, length)
-        step_s: list[float] = []
-        for index, prompt in enumerate(prompts):
-            self._forget(FIRST)
-            began = time.perf_counter()
-            for start in range(0, length, PROMPT_BATCH):
-                part = list(enumerate(prompt[start : start + PROMPT_BATCH], start))
-                self._run([(token, position, 0, position == length - 1) for position, token in part])
-            last = self._chosen(1)
-            if index >= lead_in:
-                step_s.append(time.perf_counter() - began)
-        return step_s, last
+
+        def step(prompt: list[int]) -> list[int]:
+            self._feed(prompt, 0, answered=True)
+            return self._chosen(1)
+
+        self._new_context(1, len(prompts[0]))
+        return timed(step, prompts, lead_in, lambda: self._forget(0))
+
+    def _feed(self, prompt: list[int], sequence: int, *, answered: bool) -> None:
+        """A prompt in calls of `PROMPT_BATCH`; ``answered``: the logits of its last token are wanted."""
+        for start in range(0, len(prompt), PROMPT_BATCH):
+            part = enumerate(prompt[start : start + PROMPT_BATCH], start)
+            last = len(prompt) - 1 if answered else -1
+            self._run([(token, position, sequence, position == last) for position, token in part])
 
     def _new_context(self, sequences: int, tokens: int) -> None:
         if self._context is not None:

@@ -68,6 +68,7 @@ class OpenVino(Generating):
     def begin(self, prompts: Sequence[list[int]], tokens: int) -> None:
         """Requests of token ids."""
         wanted = openvino_genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        self._handles = []
         for prompt in prompts:
             ids = openvino.Tensor(np.array([prompt], np.int64))
             self._handles.append(self._pipeline.add_request(self._asked, ids, wanted))
@@ -87,7 +88,6 @@ class OpenVino(Generating):
             handle.stop()
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-        self._handles = []
 
 
 if __name__ == "__main__":
