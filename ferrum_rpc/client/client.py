@@ -39,7 +39,7 @@ from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Fe
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
-from ferrum_rpc.wire.info import from_proto, set_seconds
+from ferrum_rpc.wire.info import duration, from_proto
 
 
 class CacheMode(enum.Enum):
@@ -183,7 +183,7 @@ class ExecutorClient:
         """Ask it to take no new sequences and to finish the ones it owns within ``grace_s`` seconds."""
         message = executor_control_pb2.DrainRequest()
         if grace_s is not None:
-            set_seconds(message.grace, grace_s)
+            message.grace.CopyFrom(duration(grace_s))
         deadline = self._context.deadline(timeout_s)
         response = await self._context.call(self._context.control.Drain, message, deadline, NEVER_RESEND)
         self._context.draining = True

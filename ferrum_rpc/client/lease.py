@@ -21,7 +21,7 @@ from ferrum_rpc.client.retry import LEASE_GONE, NEVER_RESEND, Deadline, SingleFl
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.info import seconds, set_seconds
+from ferrum_rpc.wire.info import duration, seconds
 
 MAX_CLIENT_NAME: Final = 128
 FIRST_RETRY: Final = 1 / 16
@@ -109,7 +109,7 @@ class Leases:
         """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
         request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
         if ttl_s is not None:
-            set_seconds(request.ttl, ttl_s)
+            request.ttl.CopyFrom(duration(ttl_s))
         answer = await self._context.call(self._context.executor.AcquireLease, request, deadline)
         return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
 

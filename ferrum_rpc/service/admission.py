@@ -111,7 +111,7 @@ def valid_items(
         raise InvalidRequest("the call has no items", field="items")
     valid: list[Valid] = []
     size = checked_count = 0
-    checked_output: OutputSpec | None = None  # a batch mostly wants the same of each
+    checked_output: OutputSpec | None = None  # nearly always the same for all of a batch
     for index, item in enumerate(items):
         if isinstance(item, ExecutorError):
             outcomes[index] = item
@@ -171,7 +171,7 @@ def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Lim
 # --- an item and its sequence -----------------------------------------------------------------------------------------
 
 
-def admit(  # noqa: PLR0917 - once an item: what its call knows is handed down one by one
+def admit(  # noqa: PLR0917 - once an item: keywords cost time
     state: ServerState,
     account: Account,
     index: int,

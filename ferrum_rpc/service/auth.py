@@ -1,7 +1,7 @@
 """Who may call, and who calls: the settings of security as a value, the file of tokens, and the guard of every method.
 
-Default deny: every method asks who calls, but the health check. The guard is the outermost: a caller without
-credentials does not even reach the parser. Where callers are not asked, there is no guard. grpc.aio runs every handler
+Default deny: every method needs credentials, but the health check. The guard comes first: a request without credentials
+is not parsed. Where none are needed, there is no guard. grpc.aio runs every handler
 in a task of its own, so a context variable that is set before the handler belongs to that call.
 """
 
@@ -30,8 +30,8 @@ class Security:
 
     ``tokens``: a file of bearer tokens. ``tls_cert``, ``tls_key``: PEM files, the server's certificate chain and its
     key. ``tls_client_ca``: PEM, who signs the certificates that clients must then show. ``operators``: names of
-    certificates that may use ExecutorControl; with tokens, their file says so instead. ``insecure``: listen beyond this
-    machine without any of these. Raises `SecurityError` where one needs another.
+    certificates that may use ExecutorControl; with tokens, their file has the operators instead. ``insecure``: listen
+    beyond this machine without any of these. Raises `SecurityError` where one needs another.
     """
 
     tokens: Path | None = None
@@ -49,7 +49,7 @@ class Security:
         if self.operators and (self.tls_client_ca is None or self.tokens is not None):
             raise SecurityError(
                 "operators names certificates, and here they identify no caller: it needs tls_client_ca and no tokens, "
-                "whose file says who is an operator"
+                "whose file names the operators"
             )
 
     @property
@@ -132,7 +132,7 @@ OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
 """A supervisor or a router must see how the server does, without a secret."""
 
 OPERATOR_SERVICES: Final = frozenset({"ferrum_rpc.executor.v1.ExecutorControl"})
-"""Changes what every caller sees."""
+"""Its methods affect every caller."""
 
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "bearer"

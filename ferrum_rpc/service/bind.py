@@ -53,7 +53,7 @@ def address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can dial it. A host name, but for ``localhost``, is not: a resolver says what it is."""
+    """Whether only this machine can dial it. A host name, but for ``localhost``, is not: it may resolve to any."""
     if host == "localhost" or socket_path(host) is not None:
         return True
     try:

@@ -17,11 +17,12 @@ import numpy as np
 from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
-from ferrum_rpc.executor.v1 import executor_control_pb2, executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
+from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
+from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
 from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
-from ferrum_rpc.wire.info import seconds, set_seconds
+from ferrum_rpc.wire.info import duration, seconds
 from ferrum_rpc.wire.items import pressure_to_proto
 
 STATE_TO_PROTO: Final[dict[Lifecycle, Any]] = {
@@ -110,45 +111,35 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         self._state = state
         self._drain = drain
 
-    async def Warmup(  # noqa: N802
-        self, request: executor_control_pb2.WarmupRequest, context: Context
-    ) -> executor_control_pb2.WarmupResponse:
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:  # noqa: N802
         most = self._state.limits.max_batch_tokens
         if request.prefill_tokens > most:
             raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
         began = time.monotonic()
         steps = await warm_up(self._state, request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL)
-        response = executor_control_pb2.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._state.pressure()))
+        response = pb.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._state.pressure()))
         response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
         return response
 
-    async def Reset(  # noqa: N802
-        self, request: executor_control_pb2.ResetRequest, context: Context
-    ) -> executor_control_pb2.ResetResponse:
+    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:  # noqa: N802
         """Release every sequence, those with a call in flight when it ends; answers when their blocks are free."""
         state = self._state
         _ = state.model
         if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         released = await state.ended(state.handles.records(), Ending.RESET)
-        return executor_control_pb2.ResetResponse(
-            released_sequences=released, pressure=pressure_to_proto(self._state.pressure())
-        )
+        return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 
-    async def Drain(  # noqa: N802
-        self, request: executor_control_pb2.DrainRequest, context: Context
-    ) -> executor_control_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         grace = seconds(request.grace) if request.HasField("grace") else None
         if grace is not None and grace < 0:
             raise InvalidRequest("a grace is not negative", field="grace")
         self._drain(grace)
-        return executor_control_pb2.DrainResponse(
-            state=STATE_TO_PROTO[self._state.lifecycle], sequences=len(self._state.handles)
-        )
+        return pb.DrainResponse(state=STATE_TO_PROTO[self._state.lifecycle], sequences=len(self._state.handles))
 
     async def ListSequences(  # noqa: N802
-        self, request: executor_control_pb2.ListSequencesRequest, context: Context
-    ) -> executor_control_pb2.ListSequencesResponse:
+        self, request: pb.ListSequencesRequest, context: Context
+    ) -> pb.ListSequencesResponse:
         """Live sequences in the order of their creation, a page at a time."""
         if request.page_token and not request.page_token.isdecimal():
             raise InvalidRequest("this is not a page token of an earlier answer", field="page_token")
@@ -156,14 +147,14 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
         records = [record for record in self._state.handles.records() if record.sequence > after]
         records.sort(key=lambda record: record.sequence)
-        response = executor_control_pb2.ListSequencesResponse()
+        response = pb.ListSequencesResponse()
         for record in records[:most]:
             self._describe(record, response.sequences.add())
         if len(records) > most:
             response.next_page_token = str(records[most - 1].sequence)
         return response
 
-    def _describe(self, record: SequenceRecord, info: executor_control_pb2.SequenceInfo) -> None:
+    def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:
         block_size = self._state.engine.cache.block_size
         info.label = f"sequence-{record.sequence}"
         info.seq_len = record.length
@@ -173,7 +164,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         info.leased = record.lease is not None
         if record.lease is not None:
             info.client_name = record.lease.client_name
-        set_seconds(info.idle, max(0.0, time.monotonic() - record.used))
+        info.idle.CopyFrom(duration(max(0.0, time.monotonic() - record.used)))
 
     LoadAdapter = not_offered("LoadAdapter", "ADAPTERS")
     UnloadAdapter = not_offered("UnloadAdapter", "ADAPTERS")

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2, model_executor_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
 from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import CALLER
@@ -23,12 +24,10 @@ from ferrum_rpc.wire.info import (
     CAPABILITIES,
     MINIMUM_CLIENT_REVISION,
     SCHEMA_REVISION,
-    counters_to_proto,
     device_to_proto,
-    limits_to_proto,
-    model_to_proto,
+    duration,
     seconds,
-    set_seconds,
+    to_proto,
 )
 from ferrum_rpc.wire.items import (
     Shape,
@@ -66,7 +65,7 @@ def _forward(name: str, response_class: type[Any], shape: Shape, *, one: bool = 
             peer=context.peer,
         )
         if (give_back := call.give_back) is not None:  # when gRPC has sent the answer, or the call is over
-            done: Any = lambda _: give_back()  # noqa: E731 - the stubs want a class of theirs
+            done: Any = lambda _: give_back()  # noqa: E731 - the stubs have a class of theirs
             context.add_done_callback(done)
         await call
         response = response_class()
@@ -97,18 +96,16 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    Prefill = _forward("Prefill", model_executor_pb2.PrefillResponse, Shape.PREFILL, one=True)
-    Decode = _forward("Decode", model_executor_pb2.DecodeResponse, Shape.DECODE, one=True)
-    ForwardVerify = _forward("ForwardVerify", model_executor_pb2.ForwardVerifyResponse, Shape.VERIFY, one=True)
-    BatchPrefill = _forward("BatchPrefill", model_executor_pb2.BatchPrefillResponse, Shape.PREFILL)
-    BatchDecode = _forward("BatchDecode", model_executor_pb2.BatchDecodeResponse, Shape.DECODE)
-    UnifiedForward = _forward("UnifiedForward", model_executor_pb2.UnifiedForwardResponse, Shape.ANY)
+    Prefill = _forward("Prefill", pb.PrefillResponse, Shape.PREFILL, one=True)
+    Decode = _forward("Decode", pb.DecodeResponse, Shape.DECODE, one=True)
+    ForwardVerify = _forward("ForwardVerify", pb.ForwardVerifyResponse, Shape.VERIFY, one=True)
+    BatchPrefill = _forward("BatchPrefill", pb.BatchPrefillResponse, Shape.PREFILL)
+    BatchDecode = _forward("BatchDecode", pb.BatchDecodeResponse, Shape.DECODE)
+    UnifiedForward = _forward("UnifiedForward", pb.UnifiedForwardResponse, Shape.ANY)
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
-    async def TruncateKv(  # noqa: N802
-        self, request: model_executor_pb2.TruncateKvRequest, context: Context
-    ) -> model_executor_pb2.TruncateKvResponse:
+    async def TruncateKv(self, request: pb.TruncateKvRequest, context: Context) -> pb.TruncateKvResponse:  # noqa: N802
         (handle,), replayed = await kv_ops.truncate(
             self.state,
             handle_from_proto(request.handle),
@@ -116,26 +113,20 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             request_id_from_proto(request.request_id),
             caller=CALLER.get(),
         )
-        return model_executor_pb2.TruncateKvResponse(
-            handle=handle_to_proto(handle), pressure=self._pressure(), replayed=replayed
-        )
+        return pb.TruncateKvResponse(handle=handle_to_proto(handle), pressure=self._pressure(), replayed=replayed)
 
-    async def ForkKv(  # noqa: N802
-        self, request: model_executor_pb2.ForkKvRequest, context: Context
-    ) -> model_executor_pb2.ForkKvResponse:
+    async def ForkKv(self, request: pb.ForkKvRequest, context: Context) -> pb.ForkKvResponse:  # noqa: N802
         handles, replayed = await kv_ops.fork(
             self.state,
             *fork_from_proto(request),
             caller=CALLER.get(),
             lease_id=request.lease_id,
         )
-        return model_executor_pb2.ForkKvResponse(
+        return pb.ForkKvResponse(
             handles=[handle_to_proto(handle) for handle in handles], pressure=self._pressure(), replayed=replayed
         )
 
-    async def Release(  # noqa: N802
-        self, request: model_executor_pb2.ReleaseRequest, context: Context
-    ) -> model_executor_pb2.ReleaseResponse:
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802
         _, replayed = await kv_ops.release(
             self.state,
             handle_from_proto(request.handle),
@@ -143,92 +134,87 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             request_id=request_id_from_proto(request.request_id),
             caller=CALLER.get(),
         )
-        return model_executor_pb2.ReleaseResponse(pressure=self._pressure(), replayed=replayed)
+        return pb.ReleaseResponse(pressure=self._pressure(), replayed=replayed)
 
-    async def ReserveKv(  # noqa: N802
-        self, request: model_executor_pb2.ReserveKvRequest, context: Context
-    ) -> model_executor_pb2.ReserveKvResponse:
+    async def ReserveKv(self, request: pb.ReserveKvRequest, context: Context) -> pb.ReserveKvResponse:  # noqa: N802
         (handle,), _ = await kv_ops.reserve(
             self.state, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
         )
-        return model_executor_pb2.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
+        return pb.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
 
     # --- leases and sessions ------------------------------------------------------------------------------------------
 
     async def AcquireLease(  # noqa: N802
-        self, request: model_executor_pb2.AcquireLeaseRequest, context: Context
-    ) -> model_executor_pb2.AcquireLeaseResponse:
+        self, request: pb.AcquireLeaseRequest, context: Context
+    ) -> pb.AcquireLeaseResponse:
         """A lease; its time is what was asked for, within the limits."""
         _ = self.state.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
         lease = self.state.leases.acquire(CALLER.get(), ttl, request.client_name)
-        response = model_executor_pb2.AcquireLeaseResponse(lease_id=lease.id)
-        set_seconds(response.ttl, lease.ttl_s)
-        set_seconds(response.renew_every, lease.renew_every_s)
-        return response
+        return pb.AcquireLeaseResponse(
+            lease_id=lease.id, ttl=duration(lease.ttl_s), renew_every=duration(lease.renew_every_s)
+        )
 
-    async def KeepAlive(  # noqa: N802
-        self, request: model_executor_pb2.KeepAliveRequest, context: Context
-    ) -> model_executor_pb2.KeepAliveResponse:
+    async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:  # noqa: N802
         lease = self.state.leases.renew(request.lease_id, CALLER.get().name)
-        response = model_executor_pb2.KeepAliveResponse(pressure=self._pressure())
-        set_seconds(response.ttl, lease.ttl_s)
-        return response
+        return pb.KeepAliveResponse(pressure=self._pressure(), ttl=duration(lease.ttl_s))
 
     async def RevokeLease(  # noqa: N802
-        self, request: model_executor_pb2.RevokeLeaseRequest, context: Context
-    ) -> model_executor_pb2.RevokeLeaseResponse:
+        self, request: pb.RevokeLeaseRequest, context: Context
+    ) -> pb.RevokeLeaseResponse:
         """The end of a lease and of its sequences; answers when their blocks are free."""
         state = self.state
         lease = state.leases.find(request.lease_id, CALLER.get().name)
         released = await state.ended(state.end_lease(lease, expired=False), Ending.REVOKED)
-        return model_executor_pb2.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
+        return pb.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
 
     async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # noqa: N802 - no generator
         await Session(self.state, self.calls, self._sessions, context).run()
 
     # --- what it is and how it does ---------------------------------------------------------------------------------
 
-    async def GetInfo(  # noqa: N802
-        self, request: model_executor_pb2.GetInfoRequest, context: Context
-    ) -> model_executor_pb2.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
         model, cache = self.state.model, self.state.engine.cache
-        return model_executor_pb2.GetInfoResponse(
+        return pb.GetInfoResponse(
             server_version=__version__,
             schema_revision=SCHEMA_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
             instance_id=self.state.handles.instance_id,
-            model=model_to_proto(model),
+            model=to_proto(info_pb2.ModelInfo, model),
             kv_cache=info_pb2.KvCacheInfo(
                 block_size=cache.block_size, total_blocks=cache.total_blocks, bytes_per_token=model.kv_bytes_per_token
             ),
-            limits=limits_to_proto(self.state.quotas.limits(self.state.limits, CALLER.get()), self.state.device),
+            limits=to_proto(
+                info_pb2.Limits,
+                self.state.quotas.limits(self.state.limits, CALLER.get()),
+                exact_span_tokens=self.state.device.exact_span_tokens,
+            ),
             capabilities=CAPABILITIES,
             device=device_to_proto(self.state.device),
         )
 
-    async def GetStatus(  # noqa: N802
-        self, request: model_executor_pb2.GetStatusRequest, context: Context
-    ) -> model_executor_pb2.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
         """How it does; answers in every state."""
         state = self.state
         engine = state.engine.counters
-        response = model_executor_pb2.GetStatusResponse(
+        return pb.GetStatusResponse(
             state=STATE_TO_PROTO[state.lifecycle],
             pressure=self._pressure(),
-            counters=counters_to_proto(
-                engine, state.counters, forward_s=engine.forward_s, replays=state.replay.replays
+            counters=to_proto(
+                info_pb2.Counters,
+                engine,
+                state.counters,
+                replays=state.replay.replays,
+                forward_time=duration(engine.forward_s),
             ),
+            methods=[
+                to_proto(info_pb2.MethodCount, count, method=name) for name, count in sorted(self.calls.methods.items())
+            ],
+            uptime=duration(time.monotonic() - state.started),
             replay_bytes=state.replay.bytes,
             leases=len(state.leases),
             sessions=state.sessions,
         )
-        set_seconds(response.uptime, time.monotonic() - state.started)
-        for name, count in sorted(self.calls.methods.items()):
-            response.methods.add(
-                method=name, calls=count.calls, errors=count.errors, items=count.items, item_errors=count.item_errors
-            )
-        return response
 
     def _pressure(self) -> types_pb2.KvPressure:
         return pressure_to_proto(self.state.pressure())

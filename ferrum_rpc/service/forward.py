@@ -2,7 +2,7 @@
 
     admit     per item: replayed? known handle, current version, not busy, within limits -> a span
     submit    one `Submission` to the model thread; its point of no return is the thread's claim
-    commit    on the loop, when the step is done, whether or not the caller is there: lengths, versions, replay log
+    commit    on the loop, when the step is done, whether or not the caller waits: lengths, versions, replay log
     answer    outcomes in the order of the items
 
 Ending an item may raise, for want of memory above all. Then the item is answered with `InternalError` and its sequence
@@ -184,7 +184,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._submission = None
 
     def _commit(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
-        """Make it so, whether or not the caller is still there."""
+        """Commit, whether or not the caller still waits."""
         state, answers, present, now = self._state, self.outcomes, not self._abandoned, time.monotonic()
         for each, outcome in zip(self._admitted, outcomes, strict=True):
             place, record, span, entry = each
@@ -226,7 +226,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             end_item(self._state, each, outcome, now, present=present)
         self.end(error)
 
-    # --- its caller is gone, or something failed --------------------------------------------------------------------
+    # --- its caller was cancelled, or something failed --------------------------------------------------------------
 
     def take_back(self) -> bool:
         """A call that only repeats others has nothing to take back."""

@@ -1,10 +1,10 @@
-"""Handles: who a sequence is to the outside, and what became of those that are gone.
+"""Handles: the names of sequences outside of this process, and how those that are gone ended.
 
 A handle's id is the process's instance id (8 random bytes) and 16 random bytes: unguessable, never reused, within a
 process or across restarts. It belongs to the caller that created it: to every other one it reads as unknown, alive or
 gone. A handle of an earlier process, an expired, a released and an unknown one are different answers, because a
 scheduler reacts differently to each. What is gone is remembered for the last `TOMBSTONES` sequences; beyond that it
-reads as unknown. The engine never sees a handle: it knows integers.
+reads as unknown. The engine has integers instead of handles.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
     Ending.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
     Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
 }
-"""What the handle of a sequence answers that is gone."""
+"""The answer to the handle of a sequence that is gone."""
 
 
 class HandleTable:
@@ -70,7 +70,7 @@ class HandleTable:
         self.live[record.id] = record
 
     def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
-        """The sequence is gone; its handle says so as long as it is remembered. False: it was not live."""
+        """The sequence is gone, which is remembered for a while. False: it was not live."""
         if self.live.pop(record.id, None) is None:
             return False
         self._gone[record.id] = (ending, record.owner)

@@ -1,4 +1,4 @@
-"""The standard health service, and the one place that decides what it says.
+"""The standard health service, and the one place that decides its answers.
 
 Serving means: the life-cycle serves, and the engine makes progress (`engine.liveness`). What changes the life-cycle
 calls `update`; `look` asks the engine. No other place names a health status.
@@ -26,16 +26,15 @@ log = structlog.get_logger("ferrum_rpc.server")
 Status = health_pb2.HealthCheckResponse
 
 LOOK_EVERY_S: Final = 0.1
-"""Seconds between two looks at the engine. Progress may be so much older than the look that sees it, and the end of
-patience so much older than the look that acts on it: 1.7 s in the worst case, with 2 s promised. A look takes
-microseconds."""
+"""Seconds between two looks at the engine. Its progress, and the end of its time to make some, may each be so much
+older than the look that finds them: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
 
 WHOLE_SERVER: Final = ""
 """The service name that stands for the whole server."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
-    """``grpc.health.v1.Health`` of one server. ``serving`` says whether its life-cycle serves; call `update` when that
+    """``grpc.health.v1.Health`` of one server. ``serving()``: whether its life-cycle serves; call `update` when that
     may have changed. Bound to the running event loop."""
 
     def __init__(self, serving: Callable[[], bool], services: Iterable[str]) -> None:

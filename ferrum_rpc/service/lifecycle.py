@@ -100,7 +100,7 @@ class Drain:
         self.done = asyncio.Event()
 
     def begin(self, grace_s: float) -> None:
-        """Say NOT_SERVING now; owned sequences are served for at most ``grace_s`` seconds."""
+        """Health is NOT_SERVING from now on; owned sequences are served for at most ``grace_s`` seconds."""
         self._until = min(self._until, asyncio.get_running_loop().time() + grace_s)
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._until)

@@ -193,7 +193,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a new connection its thread, and an old one's up where there are too many."""
+        """Begin a new connection's thread, and end an old one's where there are too many."""
         self._open[request] = time.monotonic()
         self._close_oldest(MAX_CONNECTIONS, 0.0)
         super().process_request(request, client_address)

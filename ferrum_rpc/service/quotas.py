@@ -81,7 +81,7 @@ class Quotas:
         return replace(limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
 
     def cache(self, total_blocks: int, block_size: int) -> None:
-        """The cache is there: ``total_blocks`` of ``block_size`` tokens."""
+        """The model is loaded: its cache has ``total_blocks`` of ``block_size`` tokens."""
         self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
         self._most = self._shares()
         for account in self._accounts.values():

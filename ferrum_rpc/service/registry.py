@@ -73,7 +73,7 @@ class Registry(grpc.GenericRpcHandler):
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
         """As `grpc.aio.Server.add_registered_method_handlers`. Raises TypeError for a handler that is not async: its
-        thread's context would not know the caller."""
+        thread's context would lack the caller."""
         for name, each in method_handlers.items():
             method = f"{service_name}/{name}"
             self.handlers[f"/{method}"] = self._received(each, service_name, method)
@@ -158,7 +158,7 @@ def _serving(behaviour: Any) -> Behaviour:
     if inspect.iscoroutinefunction(behaviour):
         return cast(Behaviour, behaviour)
     if not inspect.isasyncgenfunction(behaviour):
-        raise TypeError(f"{behaviour!r} is no async handler; a thread's context would not know the caller")
+        raise TypeError(f"{behaviour!r} is no async handler; a thread's context would lack the caller")
 
     async def serve(request: Any, context: Context) -> None:
         async with aclosing(behaviour(request, context)) as answers:

@@ -123,7 +123,7 @@ class ReplayLog:
         return request_id in self.scope(key)
 
     def begin(self, scope: Scope, request_id: str, fingerprint: Hashable) -> Entry:
-        """Note a call that is about to start and whose id its scope does not know; `finish` must follow."""
+        """Record a call that is about to start under an id that its scope lacks; `finish` must follow."""
         if scope:
             scope.owner.scopes.move_to_end(scope.key)
         else:

@@ -23,7 +23,7 @@ from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
-"""When a client that retries by itself may do so; RetryInfo says the same to every other one."""
+"""When a client of gRPC that retries by itself may do so; RetryInfo is the same for the others."""
 
 UNKNOWN_METHOD: Final = "unknown"
 """The one name under which calls of methods that do not exist are counted: a caller's word becomes no label."""

@@ -193,11 +193,11 @@ class ExecutorServer:
         return cast(Registry, table)
 
     def _guard(self) -> Guard | None:
-        """The guard that the settings want; None where callers need no credentials. Raises `SecurityError`."""
+        """The guard that the settings need; None where callers need no credentials. Raises `SecurityError`."""
         security, supervisor, tokens = self._security, self.state.supervisor, None
         if security.tokens is not None:
             tokens = TokenFile(security.tokens, failed=partial(supervisor.count, Background.TOKENS))
-            # at once, and not at the next call: the log says what is wrong with a new file
+            # a file that cannot be used is logged at once, and not at the next call
             supervisor.every(Background.TOKENS, TOKENS_EVERY_S, tokens.refresh)
         return Guard(tokens, security.operators) if security.asks else None
 
@@ -215,7 +215,7 @@ class ExecutorServer:
         self.draining.begin(self._grace_s if grace_s is None else grace_s)
 
     async def stop(self, grace_s: float = 30.0) -> None:
-        """Say NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
+        """Answer NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
         self.state.drain()
         self.state.supervisor.stop()
         if self._server is None:

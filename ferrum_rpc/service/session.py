@@ -33,7 +33,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.info import SCHEMA_REVISION, seconds, set_seconds
+from ferrum_rpc.wire.info import SCHEMA_REVISION, duration, seconds
 from ferrum_rpc.wire.items import (
     Shape,
     fill_pressure,
@@ -100,7 +100,7 @@ class Session:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._account.take(Resource.SESSIONS)
-        self._sessions.add(self)  # before `hello`: a stream that never says it must not hold up the server's end
+        self._sessions.add(self)  # before `hello`, which may never come: the server's end must end the stream
         try:
             if (frame := await self._next()) is not None:
                 await self._serve(self._hello(frame))
@@ -177,9 +177,9 @@ class Session:
             lease_id=self._lease.id,
             steps_in_flight=self._most,
             inline_bytes=self._inline,
+            lease_ttl=duration(self._lease.ttl_s),
+            renew_every=duration(self._lease.renew_every_s),
         )
-        set_seconds(welcome.lease_ttl, self._lease.ttl_s)
-        set_seconds(welcome.renew_every, self._lease.renew_every_s)
         return Answer(step_id=frame.step_id, welcome=welcome)
 
     async def _take(self, frame: session_pb2.SessionRequest) -> bool:
@@ -275,7 +275,7 @@ class Session:
     def _on_keep_alive(self, response: Answer) -> Iterable[Answer]:
         lease = self._state.leases.renew(self._lease.id, self._account.caller.name)
         fill_pressure(response.keep_alive.pressure, self._state.pressure())
-        set_seconds(response.keep_alive.ttl, lease.ttl_s)
+        response.keep_alive.ttl.CopyFrom(duration(lease.ttl_s))
         return ()
 
     async def _on_close(self, step: int, request: session_pb2.SessionClose) -> Answer:

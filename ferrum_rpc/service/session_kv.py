@@ -1,7 +1,7 @@
 """What a session's frames ask of the cache: roll back, share and release, several sequences in one frame.
 
-A frame has one outcome for every handle, so that one sequence that is busy or gone does not refuse the others. This
-file knows neither the stream nor its order of frames.
+A frame has one outcome for every handle, so that one sequence that is busy or gone does not refuse the others. The
+stream and the order of its frames are `session`'s.
 """
 
 from __future__ import annotations

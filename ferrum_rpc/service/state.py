@@ -192,7 +192,7 @@ class ServerState:
         self.release(records, Ending.ABANDONED)
 
     def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
-        """Take a sequence out of the table; the caller sees to its blocks. False: it was not there."""
+        """Take a sequence out of the table; its blocks are the caller's to free. False: it was not there."""
         if not self.handles.remove(record, ending):
             return False
         self.counters.sequences_released += 1

@@ -108,7 +108,7 @@ class Supervisor:
         return True
 
     def note(self, task: Background, error: BaseException) -> None:
-        """It failed of this."""
+        """Log and count a failure."""
         self.count(task)
         log.error(
             "background_task_failed",
@@ -118,7 +118,7 @@ class Supervisor:
         )
 
     def count(self, task: Background) -> None:
-        """It failed, and the log says of what. Called by any thread, of one task by one at a time."""
+        """It failed, and the reason is logged. Called by any thread, of one task by one at a time."""
         self.failures[task.value] += 1
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

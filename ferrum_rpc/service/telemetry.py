@@ -1,7 +1,7 @@
 """A span of each RPC to a collector.
 
 Spans are off unless an endpoint is set, and OpenTelemetry is an extra: nothing of it is imported before. A span is a
-child of the caller's ``traceparent`` and carries what the answer says anyway (step number, sizes, times); the steps
+child of the caller's ``traceparent`` and carries what the answer has (step number, sizes, times); the steps
 themselves have no spans, a step being of many callers.
 Names of attributes: https://opentelemetry.io/docs/specs/semconv/rpc/
 """
@@ -36,7 +36,7 @@ SERVER_ERRORS: Final = frozenset(
 
 
 class TracingError(RuntimeError):
-    """Tracing was asked for and cannot be had; the message says what would help."""
+    """Tracing is set and cannot work; the message names what would help."""
 
 
 class Tracing:
@@ -79,7 +79,7 @@ class Tracing:
 
 
 def _step_attributes(response: Any) -> dict[str, int | float]:
-    """What a forward's answer says of its step; of other answers, nothing."""
+    """The step of a forward's answer; nothing for other answers."""
     if response is None or "timing" not in response.DESCRIPTOR.fields_by_name or not response.HasField("timing"):
         return {}
     timing = response.timing

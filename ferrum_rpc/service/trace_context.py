@@ -33,7 +33,7 @@ handler in a task of its own, so it belongs to that call."""
 
 
 def is_traceparent(text: str) -> bool:
-    """Whether it is what the standard says."""
+    """Whether it is one by the standard."""
     match = _TRACEPARENT.fullmatch(text) if len(text) <= TRACEPARENT_BYTES else None
     if match is None:
         return False

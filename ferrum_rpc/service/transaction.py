@@ -3,10 +3,10 @@
     claim     its sequences are busy from now on: a later call on them is refused, and never this one
     replay    an answer that is recorded is taken, a call in flight with the same id is joined
     submit    to the engine's queue
-    settle    the engine's answer: committed and recorded, the sequences free again, whether or not the caller is there
+    settle    the engine's answer: committed and recorded, the sequences free again, whether or not the caller waits
 
 The first three happen in the turn that begins the call, so that calls claim in the order in which they arrive. Forwards
-and cache operations are both this; the file knows neither of them.
+and cache operations are the two kinds.
 
 What settling a call raises is a bug, and no task awaits the callback that raised it: it is logged and counted, and the
 call ends with `InternalError`, its sequences free.
@@ -76,7 +76,7 @@ class Transaction(ABC, Generic[T]):
         self._repeated = ()
 
     def abandon(self) -> None:
-        """Its caller is gone: take it back, or let it run without one."""
+        """Its caller was cancelled: take it back, or let it run without one."""
         self._on_end = None
         self.take_back()
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf import duration_pb2, message
 
-from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo
+from ferrum_rpc.core import DeviceInfo
 from ferrum_rpc.executor.v1 import info_pb2
 
 M = TypeVar("M", bound=message.Message)
@@ -42,38 +42,22 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
 
 
-def _message(message: type[M], *sources: object, **fields: Any) -> M:
-    """A message whose fields are what the sources' attributes of the same names are, besides those that are given."""
+def to_proto(into: type[M], *sources: object, **given: Any) -> M:
+    """The message whose fields are the sources' attributes of the same names, where they are not ``given``; that of a
+    duration ends in ``_s``."""
     for source in sources:
-        names = [name for name in message.DESCRIPTOR.fields_by_name if name not in fields and hasattr(source, name)]
-        fields |= {name: getattr(source, name) for name in names}
-    return message(**fields)
-
-
-def model_to_proto(model: ModelInfo) -> info_pb2.ModelInfo:
-    """Domain to wire."""
-    return _message(info_pb2.ModelInfo, model)
-
-
-def limits_to_proto(limits: Limits, device: DeviceInfo) -> info_pb2.Limits:
-    """Domain to wire."""
-    message = _message(info_pb2.Limits, limits, exact_span_tokens=device.exact_span_tokens)
-    for name in ("lease_ttl", "min_lease_ttl", "max_lease_ttl", "idle_ttl"):
-        set_seconds(getattr(message, name), getattr(limits, f"{name}_s"))
-    return message
+        for name in into.DESCRIPTOR.fields_by_name.keys() - given.keys():
+            if hasattr(source, name):
+                given[name] = getattr(source, name)
+            elif hasattr(source, f"{name}_s"):
+                given[name] = duration(getattr(source, f"{name}_s"))
+    return into(**given)
 
 
 def device_to_proto(device: DeviceInfo) -> info_pb2.DeviceInfo:
     """Domain to wire."""
     choices = [info_pb2.DeviceChoice(choice=choice, reason=reason) for choice, reason in device.choices]
-    return _message(info_pb2.DeviceInfo, device, choices=choices)
-
-
-def counters_to_proto(*sources: object, forward_s: float, replays: int) -> info_pb2.Counters:
-    """Domain to wire, by the names of the fields; ``forward_s``: seconds in forward passes."""
-    message = _message(info_pb2.Counters, *sources, replays=replays)
-    set_seconds(message.forward_time, forward_s)
-    return message
+    return to_proto(info_pb2.DeviceInfo, device, choices=choices)
 
 
 def from_proto(into: type[Data], proto: Any, **given: Any) -> Data:
@@ -85,11 +69,13 @@ def from_proto(into: type[Data], proto: Any, **given: Any) -> Data:
     return into(**given)
 
 
-def seconds(duration: duration_pb2.Duration) -> float:
+def seconds(span: duration_pb2.Duration) -> float:
     """A time span's seconds, whatever a client wrote into it."""
-    return float(duration.seconds + duration.nanos / 1e9)
+    return float(span.seconds + span.nanos / 1e9)
 
 
-def set_seconds(duration: duration_pb2.Duration, value: float) -> None:
-    """Write a time span into its message."""
-    duration.FromNanoseconds(round(value * 1e9))
+def duration(value: float) -> duration_pb2.Duration:
+    """A time span of so many seconds."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(round(value * 1e9))
+    return message
