@@ -57,11 +57,11 @@ async def drain(arguments: argparse.Namespace) -> int:
     """Let it take no new sequences, and end when the owned ones are gone. With ``wait``, exit status 1 if it has not
     ended after so many seconds."""
     async with connect(arguments) as client:
-        told: dict[str, Any] = {"state": await client.drain(arguments.grace_s)}
+        answer: dict[str, Any] = {"state": await client.drain(arguments.grace_s)}
         if arguments.wait is not None:
-            told["ended"] = await _ended(client, arguments.wait)
-    _show(told, as_json=arguments.json)
-    return 0 if told.get("ended", True) else 1
+            answer["ended"] = await _ended(client, arguments.wait)
+    _show(answer, as_json=arguments.json)
+    return 0 if answer.get("ended", True) else 1
 
 
 async def reset(arguments: argparse.Namespace) -> int:
@@ -111,7 +111,7 @@ async def _ended(client: ExecutorClient, seconds: float) -> bool:
                 await asyncio.sleep(LOOK_EVERY_S)
     except TimeoutError:
         return False
-    except (Draining, TransportError):  # nobody is there
+    except (Draining, TransportError):  # it has ended
         return True
 
 
@@ -136,7 +136,7 @@ class _Text:
             return
         how = f"name the folder of {model.name}, or its {TOKENIZER}, with --tokenizer"
         if path is None and not model.folder:
-            raise InvalidRequest(f"this executor does not tell where its model lies: {how}", field="tokenizer")
+            raise InvalidRequest(f"this executor does not tell where its model is: {how}", field="tokenizer")
         path = Path(model.folder) if path is None else path.absolute()
         file = path / TOKENIZER if path.is_dir() else path
         if not file.is_file():

@@ -72,14 +72,14 @@ class _Progress:
     """Loading progress, once a second and at the end: one moving line on a terminal, log lines otherwise."""
 
     def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._terminal = moves(sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done < total and now - self._told < 1:
+        if done < total and now - self._shown_at < 1:
             return
-        self._told = now
+        self._shown_at = now
         if self._terminal and done < total:
             sys.stderr.write(f"\rloading weights {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
             sys.stderr.flush()

@@ -154,10 +154,10 @@ class ServeSettings:
     )
     max_session_response_bytes: Bytes = Field(default=256 << 20, description="bytes of an answer's rows in a session")
     max_unread_bytes: Bytes = Field(default=512 << 20, description="bytes of answers that may wait to be read, in all")
-    lease_ttl_s: float = Field(default=30.0, gt=0, description="seconds that a lease lives without renewal, by default")
+    lease_ttl_s: float = Field(default=30.0, gt=0, description="seconds that a lease lasts without renewal, by default")
     min_lease_ttl_s: float = Field(default=1.0, gt=0, description="shortest lease that may be asked for, in seconds")
     max_lease_ttl_s: float = Field(default=3600.0, gt=0, description="longest lease that may be asked for, in seconds")
-    idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without a lease lives")
+    idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without lease is kept")
     max_leases: int = Field(default=1024, ge=1, description="leases at a time")
     max_sessions: int = Field(default=4096, ge=1, description="open sessions")
     caller_share: float = Field(

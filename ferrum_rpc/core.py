@@ -144,7 +144,7 @@ class Step(NamedTuple):
     """Spans that run in one forward pass, at most one per sequence.
 
     ``atomic`` lists index ranges of ``spans`` that succeed or fail together (the wire's ``all_or_nothing``). A span
-    outside of them fails alone.
+    outside of them fails by itself.
     """
 
     spans: tuple[Span, ...]
@@ -155,8 +155,8 @@ class Step(NamedTuple):
 
 
 class HandleRef(NamedTuple):
-    """The wire's KvHandle: who (opaque bytes), how long, and which version. Printed without the bytes: whoever has them
-    may use the sequence, where callers are not asked who they are."""
+    """The wire's KvHandle: opaque bytes, the length and the version of a sequence. Printed without the bytes: with them
+    a caller may use the sequence, where callers do not authenticate."""
 
     id: bytes
     seq_len: int
@@ -169,7 +169,7 @@ class HandleRef(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CreateOptions:
     """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``lease_id``: the lease that
-    it lives with; none: it lives while it is used."""
+    it ends with; none: it ends when it is unused for long."""
 
     reserve_tokens: int = 0
     cache_salt: bytes = b""
@@ -193,7 +193,7 @@ class WorkItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. Where nobody is asked, everybody is `ANYBODY`: one name, allowed everything.
+    """Who makes a call. Where callers do not authenticate, all are `ANYBODY`: one name, allowed everything.
 
     Handles, leases and request ids belong to the name; another name's read as unknown. ``operator``: may use
     ExecutorControl. ``shares``: others may call beside it, so it has a share of each table and not all of it.
@@ -231,8 +231,8 @@ class RowKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
-    """Rows of one kind from one step, packed: whoever asked for the same kind shares the block. ``columns``: C-ordered
-    arrays of R rows each, by name, in the order of the kind."""
+    """Rows of one kind from one step, packed: spans that asked for the same kind share the block. ``columns``:
+    C-ordered arrays of R rows each, by name, in the order of the kind."""
 
     kind: RowKind
     columns: dict[str, npt.NDArray[Any]]
@@ -278,10 +278,10 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows alone."""
+        """Bytes of these rows."""
         return self.block.bytes_of(self.count)
 
-    def alone(self) -> Rows:
+    def detached(self) -> Rows:
         """A copy of these rows, in a block of their own."""
         return Rows(self.block.cut(self.first, self.first + self.count), 0, self.count)
 
@@ -317,7 +317,7 @@ ItemOutcome = ItemAnswer | ExecutorError
 """Per work item: an answer, or why it was refused (its sequence is unchanged)."""
 
 SpanOutcome = SpanResult | ExecutorError
-"""Per span: a result, or why this span alone did not run (its sequence is as before)."""
+"""Per span: a result, or why this span did not run (its sequence is as before)."""
 
 
 class StepResult(NamedTuple):
@@ -388,9 +388,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call, and all calls together, may ask for. Told by GetInfo, enforced by the service floor.
+    """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place. ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo tells it here."""
+    in its place. ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
 
     max_batch_items: int
     max_batch_tokens: int

@@ -1,4 +1,4 @@
-"""Named points at which a server can be told to fail, so that its promises about failure can be tried out.
+"""Named points at which a server can be made to fail, so that its promises about failure can be tried out.
 
 They are given in the configuration of a real server, as etcd's gofail points are: what is tested is what ships.
 
@@ -52,7 +52,7 @@ class Failpoint(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """What. ``error``: an exception that nobody expects. ``oom``: the device's out of memory. ``device_lost``: the
+    """What. ``error``: an exception that no code expects. ``oom``: the device's out of memory. ``device_lost``: the
     device is gone for good. ``crash``: SIGKILL to the own process. ``hang``: the thread stands still until
     `Failpoints.release`. ``delay:ms``: it stands still for so many milliseconds."""
 
@@ -71,7 +71,7 @@ _RULE: Final = re.compile(r"(?P<point>\w+)=(?P<action>\w+)(:(?P<delay>\d+))?(@(?
 
 
 class FailpointError(RuntimeError):
-    """What ``error`` raises: no class that anybody handles on purpose."""
+    """What ``error`` raises: no class that any code handles on purpose."""
 
 
 @dataclass(frozen=True, slots=True)

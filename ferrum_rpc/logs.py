@@ -2,7 +2,7 @@
 
 A log line is never a reason to stop, or to wait. Lines are written by a thread of its own, because a reader that stalls
 would otherwise hang the event loop as soon as its pipe is full; what does not fit into `HELD_CHARACTERS` meanwhile is
-dropped, counted, and told when the reader goes on. Tracebacks have no values of local variables: prompts are among
+dropped, counted, and reported when the reader goes on. Tracebacks have no values of local variables: prompts are among
 them.
 """
 
@@ -39,7 +39,7 @@ class LineWriter:
         self._resumed = resumed
         self._lines: deque[str] = deque()
         self._size = 0
-        self._told = 0
+        self._reported = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="ferrum-log", daemon=True).start()
 
@@ -58,9 +58,9 @@ class LineWriter:
         """Nothing: the thread writes as fast as it can."""
 
     def drain(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until all is written and told, but no longer than that. Whether it is."""
+        """Wait until all is written and reported, but no longer than that. Whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._size and self._told == self.dropped, timeout_s)
+            return self._changed.wait_for(lambda: not self._size and self._reported == self.dropped, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -71,15 +71,15 @@ class LineWriter:
             with self._changed:
                 self._size -= len(line)
                 self._changed.notify_all()
-                lost = 0 if self._lines else self.dropped - self._told
+                lost = 0 if self._lines else self.dropped - self._reported
             if lost:
                 self._resumed(lost)
                 with self._changed:
-                    self._told += lost
+                    self._reported += lost
                     self._changed.notify_all()
 
     def _put(self, data: bytes) -> None:
-        with suppress(OSError):  # whoever read it has gone; nobody is left to be told
+        with suppress(OSError):  # the reader has gone
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
@@ -116,7 +116,7 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     else:
         transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors += [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
-    writer = LineWriter(sys.stderr.fileno(), _tell)
+    writer = LineWriter(sys.stderr.fileno(), _warn)
     _writers.append(writer)
     structlog.configure(
         processors=processors,
@@ -126,6 +126,6 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     )
 
 
-def _tell(lines: int) -> None:
-    action = "see what holds up whoever reads this log; until it went on, its lines were dropped"
+def _warn(lines: int) -> None:
+    action = "see what holds up the reader of this log; until it went on, its lines were dropped"
     structlog.get_logger("ferrum_rpc.logs").warning("log_lines_dropped", lines=lines, action=action)

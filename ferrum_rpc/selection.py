@@ -46,13 +46,13 @@ def select(*candidates: Candidate, what: str, field: str, requested: str = AUTO)
         if requested in (AUTO, name):
             try:
                 made = make()
-            except (Unsuited, OSError) as error:  # a library that is missing says what to do
+            except (Unsuited, OSError) as error:  # a missing library's error names what to do
                 obstacles.append(f"{name}: {error}")
             except Exception as error:  # whatever a compiler or a driver may raise: others run without them
                 obstacles.append(
                     f"{name}: a small step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 )
             else:
-                said = reason.format(made) if requested == AUTO else "requested"
-                return Choice(name, "; ".join(filter(None, (said, *obstacles))), made)
+                why = reason.format(made) if requested == AUTO else "requested"
+                return Choice(name, "; ".join(filter(None, (why, *obstacles))), made)
     raise InvalidRequest(f"{what} {requested!r} is not available: {'; '.join(obstacles)}", field=field)

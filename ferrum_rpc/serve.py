@@ -115,7 +115,7 @@ async def warm_up(server: ExecutorServer) -> None:
     try:
         await control.warm_up(server.state)
     except ExecutorError as error:
-        action = "nothing, if the executor is told to stop; else look at what refuses: the first calls are slower"
+        action = "nothing, if the executor was asked to stop; else look at what refuses: the first calls are slower"
         log.warning("warm_up_refused", error=str(error), action=action)
 
 

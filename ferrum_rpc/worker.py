@@ -1,6 +1,6 @@
-"""The program of an engine process: `ferrum-rpc serve` starts it, nobody else.
+"""The program of an engine process: only `ferrum-rpc serve` starts it.
 
-Logs go where the server's go. Failpoints are its own copy of the server's, and it tells how often each has fired.
+Logs go where the server's go. Failpoints are its own copy of the server's, and it reports how often each has fired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ferrum_rpc.runtime import keep_freed_memory
 
 
 def main() -> int:
-    """Serve until the server says stop, or is gone."""
+    """Serve until the server asks to stop, or is gone."""
     fired: dict[str, int] = {}
 
     def made(settings: ServeSettings) -> Runner:

@@ -29,7 +29,7 @@ class AttentionBackend(Protocol):
     name: str
 
     exact_span_tokens: int
-    """Rows of spans of up to so many tokens have the very bits of single ones, whatever the neighbours; 0: not said."""
+    """Rows of spans of up to so many tokens have the very bits of single ones, whatever the neighbours; or 0."""
 
     def plan(self, geometry: BatchGeometry) -> Any:
         """Everything that all layers of one step share: tile lists, block ids on the device. Once per step."""

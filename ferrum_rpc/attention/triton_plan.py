@@ -147,7 +147,7 @@ def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileSh
     16 rows are the least that the matrix units take: enough for a decoded token's group. 128 rows do 128 floating-point
     operations per byte of K and V in 16 bits, about what the memory can feed. Where a row of K is longer, registers are
     the limit (see `tests/kernels/compiling.py`). Block ids must be there before keys can be asked for, so that Triton
-    needs two stages for each tile of keys under way: five for decode, which lives on bytes in flight.
+    needs two stages for each tile of keys under way: five for decode, whose speed is that of bytes in flight.
     """
     row_bytes = padded_dim(head_dim) * itemsize
     if itemsize > 2:  # float32 takes three products in TensorFloat-32, and three times the registers

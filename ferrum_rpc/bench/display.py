@@ -1,6 +1,6 @@
 """What a person sees: a line that moves while it runs, tables at the end.
 
-The line is for a terminal only; a pipe gets the tables alone.
+The line is for a terminal only; a pipe gets only the tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface of an engine: submissions, operations, counters.
 
-The service floor knows an engine by this file alone: a queue of spans and commands in front of one runner. The runner
+The service floor imports nothing else of an engine: a queue of spans and commands in front of one runner. The runner
 is in a thread (`engine.thread`) or in a process of its own (`engine.process`).
 """
 

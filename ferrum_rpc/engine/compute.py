@@ -3,8 +3,8 @@
 The runner knows sequences and what to do when something fails; this file knows the model, the cache's tensors and the
 attention backend, and nothing of reservations. Only the model thread may call it.
 
-The model calls back to store and attend, layer by layer. Where it and the backend are both C of ours, the backend says
-what attention is in terms of C instead, and the layers run one after the other without Python between them.
+The model calls back to store and attend, layer by layer. Where it and the backend are both C of ours, the backend
+gives attention in terms of C instead, and the layers run one after the other without Python between them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Compute:
 
     @property
     def exact_span_tokens(self) -> int:
-        """Spans of up to so many tokens give the very bits of single ones, whatever the neighbours; 0: not said."""
+        """Spans of up to so many tokens give the very bits of single ones, whatever the neighbours; 0: not promised."""
         return self.attention.exact_span_tokens if self.model.rowwise else 0
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:

@@ -51,7 +51,7 @@ def load_model(
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
-    ``spec`` is what `read_spec` said of the checkpoint, where it was asked. ``linear`` says how matrices are held
+    ``spec`` is what `read_spec` returned for the checkpoint, if it was called. ``linear`` says how matrices are held
     (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_fused_ops` does). Raises what
     `read_spec` does, and InvalidRequest for weights that are not finite.
     """
@@ -68,7 +68,7 @@ def load_model(
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """What a checkpoint's configuration says, after its headers were found to say the same: sizes that somebody else
+    """What a checkpoint's configuration describes, after its headers were found to agree: sizes that others
     wrote are those of real tensors, and may be allocated.
 
     Raises InvalidRequest for a folder, configuration or set of tensors that is broken, NotSupported for what this

@@ -37,7 +37,7 @@ Work = Submission | Operation | None
 
 
 class Inbox(Protocol):
-    """Where work arrives. The loop alone takes from it while it runs."""
+    """Where work arrives. Only the loop takes from it while it runs."""
 
     def get(self, block: bool = True) -> Work:
         """The next. Raises `Empty` where there is none, unless it is to wait for it."""
@@ -78,7 +78,7 @@ class EngineLoop(ABC):
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
 
-    # --- what subclasses say ----------------------------------------------------------------------------------------
+    # --- what subclasses do -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _deliver(self, finished: Finished) -> None:
@@ -273,8 +273,8 @@ class EngineLoop(ABC):
         raise error
 
     def _broken(self, error: BaseException, answers: Finished) -> None:
-        """The loop is about to end, and with it what is under way. ``on_failed`` comes before the answers, so that who
-        is answered finds the server's state changed."""
+        """The loop is about to end, and with it what is under way. ``on_failed`` comes before the answers, so that a
+        caller that is answered finds the server's state changed."""
         self._failure = error
         cut_off = [work for claimed, _ in self._under_way for work in claimed]
         self._under_way.clear()
@@ -282,7 +282,7 @@ class EngineLoop(ABC):
         self._deliver([partial(self._on_failed, error), *answers])
 
     def _refuse_rest(self) -> None:
-        """The loop has ended: whatever is queued or comes later is answered, so that no caller waits for ever."""
+        """The loop has ended: what is queued or comes later is answered, so that no caller waits for ever."""
         error = ended(self._failure)
         refused: Finished = []
         try:

@@ -1,7 +1,7 @@
 """When to begin the next step while the device still computes one: as late as its host work stays hidden.
 
 Whatever arrives before a step is begun is part of it (natural batching), so one that is begun at the first chance takes
-the first caller alone, and those who come a moment later wait for a whole step more. Begun as the device finishes, it
+the first caller only, and those that come a moment later wait for a whole step more. Begun as the device finishes, it
 takes them all, and the device does not idle. When that will be is not known; how long the last step took is.
 """
 

@@ -112,7 +112,7 @@ class TorchRunner:
         return self.finish(self.begin(step))
 
     def begin(self, step: Step) -> Pending:
-        """Begin ``step``. Spans that cannot be reserved are refused alone (or with their atomic group); the others run
+        """Begin ``step``. Spans that cannot be reserved are refused, with their atomic group; the others run
         in one forward pass. Raises `StepFailed` when that cannot be, with everything as before, or `DeviceLost`."""
         began = time.perf_counter()
         if self._under_way:
@@ -136,7 +136,7 @@ class TorchRunner:
         try:
             return pending.mark.passed()
         except GONE:
-            return True  # and `finish` says so
+            return True  # and `finish` raises it
 
     def finish(self, pending: Pending) -> StepResult:
         """Complete a step; those that were begun before it are completed first. Raises as `begin` does; then this step
@@ -161,7 +161,7 @@ class TorchRunner:
         return {each.spans[index].sequence for each in self._under_way for index in each.reservations}
 
     def _settle(self) -> None:
-        """Complete all that is under way; `finish` tells how that went. Raises `DeviceLost` if the device is gone."""
+        """Complete all that is under way, for `finish` to return or raise. Raises `DeviceLost` if that is so."""
         while self._under_way:
             pending = self._under_way[0]
             self._close(pending)

@@ -1,7 +1,7 @@
 """Where every checkpoint tensor goes: Hugging Face names to fused parameters.
 
 The decoder multiplies once where the checkpoint has q, k and v, or gate and up; so a checkpoint tensor is a range of
-rows of a parameter. The table is computed from the spec alone, before anything is allocated: a checkpoint that does not
+rows of a parameter. The table is computed from the spec, before anything is allocated: a checkpoint that does not
 fit is refused for the price of reading its headers.
 """
 

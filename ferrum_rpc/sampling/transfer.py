@@ -1,4 +1,4 @@
-"""Between the host and a GPU without waiting: page-locked memory, and a mark that says when a step's copies are there.
+"""Between the host and a GPU without waiting: page-locked memory, and marks that pass when a step's copies are there.
 
 A copy from or to ordinary memory waits for the device by itself, each one. The page-locked memory is torch's to reuse
 once no tensor refers to it: rows on their way to a caller keep theirs. On a CPU nothing is copied.

@@ -152,7 +152,7 @@ class ReplayLog:
         if isinstance(answer, ItemAnswer):
             rows = answer.rows
             if rows is not None and rows.block.nbytes > SHARED_BYTES:
-                answer = answer._replace(rows=rows.alone())
+                answer = answer._replace(rows=rows.detached())
         entry.answer = answer
         self._answers += 1
         owner.answers += 1

@@ -25,7 +25,7 @@ int32_t ferrum_rows_lanes(int32_t elements)
     return 0;
 }
 
-/* Do a task to every row. `lanes`: as ferrum_rows_lanes said. */
+/* Do a task to every row. `lanes`: as ferrum_rows_lanes returned. */
 void ferrum_rows(const struct rows *rows, int32_t lanes)
 {
     void (*run)(const struct rows *, int64_t) = run_row_portable;

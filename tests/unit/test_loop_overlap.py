@@ -339,7 +339,7 @@ class Caller:
         if isinstance(got, SpanResult):
             assert got.rows is not None and got.length == asked.end and timing.queue_s >= 0
             self.created, self.length = True, got.length
-            self.done.append((asked, got.rows.alone().block))
+            self.done.append((asked, got.rows.detached().block))
         else:
             assert got == asked, got
             self.length = got
@@ -418,5 +418,5 @@ def replay(serial: Any, caller: Caller) -> None:
         with serial.context():
             [outcome] = serial.forward(Step((span._replace(sequence=1, create=index == 0),))).outcomes
         assert not isinstance(outcome, ExecutorError), outcome
-        mine = outcome.rows.alone().block["logits"]
+        mine = outcome.rows.detached().block["logits"]
         assert np.isfinite(mine).all() and mine.tobytes() == block["logits"].tobytes()

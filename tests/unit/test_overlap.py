@@ -193,7 +193,7 @@ def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
             continue
         assert isinstance(other, SpanResult) and mine.length == other.length
         assert mine.rows is not None and other.rows is not None
-        one, two = mine.rows.alone().block, other.rows.alone().block
+        one, two = mine.rows.detached().block, other.rows.detached().block
         assert one.kind is two.kind
         for name, a in one.columns.items():
             b = two[name]

@@ -67,7 +67,7 @@ def run(runner: TorchRunner, *spans: tuple[int, list[int], int], kind: OutputKin
     found = []
     for outcome in outcomes:
         assert isinstance(outcome, SpanResult) and outcome.rows is not None
-        block = outcome.rows.alone().block
+        block = outcome.rows.detached().block
         found.append([outcome.length, *block.columns.values()])
     runner.check()
     return found

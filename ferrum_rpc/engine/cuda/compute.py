@@ -5,7 +5,7 @@ Here the step's integers travel together (`attention.staging`), and steps of a k
 Rows leave by `sampling.transfer`. Nothing waits for the device, so that the runner can begin a step while the one
 before it computes: everything is queued on one stream and happens in that order. What the host writes, it writes only
 when the copy out of it has run (`Staging`); what a graph's buffers hold is the next step's once its replay is queued,
-and by then the rows that anybody wants of it have been queued before.
+and by then the rows that are wanted of it have been queued before.
 """
 
 from __future__ import annotations

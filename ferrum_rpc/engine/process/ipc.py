@@ -50,8 +50,8 @@ class SharedMemory:
     that the kernel takes back from the dead.
 
     ``states`` uint8 [slots]: the `State` of each piece of work, changed under the lock. ``claimed`` int64 [2]: items
-    and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the engine. It
-    alone places rows; the server alone reads and releases them.
+    and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the engine.
+    Only the engine places rows; only the server reads and releases them.
     """
 
     def __init__(self, fd: int, slots: int, size: int = ROWS_BYTES) -> None:
