@@ -85,19 +85,19 @@ class NativePagedAttention:
         self._kernels: dict[int, int] = {}
         name = None if isa is None else isa.encode()
         for spec in specs:
-            if not self._library.ferrum_attention_supported(name, spec.head_dim):
+            if not self._library.ferrum_decode_supported(name, spec.head_dim):
                 raise OSError(f"heads of {spec.head_dim} are no multiple of a vector of {isa or 'this machine'}")
             if spec.head_dim not in self._kernels:
-                self._kernels[spec.head_dim] = self._library.ferrum_attention_new(name, spec.head_dim)
+                self._kernels[spec.head_dim] = self._library.ferrum_decode_new(name, spec.head_dim)
         self._narrow = all(key.dtype == torch.bfloat16 for key in keys)
-        self._flash = None
-        if self._narrow and all(self._library.ferrum_flash_supported(head_dim) for head_dim in self._kernels):
-            self._flash = self._library.ferrum_flash_new()
+        self._prefill = None
+        if self._narrow and all(self._library.ferrum_prefill_supported(head_dim) for head_dim in self._kernels):
+            self._prefill = self._library.ferrum_prefill_new()
         self._layers = (library.AttentionLayer * len(specs))(
             *(
                 library.AttentionLayer(
                     self._kernels[spec.head_dim],
-                    self._flash,
+                    self._prefill,
                     key.data_ptr(),
                     value.data_ptr(),
                     spec.heads,
@@ -115,14 +115,14 @@ class NativePagedAttention:
 
     def __del__(self) -> None:
         for kernel in getattr(self, "_kernels", {}).values():
-            self._library.ferrum_attention_free(kernel)
-        if getattr(self, "_flash", None):
-            self._library.ferrum_flash_free(self._flash)
+            self._library.ferrum_decode_free(kernel)
+        if getattr(self, "_prefill", None):
+            self._library.ferrum_prefill_free(self._prefill)
 
     @property
     def isa(self) -> str:
         """The instruction set in use, of the first layer."""
-        name: bytes = self._library.ferrum_attention_name(self._layers[0].paged)
+        name: bytes = self._library.ferrum_decode_name(self._layers[0].decode)
         return name.decode()
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
@@ -135,7 +135,7 @@ class NativePagedAttention:
             chosen = np.flatnonzero(long)
             if len(chosen) < geometry.spans:
                 short_spans = _Spans(geometry, np.flatnonzero(~long))
-            if self._flash is None:
+            if self._prefill is None:
                 rest = self._torch.plan(geometry, chosen.tolist())
             else:
                 long_spans = _Spans(geometry, chosen)

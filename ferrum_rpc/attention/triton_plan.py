@@ -97,8 +97,8 @@ class PlanCapacity:
 def cut(geometry: BatchGeometry, spans: Iterable[int], kind: LayerKind, tile: TileShape, limits: SplitLimits) -> Launch:
     """The work of ``spans`` (indices) in tiles of ``tile``.
 
-    By loops, however many there are. Numpy takes 7 times as long for a lone decode (143 us instead of 22), and half as
-    long for 256 (300 us instead of 720), whose step is much longer.
+    By loops, however many there are. Numpy takes 7 times as long for a single decode (143 us instead of 22), and half
+    as long for 256 (300 us instead of 720), whose step is much longer.
     """
     group, window = kind.group, kind.window
     query_start, starts, lengths, table_start = geometry.by_span.tolist()

@@ -55,6 +55,13 @@ class FusedOps(Protocol):
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]."""
 
 
+def split_heads(qkv: Tensor, spec: ModelSpec) -> Heads:
+    """Query, key and value as views of ``qkv``, which is dense."""
+    heads = (spec.heads, spec.kv_heads, spec.kv_heads)
+    query, key, value = qkv.view(len(qkv), -1, spec.head_dim).split_with_sizes(heads, 1)
+    return query, key, value
+
+
 class TorchFusedOps:
     """On any device, in any dtype."""
 
@@ -114,18 +121,16 @@ class NativeFusedOps:
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
         spec = self._spec
-        rotating = spec.heads + spec.kv_heads
         self._run(
             library.ROTATE,
             qkv,
             qkv.shape[-1],
-            heads=rotating,
+            heads=spec.heads + spec.kv_heads,
             head_norms=None if norm is None else norm.data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
         )
-        heads = qkv.view(len(qkv), rotating + spec.kv_heads, spec.head_dim)
-        return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
+        return split_heads(qkv, spec)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // 2))

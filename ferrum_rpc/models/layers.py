@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps
+from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.spec import ModelSpec
@@ -69,7 +69,6 @@ class NativeLayers:
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
         self._spec = spec
         self._held = tuple(layers)
-        self._rotating = spec.heads + spec.kv_heads
         self._weights = (library.LayerWeights * len(layers))(*(_weights(spec, layer, ops.lanes) for layer in layers))
         self._addresses = [ctypes.addressof(weights) for weights in self._weights]
         space = _native(layers[0].qkv).space
@@ -83,8 +82,8 @@ class NativeLayers:
             self._library.ferrum_layers_free(self._handle)
 
     def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        spec, count = self._spec, len(hidden)
-        qkv = hidden.new_empty((count, self._rotating + spec.kv_heads, spec.head_dim))
+        count = len(hidden)
+        qkv = hidden.new_empty((count, self._width))
         self._check(
             self._library.ferrum_layer_before(
                 self._handle,
@@ -98,7 +97,7 @@ class NativeLayers:
                 torch.get_num_threads(),
             )
         )
-        return qkv[:, : spec.heads], qkv[:, spec.heads : self._rotating], qkv[:, self._rotating :]
+        return split_heads(qkv, self._spec)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """``attended`` is contiguous."""

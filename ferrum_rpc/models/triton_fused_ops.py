@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import Heads
+from ferrum_rpc.models.fused_ops import Heads, split_heads
 from ferrum_rpc.models.spec import ModelSpec
 
 HEADS_AT_ONCE = 8
@@ -70,8 +70,7 @@ class TritonFusedOps:
                 AT_ONCE=HEADS_AT_ONCE,
                 HAS_NORM=norm is not None,
             )
-        heads = qkv.view(len(qkv), rotating + spec.kv_heads, spec.head_dim)
-        return heads[:, : spec.heads], heads[:, spec.heads : rotating], heads[:, rotating:]
+        return split_heads(qkv, spec)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         rows, width = len(gate_up), gate_up.shape[-1] // 2

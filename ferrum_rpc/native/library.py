@@ -24,7 +24,7 @@ _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.s
 
 
 class SpanArrays(ctypes.Structure):
-    """``struct step`` of attention.h: what all layers of a step share. Pointers are to int32 arrays."""
+    """``struct span_arrays`` of attention.h: what all layers of a step share. Pointers are to int32 arrays."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("spans", "block_size", "threads")),
@@ -33,7 +33,7 @@ class SpanArrays(ctypes.Structure):
 
 
 class RowTask(ctypes.Structure):
-    """``struct rows`` of norm_rope_gate.h: one task for every row. Pointers are to the tensors' elements."""
+    """``struct row_task`` of norm_rope_gate.h: one task for every row. Pointers are to the tensors' elements."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width", "heads", "head_dim")),
@@ -44,7 +44,7 @@ class RowTask(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """``struct linear`` of linear.h: a packed weight."""
+    """``struct matrix`` of linear.h: a packed weight."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("kind", "n", "k")),
@@ -67,7 +67,7 @@ class AttentionLayer(ctypes.Structure):
     """``struct attention_layer`` of attention.h: a layer's kernels, its cache, and what its rows see of it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("paged", "flash", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("decode", "prefill", "keys", "values")),
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "wide", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -81,7 +81,7 @@ class AttentionStep(ctypes.Structure):
 
 
 STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep)
-ABI_VERSION: Final = 4
+ABI_VERSION: Final = 5
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -96,15 +96,15 @@ _P, _I, _L, _S = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_
 _ROWS: Final = (_P, _L, _L)  # the first, elements between two, how many
 
 FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
-    "ferrum_attention_supported": (_I, _S, _I),
-    "ferrum_attention_new": (_P, _S, _I),
-    "ferrum_attention_free": (None, _P),
-    "ferrum_attention_name": (_S, _P),
+    "ferrum_decode_supported": (_I, _S, _I),
+    "ferrum_decode_new": (_P, _S, _I),
+    "ferrum_decode_free": (None, _P),
+    "ferrum_decode_name": (_S, _P),
     "ferrum_attend": (_I, _P, _I, _P, _L, _P),
     "ferrum_store": (None, _P, _P, _L, _P, _P, _L, _L),
-    "ferrum_flash_supported": (_I, _I),
-    "ferrum_flash_new": (_P,),
-    "ferrum_flash_free": (None, _P),
+    "ferrum_prefill_supported": (_I, _I),
+    "ferrum_prefill_new": (_P,),
+    "ferrum_prefill_free": (None, _P),
     "ferrum_rows_lanes": (_I, _I),
     "ferrum_rows": (None, _P, _I),
     "ferrum_linear_supported": (_I, _I),

@@ -24,9 +24,9 @@ int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const ch
                       char *output)
 {
     const struct attention_layer *own = step->layers + layer;
-    if (step->long_spans && ferrum_attend_long(own, step->long_spans, query, query_stride, output))
+    if (step->long_spans && ferrum_prefill_attend(own, step->long_spans, query, query_stride, output))
         return -1;
-    if (step->short_spans && ferrum_attend_short(own, step->short_spans, query, query_stride, output))
+    if (step->short_spans && ferrum_decode_attend(own, step->short_spans, query, query_stride, output))
         return -1;
     return 0;
 }

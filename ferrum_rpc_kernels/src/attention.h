@@ -5,12 +5,12 @@
 
 #include <stdint.h>
 
-struct ferrum_attention;
-struct ferrum_flash;
+struct ferrum_decode;
+struct ferrum_prefill;
 
 /* Spans of a step, for all of its layers (BatchGeometry in ferrum_rpc/attention/geometry.py). Arrays have an entry per
  * span, table_start one more. */
-struct step {
+struct span_arrays {
     int32_t spans, block_size, threads;
     const int32_t *rows;        /* first row in the packed queries */
     const int32_t *starts;      /* tokens cached before the span */
@@ -19,12 +19,12 @@ struct step {
     const int32_t *tables;      /* block ids */
 };
 
-/* A layer's kernels (flash NULL: it gets no long spans), its cache, [blocks, block_size, kv_heads, head_dim] of bfloat16
+/* A layer's kernels (prefill NULL: it gets no long spans), its cache, [blocks, block_size, kv_heads, head_dim] of bfloat16
  * or, where `wide`, float32, and what its rows see of it: the last `window` positions, or all where it is 0. Scores are
  * bent to less than `softcap` where that is not 0. */
 struct attention_layer {
-    struct ferrum_attention *paged;
-    struct ferrum_flash *flash;
+    struct ferrum_decode *decode;
+    struct ferrum_prefill *prefill;
     char *keys, *values;
     int32_t heads, kv_heads, head_dim, wide, window;
     float scale, softcap;
@@ -32,7 +32,7 @@ struct attention_layer {
 
 /* Attention of a step, in all layers. Spans are short or long (NULL: there are none), for one kernel or the other. */
 struct attention_step {
-    const struct step *short_spans, *long_spans;
+    const struct span_arrays *short_spans, *long_spans;
     const struct attention_layer *layers;
     const int64_t *slots; /* of every token of the step */
 };
@@ -43,9 +43,9 @@ void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int
                   const char *value, int64_t key_bytes, int64_t value_bytes);
 int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const char *query, int64_t query_stride,
                       char *output);
-int32_t ferrum_attend_short(const struct attention_layer *layer, const struct step *step, const char *query,
+int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                             int64_t query_stride, char *output);
-int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                            int64_t query_stride, char *output);
 
 #endif

@@ -39,7 +39,7 @@ struct unit {
 
 /* A layer's step. Queries: a row every query_bytes. */
 struct work {
-    const struct step *step;
+    const struct span_arrays *step;
     const char *query, *keys, *values;
     char *output;
     size_t query_bytes, block_bytes, slot_bytes;
@@ -63,7 +63,7 @@ struct set {
 };
 
 /* Buffers of buffer.h. */
-struct ferrum_attention {
+struct ferrum_decode {
     const struct set *set;
     struct unit *units;
     float *scratch, *partials;
@@ -91,22 +91,22 @@ static const struct set *find_set(const char *name, int32_t head_dim)
 }
 
 /* Whether there is such a set: by name, or any where that is NULL. */
-int32_t ferrum_attention_supported(const char *name, int32_t head_dim)
+int32_t ferrum_decode_supported(const char *name, int32_t head_dim)
 {
     return find_set(name, head_dim) != NULL;
 }
 
 /* NULL where there is no memory, or no such set. */
-struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim)
+struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim)
 {
     const struct set *set = find_set(name, head_dim);
-    struct ferrum_attention *made = set ? calloc(1, sizeof *made) : NULL;
+    struct ferrum_decode *made = set ? calloc(1, sizeof *made) : NULL;
     if (made)
         made->set = set;
     return made;
 }
 
-void ferrum_attention_free(struct ferrum_attention *self)
+void ferrum_decode_free(struct ferrum_decode *self)
 {
     free(self->units);
     free(self->scratch);
@@ -115,7 +115,7 @@ void ferrum_attention_free(struct ferrum_attention *self)
     free(self);
 }
 
-const char *ferrum_attention_name(const struct ferrum_attention *self)
+const char *ferrum_decode_name(const struct ferrum_decode *self)
 {
     return self->set->name;
 }
@@ -126,7 +126,7 @@ static int ceil_div(int a, int b)
 }
 
 /* Cut a step into units, in the order of spans, tiles (of `tile` tokens) and chunks. With units == NULL only count. */
-static size_t cut(const struct step *step, int tile, int window, struct unit *units, size_t *partial_tokens,
+static size_t cut(const struct span_arrays *step, int tile, int window, struct unit *units, size_t *partial_tokens,
                   size_t *slots)
 {
     size_t count = 0;
@@ -162,10 +162,10 @@ static size_t cut(const struct step *step, int tile, int window, struct unit *un
 
 /* The short spans of one layer: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two
  * rows of the queries; the output is contiguous. */
-int32_t ferrum_attend_short(const struct attention_layer *layer, const struct step *step, const char *query,
+int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                             int64_t query_stride, char *output)
 {
-    struct ferrum_attention *self = layer->paged;
+    struct ferrum_decode *self = layer->decode;
     const size_t element = layer->wide ? 4 : 2;
     const int group = layer->heads / layer->kv_heads, dim = layer->head_dim;
     const int tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
@@ -214,7 +214,7 @@ int32_t ferrum_attend_short(const struct attention_layer *layer, const struct st
     {
         float *mine = self->scratch;
         int64_t job;
-#pragma omp critical(ferrum_attention_thread)
+#pragma omp critical(ferrum_decode_thread)
         mine += scratch * next++;
 #pragma omp for schedule(dynamic, 1)
         for (job = 0; job < jobs; job++) {

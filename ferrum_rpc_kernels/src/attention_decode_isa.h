@@ -151,7 +151,7 @@ INLINE void ISA(advance)(const struct work *work, const float *query, int rows, 
 INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head, int head_end, float *scratch,
                       int dim, int wide)
 {
-    const struct step *step = work->step;
+    const struct span_arrays *step = work->step;
     const int group = work->heads / work->kv_heads, size = step->block_size;
     const int tokens = unit->tokens, rows = tokens * group, count = (head_end - head) * rows;
     const size_t element = wide ? 4 : 2, slot_bytes = work->slot_bytes;

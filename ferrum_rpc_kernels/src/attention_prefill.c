@@ -20,7 +20,7 @@
 #include "gemm_tile.h"
 #include "buffer.h"
 
-struct ferrum_flash {
+struct ferrum_prefill {
     char *scratch;
     size_t size;
 };
@@ -28,33 +28,33 @@ struct ferrum_flash {
 #if defined(__x86_64__)
 
 #define JOINED(name, suffix) name##suffix
-#define ISA(name) JOINED(name, _flash)
+#define ISA(name) JOINED(name, _prefill)
 #define TARGET COMPILED_FOR(AVX512_BF16)
 #define LANES 16
 #include "simd.h"
 
 #define MAX_DIM 256
-#define KEYS DOT_WIDTH /* positions at a time: four panels */
+#define KEYS GEMM_WIDTH /* positions at a time: four panels */
 #define TILE_ROWS 256  /* query rows (tokens x group) of a unit */
 
-int32_t ferrum_flash_supported(int32_t head_dim)
+int32_t ferrum_prefill_supported(int32_t head_dim)
 {
     return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && CPU_HAS(AVX512_BF16);
 }
 
 /* NULL where there is no memory. */
-struct ferrum_flash *ferrum_flash_new(void) { return calloc(1, sizeof(struct ferrum_flash)); }
+struct ferrum_prefill *ferrum_prefill_new(void) { return calloc(1, sizeof(struct ferrum_prefill)); }
 
-void ferrum_flash_free(struct ferrum_flash *self)
+void ferrum_prefill_free(struct ferrum_prefill *self)
 {
     free(self->scratch);
     free(self);
 }
 
-DOT_ENTRY(flash_entry, dot_pairs, AVX512_BF16)
+GEMM_ENTRY(prefill_entry, gemm_pairs, AVX512_BF16)
 
 struct job {
-    const struct step *step;
+    const struct span_arrays *step;
     const char *query, *keys, *values;
     char *output;
     size_t query_bytes, slot_bytes;
@@ -66,8 +66,8 @@ struct job {
 struct buffers {
     char *query;      /* bfloat16 [rows][wide_dim] */
     char *key, *value; /* panels: [4][wide_dim / 2][16][2], [panels][KEYS / 2][16][2] */
-    char *weights;    /* bfloat16 [DOT_ROWS][KEYS] */
-    float *scores;    /* [DOT_ROWS][KEYS] */
+    char *weights;    /* bfloat16 [GEMM_ROWS][KEYS] */
+    float *scores;    /* [GEMM_ROWS][KEYS] */
     float *sums;      /* [panels / 4][rows][64] */
     float *most, *total;
 };
@@ -76,17 +76,17 @@ static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static size_t lay_out(const struct job *job, int rows, char *base, struct buffers *buffers)
 {
-    const size_t planes = (size_t)(job->panels + DOT_PANELS - 1) / DOT_PANELS;
+    const size_t planes = (size_t)(job->panels + GEMM_PANELS - 1) / GEMM_PANELS;
     size_t at = 0;
 #define PLACE(name, bytes)                                                                                             \
     buffers->name = (void *)(base + at);                                                                               \
     at += rounded(bytes)
     PLACE(query, (size_t)rows * job->wide_dim * 2);
     PLACE(key, (size_t)KEYS * job->wide_dim * 2);
-    PLACE(value, (size_t)KEYS * job->panels * DOT_COLUMNS * 2);
-    PLACE(weights, DOT_ROWS * KEYS * 2);
-    PLACE(scores, DOT_ROWS * KEYS * sizeof(float));
-    PLACE(sums, planes * rows * DOT_WIDTH * sizeof(float));
+    PLACE(value, (size_t)KEYS * job->panels * GEMM_COLUMNS * 2);
+    PLACE(weights, GEMM_ROWS * KEYS * 2);
+    PLACE(scores, GEMM_ROWS * KEYS * sizeof(float));
+    PLACE(sums, planes * rows * GEMM_WIDTH * sizeof(float));
     PLACE(most, rows * sizeof(float));
     PLACE(total, rows * sizeof(float));
 #undef PLACE
@@ -143,13 +143,13 @@ static TARGET void pack(const struct job *job, const int32_t *table, int head, i
         key[i] = job->keys + at;
         value[i] = job->values + at;
     }
-    for (int panel = 0; panel < KEYS / DOT_COLUMNS; panel++)
+    for (int panel = 0; panel < KEYS / GEMM_COLUMNS; panel++)
         for (int d = 0; d < job->wide_dim; d += 32) {
             const __mmask32 held = dim - d < 32 ? (__mmask32)((1u << (dim - d)) - 1) : 0xffffffffu;
             __m512i x[16];
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) {
-                const char *row = key[panel * DOT_COLUMNS + i];
+                const char *row = key[panel * GEMM_COLUMNS + i];
                 x[i] = row ? _mm512_maskz_loadu_epi16(held, row + d * 2) : _mm512_setzero_si512();
             }
             transpose(x);
@@ -219,7 +219,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                                 const struct buffers *own)
 {
     const int group = job->group, dim = job->dim, rows = tokens * group;
-    const int planes = (job->panels + DOT_PANELS - 1) / DOT_PANELS, end = position + tokens;
+    const int planes = (job->panels + GEMM_PANELS - 1) / GEMM_PANELS, end = position + tokens;
     for (int r = 0; r < rows; r++) {
         char *to = own->query + (size_t)r * job->wide_dim * 2;
         memcpy(to, job->query + (size_t)(row + r / group) * job->query_bytes + ((size_t)head * group + r % group) * dim * 2,
@@ -228,17 +228,17 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
         own->most[r] = -__builtin_inff();
         own->total[r] = 0.0f;
     }
-    memset(own->sums, 0, (size_t)planes * rows * DOT_WIDTH * sizeof(float));
+    memset(own->sums, 0, (size_t)planes * rows * GEMM_WIDTH * sizeof(float));
     const int seen = job->window > 0 && position + 1 > job->window ? position + 1 - job->window : 0;
     for (int first = seen / KEYS * KEYS; first < end; first += KEYS) {
         pack(job, table, head, first, end, own);
         int count;
         for (int r = 0; r < rows; r += count) {
-            count = rows - r < DOT_ROWS ? rows - r : DOT_ROWS;
+            count = rows - r < GEMM_ROWS ? rows - r : GEMM_ROWS;
             const int last = position + (r + count - 1) / group;
             if (last < first || (job->window > 0 && position + r / group - job->window >= first + KEYS))
                 continue; /* no row of the block sees any of these positions */
-            struct dots dots = {
+            struct gemm_tile tile = {
                 .rows = own->query + (size_t)r * job->wide_dim * 2,
                 .panels = own->key,
                 .ahead = own->key,
@@ -248,7 +248,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                 .vectors = job->wide_dim / 2,
             };
             memset(own->scores, 0, (size_t)count * KEYS * sizeof(float));
-            flash_entry(&dots, count, KEYS / DOT_COLUMNS);
+            prefill_entry(&tile, count, KEYS / GEMM_COLUMNS);
             for (int i = 0; i < count; i++) {
                 const int at = position + (r + i) / group;
                 const int low = job->window > 0 && at + 1 > job->window ? at + 1 - job->window : 0;
@@ -256,24 +256,24 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                                            own->total + r + i, own->weights + i * KEYS * 2);
                 if (scale != 1.0f)
                     for (int plane = 0; plane < planes; plane++) {
-                        float *sums = own->sums + ((size_t)plane * rows + r + i) * DOT_WIDTH;
+                        float *sums = own->sums + ((size_t)plane * rows + r + i) * GEMM_WIDTH;
 #pragma GCC unroll 4
-                        for (int d = 0; d < DOT_WIDTH; d += 16)
+                        for (int d = 0; d < GEMM_WIDTH; d += 16)
                             *(FV *)(sums + d) = *(FV *)(sums + d) * scale;
                     }
             }
             for (int plane = 0; plane < planes; plane++) {
-                const int panels = job->panels - plane * DOT_PANELS < DOT_PANELS ? job->panels - plane * DOT_PANELS : DOT_PANELS;
-                dots = (struct dots){
+                const int panels = job->panels - plane * GEMM_PANELS < GEMM_PANELS ? job->panels - plane * GEMM_PANELS : GEMM_PANELS;
+                tile = (struct gemm_tile){
                     .rows = own->weights,
-                    .panels = own->value + (size_t)plane * DOT_PANELS * (KEYS / 2) * 64,
+                    .panels = own->value + (size_t)plane * GEMM_PANELS * (KEYS / 2) * 64,
                     .ahead = own->value,
                     .row_bytes = KEYS * 2,
                     .panel_bytes = KEYS / 2 * 64,
-                    .sums = own->sums + ((size_t)plane * rows + r) * DOT_WIDTH,
+                    .sums = own->sums + ((size_t)plane * rows + r) * GEMM_WIDTH,
                     .vectors = KEYS / 2,
                 };
-                flash_entry(&dots, count, panels);
+                prefill_entry(&tile, count, panels);
             }
         }
     }
@@ -281,15 +281,15 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
         char *to = job->output + ((size_t)(row + r / group) * job->heads + (size_t)head * group + r % group) * dim * 2;
         const float share = 1.0f / own->total[r];
         for (int d = 0; d < dim; d += 16)
-            ISA(store)(to, d, 0, *(FV *)(own->sums + ((size_t)(d / DOT_WIDTH) * rows + r) * DOT_WIDTH + d % DOT_WIDTH) * share);
+            ISA(store)(to, d, 0, *(FV *)(own->sums + ((size_t)(d / GEMM_WIDTH) * rows + r) * GEMM_WIDTH + d % GEMM_WIDTH) * share);
     }
 }
 
-/* The long spans of one layer, all bfloat16; as ferrum_attend_short. */
-int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+/* The long spans of one layer, all bfloat16; as ferrum_decode_attend. */
+int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                            int64_t query_stride, char *output)
 {
-    struct ferrum_flash *self = layer->flash;
+    struct ferrum_prefill *self = layer->prefill;
     const struct job job = {
         .step = step,
         .query = query,
@@ -305,7 +305,7 @@ int32_t ferrum_attend_long(const struct attention_layer *layer, const struct ste
         .group = layer->heads / layer->kv_heads,
         .dim = layer->head_dim,
         .wide_dim = (layer->head_dim + 31) / 32 * 32,
-        .panels = layer->head_dim / DOT_COLUMNS,
+        .panels = layer->head_dim / GEMM_COLUMNS,
     };
     const int tile = job.group < TILE_ROWS ? TILE_ROWS / job.group : 1;
     struct buffers buffers;
@@ -344,13 +344,13 @@ int32_t ferrum_attend_long(const struct attention_layer *layer, const struct ste
 #else
 
 /* No such instructions: nothing here is called but the first. */
-int32_t ferrum_flash_supported(int32_t head_dim)
+int32_t ferrum_prefill_supported(int32_t head_dim)
 {
     (void)head_dim;
     return 0;
 }
 
-int32_t ferrum_attend_long(const struct attention_layer *layer, const struct step *step, const char *query,
+int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                            int64_t query_stride, char *output)
 {
     (void)layer, (void)step, (void)query, (void)query_stride, (void)output;

@@ -21,15 +21,15 @@
 
 #include "cpu_features.h"
 
-#define DOT_ROWS 6
-#define DOT_PANELS 4
-#define DOT_COLUMNS 16 /* of a panel */
-#define DOT_WIDTH (DOT_PANELS * DOT_COLUMNS)
-#define DOT_INLINE(SET) static inline __attribute__((always_inline)) COMPILED_FOR(SET)
+#define GEMM_ROWS 6
+#define GEMM_PANELS 4
+#define GEMM_COLUMNS 16 /* of a panel */
+#define GEMM_WIDTH (GEMM_PANELS * GEMM_COLUMNS)
+#define GEMM_INLINE(SET) static inline __attribute__((always_inline)) COMPILED_FOR(SET)
 
-/* A block of rows against neighbouring panels. Rows lie `row_bytes` apart, panels `panel_bytes`; `sums` has DOT_WIDTH
+/* A block of rows against neighbouring panels. Rows lie `row_bytes` apart, panels `panel_bytes`; `sums` has GEMM_WIDTH
  * floats a row, which are added to. `ahead`: memory to fetch into the cache meanwhile, a line for every vector. */
-struct dots {
+struct gemm_tile {
     const char *rows, *panels, *ahead;
     size_t row_bytes, panel_bytes;
     float *sums;
@@ -41,7 +41,7 @@ struct dots {
     int group;
 };
 
-DOT_INLINE(AVX512) __m512i dot_broadcast(const char *from)
+GEMM_INLINE(AVX512) __m512i gemm_broadcast(const char *from)
 {
     int32_t four;
     memcpy(&four, from, sizeof four);
@@ -49,31 +49,31 @@ DOT_INLINE(AVX512) __m512i dot_broadcast(const char *from)
 }
 
 /* Written out: with the intrinsic GCC 12 keeps a copy of every sum in memory, and the loop takes 2.5 times as long. */
-DOT_INLINE(AVX512_VNNI) __m512i dot_fours(__m512i sum, __m512i weights, __m512i x)
+GEMM_INLINE(AVX512_VNNI) __m512i gemm_fours(__m512i sum, __m512i weights, __m512i x)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
     return sum;
 }
 
-DOT_INLINE(AVX512_BF16) void dot_pairs(const struct dots *dots, const int rows, const int panels)
+GEMM_INLINE(AVX512_BF16) void gemm_pairs(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    __m512 sums[DOT_ROWS][DOT_PANELS];
+    __m512 sums[GEMM_ROWS][GEMM_PANELS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            sums[r][p] = _mm512_loadu_ps(dots->sums + r * DOT_WIDTH + p * DOT_COLUMNS);
-    const char *row = dots->rows, *panel = dots->panels, *ahead = dots->ahead;
-    const size_t row_bytes = dots->row_bytes, panel_bytes = dots->panel_bytes;
-    for (int i = 0; i < dots->vectors; i++, row += 4, panel += 64, ahead += 64) {
-        __m512i weights[DOT_PANELS];
+            sums[r][p] = _mm512_loadu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS);
+    const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
+    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
+    for (int i = 0; i < tile->vectors; i++, row += 4, panel += 64, ahead += 64) {
+        __m512i weights[GEMM_PANELS];
         _mm_prefetch(ahead, _MM_HINT_T1);
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
             weights[p] = _mm512_loadu_si512(panel + p * panel_bytes);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            const __m512i x = dot_broadcast(row + r * row_bytes);
+            const __m512i x = gemm_broadcast(row + r * row_bytes);
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++)
                 sums[r][p] = _mm512_dpbf16_ps(sums[r][p], (__m512bh)weights[p], (__m512bh)x);
@@ -83,43 +83,43 @@ DOT_INLINE(AVX512_BF16) void dot_pairs(const struct dots *dots, const int rows, 
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            _mm512_storeu_ps(dots->sums + r * DOT_WIDTH + p * DOT_COLUMNS, sums[r][p]);
+            _mm512_storeu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[r][p]);
 }
 
 /* Weights are unsigned, 128 more than they are, and rows are signed: what that adds, 128 x the sum of the row's group,
  * is taken off where the group's sum begins. */
-DOT_INLINE(AVX512_VNNI) void dot_bytes(const struct dots *dots, const int rows, const int panels)
+GEMM_INLINE(AVX512_VNNI) void gemm_bytes(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    const char *row = dots->rows, *panel = dots->panels, *ahead = dots->ahead;
-    const size_t row_bytes = dots->row_bytes, panel_bytes = dots->panel_bytes;
-    for (int g = 0; g < dots->vectors / dots->group; g++) {
-        __m512i sums[DOT_ROWS][DOT_PANELS];
+    const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
+    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
+    for (int g = 0; g < tile->vectors / tile->group; g++) {
+        __m512i sums[GEMM_ROWS][GEMM_PANELS];
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++)
-                sums[r][p] = _mm512_set1_epi32(dots->row_starts[r * dots->row_groups + g]);
-        for (int i = 0; i < dots->group; i++, row += 4, panel += 64, ahead += 64) {
-            __m512i weights[DOT_PANELS];
+                sums[r][p] = _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]);
+        for (int i = 0; i < tile->group; i++, row += 4, panel += 64, ahead += 64) {
+            __m512i weights[GEMM_PANELS];
             _mm_prefetch(ahead, _MM_HINT_T1);
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++)
                 weights[p] = _mm512_loadu_si512(panel + p * panel_bytes);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                const __m512i x = dot_broadcast(row + r * row_bytes);
+                const __m512i x = gemm_broadcast(row + r * row_bytes);
 #pragma GCC unroll 4
                 for (int p = 0; p < panels; p++)
-                    sums[r][p] = dot_fours(sums[r][p], weights[p], x);
+                    sums[r][p] = gemm_fours(sums[r][p], weights[p], x);
             }
         }
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
-            const __m512 scale = _mm512_loadu_ps(dots->panel_scales + p * dots->panel_groups + g * DOT_COLUMNS);
+            const __m512 scale = _mm512_loadu_ps(tile->panel_scales + p * tile->panel_groups + g * GEMM_COLUMNS);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                float *to = dots->sums + r * DOT_WIDTH + p * DOT_COLUMNS;
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(dots->row_scales[r * dots->row_groups + g]));
+                float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(tile->row_scales[r * tile->row_groups + g]));
                 _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][p]), both, _mm512_loadu_ps(to)));
             }
         }
@@ -127,21 +127,21 @@ DOT_INLINE(AVX512_VNNI) void dot_bytes(const struct dots *dots, const int rows, 
 }
 
 /* One copy of the loops for every number of rows and panels, so that their sums stay in registers. */
-#define DOT_CASE(kind, r, p)                                                                                           \
+#define GEMM_CASE(kind, r, p)                                                                                          \
     case (p) * 8 + (r):                                                                                                \
-        kind(dots, r, p);                                                                                              \
+        kind(tile, r, p);                                                                                              \
         break;
-#define DOT_CASES(kind, p)                                                                                             \
-    DOT_CASE(kind, 1, p)                                                                                               \
-    DOT_CASE(kind, 2, p) DOT_CASE(kind, 3, p) DOT_CASE(kind, 4, p) DOT_CASE(kind, 5, p) DOT_CASE(kind, 6, p)
-#define DOT_ENTRY(name, kind, SET)                                                                                     \
-    static COMPILED_FOR(SET) void name(const struct dots *dots, int rows, int panels)                                  \
+#define GEMM_CASES(kind, p)                                                                                            \
+    GEMM_CASE(kind, 1, p)                                                                                              \
+    GEMM_CASE(kind, 2, p) GEMM_CASE(kind, 3, p) GEMM_CASE(kind, 4, p) GEMM_CASE(kind, 5, p) GEMM_CASE(kind, 6, p)
+#define GEMM_ENTRY(name, kind, SET)                                                                                    \
+    static COMPILED_FOR(SET) void name(const struct gemm_tile *tile, int rows, int panels)                             \
     {                                                                                                                  \
         switch (panels * 8 + rows) {                                                                                   \
-            DOT_CASES(kind, 1)                                                                                         \
-            DOT_CASES(kind, 2)                                                                                         \
-            DOT_CASES(kind, 3)                                                                                         \
-            DOT_CASES(kind, 4)                                                                                         \
+            GEMM_CASES(kind, 1)                                                                                        \
+            GEMM_CASES(kind, 2)                                                                                        \
+            GEMM_CASES(kind, 3)                                                                                        \
+            GEMM_CASES(kind, 4)                                                                                        \
         }                                                                                                              \
     }
 

@@ -51,7 +51,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
     const int width = weights->qkv->k;
     if (!reserve_buffer(&self->buffer, &self->size, (size_t)count * width * 2))
         return -1;
-    struct rows rows = {
+    struct row_task rows = {
         .task = ADD_NORM,
         .threads = threads,
         .width = width,
@@ -65,7 +65,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
     ferrum_rows(&rows, weights->lanes);
     if (ferrum_linear(self->linears, weights->qkv, self->buffer, width, count, qkv, 0, threads))
         return -1;
-    rows = (struct rows){
+    rows = (struct row_task){
         .task = ROTATE,
         .threads = threads,
         .width = weights->qkv->n,
@@ -93,7 +93,7 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
     if (ferrum_linear(self->linears, weights->output, attended, weights->output->k, count, delta, 0, threads))
         return -1;
-    struct rows rows = {
+    struct row_task rows = {
         .task = ADD_NORM,
         .threads = threads,
         .width = width,
@@ -107,7 +107,7 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
     ferrum_rows(&rows, weights->lanes);
     if (ferrum_linear(self->linears, weights->gate_up, normed, width, count, gate_up, 0, threads))
         return -1;
-    rows = (struct rows){
+    rows = (struct row_task){
         .task = GATE, .threads = threads, .width = inner, .count = count, .hidden = gate_up, .out = gated};
     ferrum_rows(&rows, weights->lanes);
     return ferrum_linear(self->linears, weights->down, gated, inner, count, delta, 0, threads);

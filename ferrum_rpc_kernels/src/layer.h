@@ -9,7 +9,7 @@
 
 /* Norm weights are bfloat16, those of heads float32 or NULL. `rotating`: heads of query and key. */
 struct layer_weights {
-    const struct linear *qkv, *output, *gate_up, *down;
+    const struct matrix *qkv, *output, *gate_up, *down;
     const char *input_norm, *post_norm;
     const float *head_norms;
     int32_t rotating, head_dim, lanes;

@@ -41,7 +41,7 @@ struct best {
 
 /* Buffers of buffer.h. */
 struct ferrum_linears {
-    float *sums;      /* [threads][SLAB][DOT_WIDTH] */
+    float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
     char *rows;       /* bytes: [m][k] */
     float *scales;    /* bytes: [m][k / GROUP] */
     int32_t *starts;  /* bytes: [m][k / GROUP] */
@@ -70,8 +70,8 @@ void ferrum_linears_free(struct ferrum_linears *self)
 /* What both kinds are done with. */
 #define TARGET COMPILED_FOR(AVX512)
 
-DOT_ENTRY(pairs_entry, dot_pairs, AVX512_BF16)
-DOT_ENTRY(bytes_entry, dot_bytes, AVX512_VNNI)
+GEMM_ENTRY(pairs_entry, gemm_pairs, AVX512_BF16)
+GEMM_ENTRY(bytes_entry, gemm_bytes, AVX512_VNNI)
 
 /* One row to 8 bits: for every group its scale and -128 x its sum. A group with an element that is not finite gets a NaN
  * for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
@@ -159,7 +159,7 @@ static TARGET void best_of_row(const float *sums, const float *bias, int from, i
 }
 
 struct product {
-    const struct linear *linear;
+    const struct matrix *linear;
     const char *rows;
     const float *row_scales;
     const int32_t *row_starts;
@@ -173,57 +173,57 @@ struct product {
 /* Job `job`: its panels against its rows. `next`: the one that this thread will do then. `best`: of this thread. */
 static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, struct best *best)
 {
-    const struct linear *linear = product->linear;
+    const struct matrix *linear = product->linear;
     const int pairs = linear->kind == PAIRS, panel = (int)(job / product->slabs) * product->unit;
     const int panels = product->panels - panel < product->unit ? product->panels - panel : product->unit;
     const int64_t from = job % product->slabs * SLAB;
     const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
-    const int blocks = (rows + DOT_ROWS - 1) / DOT_ROWS;
+    const int blocks = (rows + GEMM_ROWS - 1) / GEMM_ROWS;
     const int vectors = (int)(product->panel_bytes / 64), groups = linear->k / GROUP;
     const char *ahead = NULL;
     if (blocks > 1 && next / product->slabs != job / product->slabs)
         ahead = linear->panels + next / product->slabs * product->unit * product->panel_bytes;
-    memset(sums, 0, (size_t)rows * DOT_WIDTH * sizeof *sums);
+    memset(sums, 0, (size_t)rows * GEMM_WIDTH * sizeof *sums);
     for (int first = 0; first < vectors; first += CHUNK_BYTES / 64) {
-        struct dots dots = {
+        struct gemm_tile tile = {
             .panels = linear->panels + panel * product->panel_bytes + (size_t)first * 64,
             .row_bytes = product->row_bytes,
             .panel_bytes = product->panel_bytes,
             .vectors = vectors - first < CHUNK_BYTES / 64 ? vectors - first : CHUNK_BYTES / 64,
-            .panel_scales = pairs ? NULL : linear->scales + ((size_t)panel * groups + first * 4 / GROUP) * DOT_COLUMNS,
+            .panel_scales = pairs ? NULL : linear->scales + ((size_t)panel * groups + first * 4 / GROUP) * GEMM_COLUMNS,
             .row_groups = groups,
-            .panel_groups = (size_t)groups * DOT_COLUMNS,
+            .panel_groups = (size_t)groups * GEMM_COLUMNS,
             .group = GROUP / 4,
         };
         int row = 0;
         for (int block = 0; block < blocks; block++) {
             const int count = (rows - row + blocks - block - 1) / (blocks - block);
-            dots.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * 4;
-            dots.sums = sums + row * DOT_WIDTH;
-            dots.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : dots.panels;
+            tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * 4;
+            tile.sums = sums + row * GEMM_WIDTH;
+            tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
             if (pairs) {
-                pairs_entry(&dots, count, panels);
+                pairs_entry(&tile, count, panels);
             } else {
-                dots.row_scales = product->row_scales + (from + row) * groups + first * 4 / GROUP;
-                dots.row_starts = product->row_starts + (from + row) * groups + first * 4 / GROUP;
-                bytes_entry(&dots, count, panels);
+                tile.row_scales = product->row_scales + (from + row) * groups + first * 4 / GROUP;
+                tile.row_starts = product->row_starts + (from + row) * groups + first * 4 / GROUP;
+                bytes_entry(&tile, count, panels);
             }
             row += count;
         }
     }
-    const int column = panel * DOT_COLUMNS;
-    const int columns = linear->n - column < panels * DOT_COLUMNS ? linear->n - column : panels * DOT_COLUMNS;
+    const int column = panel * GEMM_COLUMNS;
+    const int columns = linear->n - column < panels * GEMM_COLUMNS ? linear->n - column : panels * GEMM_COLUMNS;
     for (int row = 0; row < rows; row++)
         if (product->ranked)
-            best_of_row(sums + row * DOT_WIDTH, linear->bias, column, columns, best + from + row);
+            best_of_row(sums + row * GEMM_WIDTH, linear->bias, column, columns, best + from + row);
         else
-            round_row(sums + row * DOT_WIDTH, linear->bias, column, columns,
+            round_row(sums + row * GEMM_WIDTH, linear->bias, column, columns,
                       product->out + (from + row) * product->out_bytes, product->wide);
 }
 
 /* The product of x [count, k], whose rows lie `x_stride` elements apart, to `out`, or only the largest of each row to
  * `self->best`, of as many threads as it returns; -1 where there is no memory for the buffers. */
-static int32_t run(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                    int64_t count, char *out, int32_t wide, int32_t threads)
 {
     const int pairs = linear->kind == PAIRS, groups = linear->k / GROUP;
@@ -231,12 +231,12 @@ static int32_t run(struct ferrum_linears *self, const struct linear *linear, con
         .linear = linear,
         .rows = x,
         .row_bytes = (size_t)x_stride * 2,
-        .panel_bytes = (size_t)linear->k * DOT_COLUMNS * (pairs ? 2 : 1),
+        .panel_bytes = (size_t)linear->k * GEMM_COLUMNS * (pairs ? 2 : 1),
         .out = out,
         .out_bytes = (size_t)linear->n * (wide ? 4 : 2),
         .count = count,
-        .panels = (linear->n + DOT_COLUMNS - 1) / DOT_COLUMNS,
-        .unit = DOT_PANELS,
+        .panels = (linear->n + GEMM_COLUMNS - 1) / GEMM_COLUMNS,
+        .unit = GEMM_PANELS,
         .slabs = (int)((count + SLAB - 1) / SLAB),
         .wide = wide,
         .ranked = !out,
@@ -246,7 +246,7 @@ static int32_t run(struct ferrum_linears *self, const struct linear *linear, con
     while (product.unit > 1 && (int64_t)product.panels / product.unit * product.slabs < 4 * threads)
         product.unit /= 2;
     const int64_t jobs = (int64_t)((product.panels + product.unit - 1) / product.unit) * product.slabs;
-    const size_t sums = (size_t)(count < SLAB ? count : SLAB) * DOT_WIDTH;
+    const size_t sums = (size_t)(count < SLAB ? count : SLAB) * GEMM_WIDTH;
     if (!reserve_buffer(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
         return -1;
     if (product.ranked) {
@@ -291,14 +291,14 @@ static int32_t run(struct ferrum_linears *self, const struct linear *linear, con
 
 /* out [count, n] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
  * elements apart, those of the output one after the other. 0, or -1 where there is no memory for the buffers. */
-int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
     return run(self, linear, x, x_stride, count, out, wide, threads) < 0 ? -1 : 0;
 }
 
 /* ids [count]: of each row of that product the column of its largest element, the first of several. */
-int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                               int64_t count, int64_t *ids, int32_t threads)
 {
     const int32_t lists = run(self, linear, x, x_stride, count, NULL, 0, threads);
@@ -325,14 +325,14 @@ int32_t ferrum_linear_supported(int32_t kind)
     return 0;
 }
 
-int32_t ferrum_linear(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
     (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)out, (void)wide, (void)threads;
     return -1;
 }
 
-int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct linear *linear, const char *x, int64_t x_stride,
+int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                               int64_t count, int64_t *ids, int32_t threads)
 {
     (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)ids, (void)threads;

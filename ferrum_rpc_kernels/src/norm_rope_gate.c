@@ -26,9 +26,9 @@ int32_t ferrum_rows_lanes(int32_t elements)
 }
 
 /* Do a task to every row. `lanes`: as ferrum_rows_lanes returned. */
-void ferrum_rows(const struct rows *rows, int32_t lanes)
+void ferrum_rows(const struct row_task *rows, int32_t lanes)
 {
-    void (*run)(const struct rows *, int64_t) = run_row_portable;
+    void (*run)(const struct row_task *, int64_t) = run_row_portable;
 #if defined(__x86_64__)
     run = lanes == 16 ? run_row_avx512 : lanes == 8 ? run_row_avx2 : run;
 #else

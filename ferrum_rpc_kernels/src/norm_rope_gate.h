@@ -8,7 +8,7 @@
 enum task { ADD_NORM, ROTATE, GATE };
 
 /* Rows of bfloat16, or float32 where wide; norms of heads, cosines and sines are float32. */
-struct rows {
+struct row_task {
     int32_t task, wide, threads;
     int32_t width;           /* elements of a row; of a gate's, half of them */
     int32_t heads, head_dim; /* heads that are rotated, from the row's first on */
@@ -19,6 +19,6 @@ struct rows {
     const float *head_norms, *cos, *sin;
 };
 
-void ferrum_rows(const struct rows *rows, int32_t lanes);
+void ferrum_rows(const struct row_task *rows, int32_t lanes);
 
 #endif

@@ -10,7 +10,7 @@ INLINE float ISA(inverse_rms)(FV squares, int n, float eps)
 }
 
 /* hidden += delta (where there is one), rounded; out = hidden / rms(hidden) * weight. */
-INLINE void ISA(add_norm)(const struct rows *rows, int64_t row, int wide)
+INLINE void ISA(add_norm)(const struct row_task *rows, int64_t row, int wide)
 {
     const int n = rows->width;
     const size_t element = wide ? 4 : 2, at = (size_t)row * n * element;
@@ -31,7 +31,7 @@ INLINE void ISA(add_norm)(const struct rows *rows, int64_t row, int wide)
 }
 
 /* The heads of a row that are rotated, in place: normed where there are norms, then channel i with i + dim / 2. */
-INLINE void ISA(rotate)(const struct rows *rows, int64_t row, int wide)
+INLINE void ISA(rotate)(const struct row_task *rows, int64_t row, int wide)
 {
     const int dim = rows->head_dim, half = dim / 2;
     const size_t element = wide ? 4 : 2;
@@ -62,7 +62,7 @@ INLINE void ISA(rotate)(const struct rows *rows, int64_t row, int wide)
 }
 
 /* out = silu(gate) * up, where a row holds gate and up one after the other. */
-INLINE void ISA(gate)(const struct rows *rows, int64_t row, int wide)
+INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide)
 {
     const int n = rows->width;
     const size_t element = wide ? 4 : 2;
@@ -75,7 +75,7 @@ INLINE void ISA(gate)(const struct rows *rows, int64_t row, int wide)
     }
 }
 
-static TARGET void ISA(run_row)(const struct rows *rows, int64_t row)
+static TARGET void ISA(run_row)(const struct row_task *rows, int64_t row)
 {
     switch (rows->task * 2 + rows->wide) {
     case ADD_NORM * 2:

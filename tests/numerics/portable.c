@@ -17,11 +17,11 @@
 #define TOKENS 6
 
 int32_t ferrum_linear_supported(int32_t kind);
-int32_t ferrum_flash_supported(int32_t head_dim);
+int32_t ferrum_prefill_supported(int32_t head_dim);
 int32_t ferrum_rows_lanes(int32_t elements);
-struct ferrum_attention *ferrum_attention_new(const char *name, int32_t head_dim);
-const char *ferrum_attention_name(const struct ferrum_attention *self);
-void ferrum_attention_free(struct ferrum_attention *self);
+struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim);
+const char *ferrum_decode_name(const struct ferrum_decode *self);
+void ferrum_decode_free(struct ferrum_decode *self);
 
 static uint32_t state = 1;
 
@@ -59,7 +59,7 @@ static void run_rows(int wide)
     char *hidden = drawn(ROWS * 2 * width, wide), *out = calloc(ROWS * width, 4), *delta = drawn(ROWS * width, wide);
     char *weight = drawn(width, wide);
     float *norms = (float *)drawn(width, 1), *angles = (float *)drawn(ROWS * DIM, 1);
-    struct rows rows = {.wide = wide, .threads = 1, .width = width, .heads = HEADS + KV_HEADS, .head_dim = DIM,
+    struct row_task rows = {.wide = wide, .threads = 1, .width = width, .heads = HEADS + KV_HEADS, .head_dim = DIM,
                         .eps = 1e-6f, .count = ROWS, .hidden = hidden, .out = out, .delta = delta, .weight = weight,
                         .head_norms = norms, .cos = angles, .sin = angles};
     const char *names[] = {"add_norm", "rotate", "gate"};
@@ -72,7 +72,7 @@ static void run_rows(int wide)
 }
 
 /* A span of five tokens at the start of a sequence, and a single one behind two chunks of another. */
-static void run_attention(struct ferrum_attention *kernel, int wide, int window, float softcap)
+static void run_attention(struct ferrum_decode *kernel, int wide, int window, float softcap)
 {
     const int32_t rows[] = {0, 5}, starts[] = {0, 1000}, lengths[] = {5, 1001}, table_start[] = {0, 1, BLOCKS};
     const int row = (HEADS + 2 * KV_HEADS) * DIM;
@@ -81,7 +81,7 @@ static void run_attention(struct ferrum_attention *kernel, int wide, int window,
         tables[i] = BLOCKS - 1 - i;
     const int64_t slots[] = {tables[0] * BLOCK, tables[0] * BLOCK + 1, tables[0] * BLOCK + 2, tables[0] * BLOCK + 3,
                              tables[0] * BLOCK + 4, tables[1 + 62] * BLOCK + 8};
-    const struct step step = {2, BLOCK, 1, rows, starts, lengths, table_start, tables};
+    const struct span_arrays step = {2, BLOCK, 1, rows, starts, lengths, table_start, tables};
     char *keys = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide), *values = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide);
     char *qkv = drawn(TOKENS * row, wide), *out = calloc(TOKENS * HEADS * DIM, 4);
     const struct attention_layer layer = {kernel, NULL, keys, values, HEADS, KV_HEADS, DIM, wide, window, 0.2f, softcap};
@@ -94,15 +94,15 @@ static void run_attention(struct ferrum_attention *kernel, int wide, int window,
 
 int main(void)
 {
-    struct ferrum_attention *best = ferrum_attention_new(NULL, DIM), *kernel = ferrum_attention_new("portable", DIM);
-    printf("%s lanes %d pairs %d bytes %d flash %d\n", ferrum_attention_name(best), ferrum_rows_lanes(DIM),
-           ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_flash_supported(DIM));
+    struct ferrum_decode *best = ferrum_decode_new(NULL, DIM), *kernel = ferrum_decode_new("portable", DIM);
+    printf("%s lanes %d pairs %d bytes %d prefill %d\n", ferrum_decode_name(best), ferrum_rows_lanes(DIM),
+           ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_prefill_supported(DIM));
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, wide, 0, 0.0f);
         run_attention(kernel, wide, 700, 5.0f);
     }
-    ferrum_attention_free(best);
-    ferrum_attention_free(kernel);
+    ferrum_decode_free(best);
+    ferrum_decode_free(kernel);
     return 0;
 }

@@ -106,5 +106,5 @@ def test_clang_computes_the_same_bits(tmp_path):
 def test_arm64_takes_the_portable_vectors_and_computes_the_same_bits(tmp_path):
     other, emulator = tool("aarch64-linux-gnu-gcc"), tool("qemu-aarch64")
     has, bits = run_portable(tmp_path, other, "-O1", "-static", emulator=[emulator])
-    assert has == "portable lanes 4 pairs 0 bytes 0 flash 0"
+    assert has == "portable lanes 4 pairs 0 bytes 0 prefill 0"
     assert bits == run_portable(tmp_path, tool("cc"), "-O0")[1]

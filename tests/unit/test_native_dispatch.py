@@ -21,13 +21,13 @@ SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
 FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 KERNELS = {
-    "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_attention_supported(b"avx512", 64)),
-    "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_attention_supported(b"avx2", 64)),
+    "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_decode_supported(b"avx512", 64)),
+    "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_decode_supported(b"avx2", 64)),
     "rows in avx512": ("run_row_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
     "rows in avx2": ("run_row_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "products of pairs": ("pairs_entry", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS)),
     "products of bytes": ("bytes_entry", lambda cpu: cpu.ferrum_linear_supported(library.BYTES)),
-    "attention of long spans": ("flash_entry", lambda cpu: cpu.ferrum_flash_supported(64)),
+    "attention of long spans": ("prefill_entry", lambda cpu: cpu.ferrum_prefill_supported(64)),
 }
 """The outermost function of each that is compiled for instructions, and whether it may run."""
 
@@ -106,10 +106,10 @@ def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
     """``kernels``: products of pairs, products of bytes, attention of long spans."""
     cpu = machine(features)
     products = [cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)]
-    assert [*products, cpu.ferrum_flash_supported(128)] == kernels
+    assert [*products, cpu.ferrum_prefill_supported(128)] == kernels
     assert cpu.ferrum_rows_lanes(64) == lanes
-    cpu.ferrum_attention_new.restype = ctypes.c_void_p
-    cpu.ferrum_attention_name.restype = ctypes.c_char_p
-    kernel = ctypes.c_void_p(cpu.ferrum_attention_new(None, 128))
-    assert cpu.ferrum_attention_name(kernel) == {4: b"portable", 8: b"avx2", 16: b"avx512"}[lanes]
-    cpu.ferrum_attention_free(kernel)
+    cpu.ferrum_decode_new.restype = ctypes.c_void_p
+    cpu.ferrum_decode_name.restype = ctypes.c_char_p
+    kernel = ctypes.c_void_p(cpu.ferrum_decode_new(None, 128))
+    assert cpu.ferrum_decode_name(kernel) == {4: b"portable", 8: b"avx2", 16: b"avx512"}[lanes]
+    cpu.ferrum_decode_free(kernel)
