@@ -66,8 +66,7 @@ async def mixed(session: Client, mix: Mix) -> dict[str, Any]:
         finally:
             stop.set()
             chunks = await feeding
-    p50, p99 = np.percentile(np.array(beside) * 1e3, (50, 99))
-    quiet50, quiet99 = np.percentile(np.array(alone) * 1e3, (50, 99))
+    (p50, p99), (alone_p50, alone_p99) = (np.percentile(np.array(each) * 1e3, (50, 99)) for each in (beside, alone))
     return {
         "batch": cell.batch,
         "context": cell.context,
@@ -78,8 +77,8 @@ async def mixed(session: Client, mix: Mix) -> dict[str, Any]:
         "p99_ms": round(float(p99), 3),
         "ratio": round(float(p99 / p50), 3),
         "target": MIXED_TARGET,
-        "alone_p50_ms": round(float(quiet50), 3),
-        "alone_p99_ms": round(float(quiet99), 3),
+        "alone_p50_ms": round(float(alone_p50), 3),
+        "alone_p99_ms": round(float(alone_p99), 3),
     }
 
 

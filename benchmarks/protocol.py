@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of the executors")
     parser.add_argument("--model", choices=tuple(MODELS), default="identity", help="what the executors compute")
     parser.add_argument("--against", type=Path, help="another checkout, whose executors take turns with these")
-    options = read_options(parser, argv, rounds=10, round_s=2.0)
+    options = read_options(parser, argv, rounds=10)
     options.steps = options.steps or (16 if options.quick else 256)
     model = "" if options.model == "identity" else f"-{options.model}"
     options.name = f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"

@@ -26,6 +26,8 @@ from ferrum_rpc.runtime import openmp_waits, polled
 
 Opening = AbstractAsyncContextManager[Player]
 SCHEMA: Final = 1
+SIZES: Final = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocab_size")
+"""Of a model, beside its parameters."""
 
 
 class Record:
@@ -66,19 +68,21 @@ class Record:
 
 
 def read_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int, round_s: float
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int, round_s: float | None = None
 ) -> argparse.Namespace:
     """The command line, with the options that all benchmarks have, and what was not written in it. ``round_s``: seconds
-    of a round, about."""
+    of a round, about, where it is they that decide how many steps it has."""
     parser.add_argument("--rounds", type=int, help=f"of every side (default: {rounds})")
-    parser.add_argument("--round-seconds", type=float, help=f"of a round, about (default: {round_s:g})")
-    parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
+    if round_s is not None:
+        parser.add_argument("--round-seconds", type=float, help=f"of a round, about (default: {round_s:g})")
+        parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
     parser.add_argument("--quick", action="store_true", help="the smallest size, few steps: does it run at all?")
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/NAME-<kind of machine>.json)")
     options = parser.parse_args(argv)
     options.rounds = options.rounds or (2 if options.quick else rounds)
-    options.round_seconds = options.round_seconds or (0.01 if options.quick else round_s)
-    options.threads = options.threads or machine.hardware()["cores"]
+    if round_s is not None:
+        options.round_seconds = options.round_seconds or (0.01 if options.quick else round_s)
+        options.threads = options.threads or machine.hardware()["cores"]
     return options
 
 
@@ -117,6 +121,7 @@ class Contest:
         }
         self.record = Record(name, told, options.out)
         facts = {"name": folder.name, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
+        facts |= {name: getattr(self.spec, name) for name in SIZES}
         self.record.save(model=facts, cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()

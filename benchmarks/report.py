@@ -8,20 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from xml.sax.saxutils import escape
 
-from benchmarks import tables, targets
+from benchmarks import tables
 from benchmarks.cases import CELLS
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
 from benchmarks.peers import PEERS
-from benchmarks.plot import Bar, svg
 from benchmarks.record import SCHEMA
-from benchmarks.tables import NOT_YET, TEXTS, Table, number
-from benchmarks.targets import newest
+from benchmarks.tables import IN_PROCESS, NOT_YET, TEXTS, Row, Table, number
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 PICTURE: Final = "benchmarks.svg"
@@ -33,22 +33,148 @@ def document(results: Sequence[tuple[str, Any]]) -> str:
     """The whole page. ``results``: file names and what they hold."""
     if not results:
         return "\n".join([TEXTS["head"], "No results yet: run `make bench`.\n"])
+    programs = list(RENDERERS)
+    found = []
     for name, result in results:
-        if result["benchmark"] not in RENDERERS or result["schema"] != SCHEMA:
+        program = result["benchmark"].partition("-")[0]
+        if program not in programs or result["schema"] != SCHEMA:
             raise ValueError(f"{name}: no report for {result['benchmark']!r} of schema {result['schema']}")
+        found.append((programs.index(program), result["benchmark"], RENDERERS[program](name, result)))
     latest = newest(results)
-    standing = Table(targets.COLUMNS, targets.rows(latest)).markdown()
-    parts = [TEXTS["head"], glance(latest), f"{TEXTS['targets']}\n{standing}\n"]
-    order = list(RENDERERS)
-    for name, result in sorted(results, key=lambda each: order.index(each[1]["benchmark"])):
-        parts.append(RENDERERS[result["benchmark"]](name, result))
+    parts = [TEXTS["head"], glance(latest), f"{TEXTS['targets']}\n{standing(latest).markdown()}\n"]
+    parts += [text for _, _, text in sorted(found, key=lambda each: each[:2])]
     return "\n".join(parts)
+
+
+# --- targets, and where they stand ------------------------------------------------------------------------------------
+
+
+STANDING: Final = ("what", "measured", "target", "reached", "goal", "file")
+
+Results = Mapping[str, tuple[str, Any]]
+"""The newest result of each benchmark, with its file's name."""
+
+Place = tuple[str | dict[str, Any], ...]
+"""Where a figure stands in a result: keys, and in a list what the entry has."""
+
+
+def find(value: Any, path: Place) -> Any:
+    """What stands there, or None."""
+    for key in path:
+        if isinstance(key, dict):
+            value = next((each for each in value if key.items() <= each.items()), {})
+        else:
+            value = {} if value is None else value.get(key, {})
+    return None if value == {} else value
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``path``: of the figure in a result of ``benchmark``, and ``over``, of what it is a share of; of several parts
+    the largest counts. ``least``: at least ``bound``, else at most."""
+
+    what: str
+    benchmark: str
+    path: Place
+    bound: float
+    least: bool = True
+    unit: str = ""
+    goal: float | None = None
+    over: Place = ()
+
+    def row(self, results: Results) -> Row:
+        """Of the table."""
+        name, result = results.get(self.benchmark, ("", {}))
+        value = self._value(result)
+        sign = "≥" if self.least else "≤"
+        goal = "" if self.goal is None else f"{sign} {self.goal:g}{self.unit}"
+        bound = f"{sign} {self.bound:g}{self.unit}"
+        if value is None:
+            return (self.what, NOT_YET, bound, "", goal, "")
+        reached = value >= self.bound if self.least else value <= self.bound
+        return (self.what, f"{number(value)}{self.unit}", bound, "yes" if reached else "no", goal, f"`{name}`")
+
+    def _value(self, result: Any) -> float | None:
+        *parts, figure = self.path
+        found, over = find(result, tuple(parts)), find(result, self.over) if self.over else 1.0
+        entries = found if isinstance(found, list) else [found or {}]
+        values = [float(each[str(figure)]) for each in entries if str(figure) in each]
+        return max(values) / over if values and over is not None else None
+
+
+def _rate(cell: str, side: str = REFERENCE) -> Place:
+    return ("cells", {"cell": cell}, "sides", side, "tokens_per_s")
+
+
+def _speed() -> Iterator[Target]:
+    for cell in CELLS:
+        assert cell.target is not None
+        what = f"Qwen3-0.6B bf16 through gRPC, greedy, {cell.name}"
+        yield Target(what, "suite", _rate(cell.name), cell.target, unit=" tok/s", goal=cell.goal)
+    for name, bound in (("decode b1 @512", 32.0), ("decode b8 @256", 140.0), ("decode b32 @256", 260.0)):
+        yield Target(f"the same, int8 weights, {name}", "suite", _rate(name, INT8), bound, unit=" tok/s")
+
+
+def _costs() -> Iterator[Target]:
+    cell = {"model": "qwen3-0.6b", "batch": 32, "output": "full-bf16"}
+    ratio = ("ratios", IN_PROCESS, "median")
+    for way, benchmark in (("unary calls", "wire"), ("in a session", "wire-session")):
+        for batch in (1, 8, 32):
+            what = f"gRPC against in process, b{batch}, greedy, {way}"
+            yield Target(what, benchmark, ("cells", cell | {"batch": batch, "output": "greedy"}, *ratio), 0.97)
+    yield Target("gRPC against in process, b32, full bf16 rows", "wire", ("cells", cell, *ratio), 0.85)
+    for way in ("unary", "session"):
+        point = {"transport": "tcp", "way": way, "depth": 1}
+        what = f"an empty step, {way}, in bare echoes"
+        yield Target(what, "protocol", ("points", point, "ratio", "median"), 2.0, least=False)
+    for engine, benchmark in (("", "protocol"), (", engine in a process", "protocol-process")):
+        for what, way, depth in (
+            ("empty steps in a session, 4 in flight", "session", 4),
+            ("empty steps of 64 unary callers", "unary", 64),
+        ):
+            point = {"transport": "tcp", "way": way, "depth": depth}
+            yield Target(what + engine, benchmark, ("points", point, "steps_per_s"), 3000, unit="/s")
+    mixed = "p99 over p50 of a decode step under mixed load"
+    yield Target(mixed, "suite", ("mixed", "ratio"), 2.0, least=False)
+    bookkeeping = "bookkeeping of a sequence and step"
+    yield Target(bookkeeping, "suite", ("bookkeeping", "per_sequence_us"), 30.0, least=False, unit=" µs")
+
+
+def _gpu() -> Iterator[Target]:
+    prefix = "CUDA, Qwen3-8B shape, bf16: "
+    for what, cell, bound in (
+        ("decode b1 @1k", "decode b1 @1024", 0.85),
+        ("decode b64 @2k", "decode b64 @2048", 0.80),
+        ("prefill 8k", "prefill 8192", 0.60),
+    ):
+        limit: Place = ("cells", {"cell": cell}, "roof", "tokens_per_s")
+        yield Target(f"{prefix}{what}, of the limit", "gpu", _rate(cell, INSIDE), bound, over=limit)
+    load: Place = ("attention", {"name": "decode, 64 x 4k"}, "share_of_bandwidth")
+    yield Target(f"{prefix}attention, decode b64 @4k, of the limit", "gpu", load, 0.80)
+    ratio: Place = ("cells", {"cell": "decode b64 @2048"}, "ratios", INSIDE, "median")
+    yield Target(f"{prefix}gRPC against in process, b64, greedy", "gpu", ratio, 0.97)
+
+
+TARGETS: Final = (*_speed(), *_costs(), *_gpu())
+
+
+def newest(results: Sequence[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """The latest result of each benchmark."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, result in sorted(results, key=lambda each: each[1]["ended"]):
+        found[result["benchmark"]] = (name, result)
+    return found
+
+
+def standing(results: Results) -> Table:
+    """Every target, and where it stands."""
+    return Table(STANDING, [target.row(results) for target in TARGETS])
 
 
 # --- all engines at a glance ------------------------------------------------------------------------------------------
 
 
-def glance(results: targets.Results) -> str:
+def glance(results: Results) -> str:
     """A row for the limit and every engine, a column for every cell."""
     limits = [_roof(cell.name, results) for cell in CELLS]
     rows = [
@@ -62,7 +188,7 @@ def glance(results: targets.Results) -> str:
     return f"{TEXTS['glance']}\n{text}\n{picture}"
 
 
-def panels(results: targets.Results) -> dict[str, list[Bar]]:
+def panels(results: Results) -> dict[str, list[Bar]]:
     """What was measured, bars for each cell."""
     found: dict[str, list[Bar]] = {}
     for cell in CELLS:
@@ -82,7 +208,7 @@ def _names() -> Sequence[str]:
     return (REFERENCE, INSIDE, INT8, *(peer.name for peer in PEERS))
 
 
-def _glance(cell: str, name: str, results: targets.Results) -> str:
+def _glance(cell: str, name: str, results: Results) -> str:
     result = _result(cell, name, results)
     if result is not None:
         ratio = result["ratios"].get(name)
@@ -93,20 +219,68 @@ def _glance(cell: str, name: str, results: targets.Results) -> str:
     return "left out" if any(name in result.get("left_out", ()) for _, result in results.values()) else NOT_YET
 
 
-def _cells(results: targets.Results) -> Iterator[Any]:
+def _cells(results: Results) -> Iterator[Any]:
     """Of the suite first: it has the ones that are in both."""
     for benchmark in ("suite", "peers"):
         if benchmark in results:
             yield from results[benchmark][1].get("cells", ())
 
 
-def _result(cell: str, name: str, results: targets.Results) -> Any:
+def _result(cell: str, name: str, results: Results) -> Any:
     return next((each for each in _cells(results) if each["cell"] == cell and name in each["sides"]), None)
 
 
-def _roof(cell: str, results: targets.Results) -> float | None:
+def _roof(cell: str, results: Results) -> float | None:
     roofs = (each["roof"] for each in _cells(results) if each["cell"] == cell)
     return next((roof["tokens_per_s"] for roof in roofs if roof), None)
+
+
+# --- a picture of bars, which needs no library ------------------------------------------------------------------------
+
+
+WIDTH: Final = 760
+LABEL: Final = 230
+VALUE: Final = 70
+BAR: Final = 16
+GAP: Final = 5
+TITLE: Final = 30
+COLORS: Final = {"limit": "#b8bec7", "ours": "#c2541b", "peer": "#3f6f9f"}
+TEXT: Final = "#24292f"
+
+
+class Bar(NamedTuple):
+    """``kind``: limit, ours or peer."""
+
+    label: str
+    value: float
+    kind: str
+
+
+def svg(panels: Mapping[str, Sequence[Bar]]) -> str:
+    """Panels below each other, by their titles; the largest value of one is its longest bar."""
+    parts: list[str] = []
+    top = 0
+    for title, bars in panels.items():
+        parts.append(_text(8, top + 20, title, weight="bold"))
+        top += TITLE
+        largest = max(bar.value for bar in bars)
+        for label, value, kind in bars:
+            length = max(1.0, value / largest * (WIDTH - LABEL - VALUE))
+            parts.append(_text(LABEL - 8, top + BAR - 4, label, anchor="end"))
+            parts.append(f'<rect x="{LABEL}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{COLORS[kind]}"/>')
+            parts.append(_text(LABEL + length + 6, top + BAR - 4, number(value)))
+            top += BAR + GAP
+        top += GAP
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
+        f'font-family="sans-serif" font-size="12" fill="{TEXT}">'
+    )
+    ground = f'<rect width="{WIDTH}" height="{top}" fill="#ffffff"/>'
+    return "\n".join([head, ground, *parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
@@ -242,15 +416,10 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "suite": cells,
     "peers": cells,
     "protocol": protocol,
-    "protocol-demo": protocol,
-    "protocol-process": protocol,
     "wire": wire,
-    "wire-session": wire,
-    "wire-process": wire,
-    "wire-session-process": wire,
     "gpu": cells,
 }
-"""By the ``benchmark`` that a file names, in the order of the page."""
+"""By the program whose ``benchmark`` a file has, in the order of the page."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import compare, parts, report, tables, targets
+from benchmarks import compare, parts, report, tables
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
 from benchmarks.engines.grpc import INT8
@@ -19,7 +19,6 @@ from benchmarks.limits import roof
 from benchmarks.machine import ROOT
 from benchmarks.parts import Size, slope
 from benchmarks.peers import PEERS
-from benchmarks.plot import Bar, svg
 from benchmarks.profile import Column, Profile, medians, table
 from benchmarks.suite import EAGER
 from benchmarks.tables import NOT_YET
@@ -168,15 +167,15 @@ def test_the_profile_is_one_table_of_all_cases():
 
 
 def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
-    picture = svg({"tokens & more": [Bar("ours <", 20.0, "ours"), Bar("limit", 40.0, "limit")]})
+    picture = report.svg({"tokens & more": [report.Bar("ours <", 20.0, "ours"), report.Bar("limit", 40.0, "limit")]})
     tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
     widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert widths[1] == 2 * widths[0]
 
 
 def test_what_was_not_measured_says_so():
-    table = targets.rows({})
-    assert len(table) == len(targets.TARGETS) and all(row[1] == NOT_YET for row in table)
+    table = report.standing({}).rows
+    assert len(table) == len(report.TARGETS) and all(row[1] == NOT_YET for row in table)
     page = report.glance({})
     assert page.count(NOT_YET) == len(CELLS) * (4 + len(PEERS))
     page = report.glance({"peers": ("peers.json", {"cells": [], "left_out": {PEERS[0].name: "no compiler"}})})
@@ -189,6 +188,6 @@ def test_a_target_is_reached_or_not_by_the_newest_file():
         cells = [{"cell": CELLS[1].name, "reference": REFERENCE, "sides": sides}]
         return {"benchmark": "suite", "ended": ended, "cells": cells}
 
-    found = targets.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
-    row = next(row for row in targets.rows(found) if CELLS[1].name in row[0])
+    found = report.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
+    row = next(row for row in report.standing(found).rows if CELLS[1].name in row[0])
     assert row[1:] == ("20.0 tok/s", "≥ 14.5 tok/s", "yes", "≥ 22 tok/s", "`new.json`")
