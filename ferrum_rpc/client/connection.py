@@ -17,8 +17,8 @@ from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
-from ferrum_rpc.client.state import Item, SequenceState, new_request_id, settled
-from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Transport
+from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
+from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, Rows
 from ferrum_rpc.errors import ExecutorError, SequenceBusy
 from ferrum_rpc.executor.v1 import forward_pb2
@@ -157,28 +157,26 @@ class Connection:
         for at, (state, handle, length) in enumerate(rollbacks):
             calls.setdefault(state.request_id(("truncate", handle, length), fresh), []).append(at)
         refusals: list[ExecutorError | None] = [None] * len(rollbacks)
-
-        def over(at: int, request_id: str, outcome: list[HandleRef] | BaseException) -> None:
-            state, handle, length = rollbacks[at]
-            if isinstance(outcome, BaseException):
-                state.doubt = settled(state.doubt, outcome, ("truncate", handle, length), request_id)
-                refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
-            else:
-                state.rolled_back(*outcome)
-
         for request_id, group in calls.items():
             requests = [
                 TruncateKvRequest(handle=handle_to_proto(handle), length=length, request_id=request_id)
                 for _, handle, length in (rollbacks[at] for at in group)
             ]
+            outcomes: Sequence[Operated | BaseException]
             try:
-                outcomes = await self.transport.operate(requests, deadline)
+                outcomes, failure = await self.transport.operate(requests, deadline), None
             except BaseException as error:
-                for at in group:
-                    over(at, request_id, error)
-                raise
+                outcomes, failure = [error] * len(group), error
             for at, outcome in zip(group, outcomes, strict=True):
-                over(at, request_id, outcome)
+                state, handle, length = rollbacks[at]
+                if isinstance(outcome, list):
+                    state.rolled_back(*outcome)
+                else:
+                    call = UnknownOutcome(("truncate", handle, length), request_id)
+                    state.doubt = settled(state.doubt, call, outcome)
+                    refusals[at] = outcome if isinstance(outcome, ExecutorError) else None
+            if failure is not None:
+                raise failure
         return refusals
 
     async def fork(
@@ -203,7 +201,7 @@ class Connection:
         try:
             handles = await children(deadline)
         except BaseException as error:
-            state.fork = settled(state.fork, error, content, request.request_id, children)
+            state.fork = settled(state.fork, UnknownOutcome(content, request.request_id, children), error)
             raise
         state.fork = None
         return [self._child(state, each) for each in handles]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ferrum_rpc.client.pieces import Pieces
@@ -80,28 +80,21 @@ class UnknownOutcome:
 
     content: tuple[object, ...]
     request_id: str
-    unknown: bool
     repeat: Repeat | None = None
+    unknown: bool = True
 
 
-def settled(
-    known: UnknownOutcome | None,
-    error: BaseException,
-    content: tuple[object, ...],
-    request_id: str,
-    repeat: Repeat | None = None,
-) -> UnknownOutcome | None:
-    """What is unknown after a call failed, where ``known`` was unknown before it.
+def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseException) -> UnknownOutcome | None:
+    """What is unknown after a ``call`` failed, where ``known`` was unknown before it.
 
     A refusal before the call ran is one of this attempt only: the call keeps its id, and is not repeated merely to
     release what it creates. Any other refusal settles the call, and no other one.
     """
-    same = known is not None and known.request_id == request_id
     if fate_unknown(error):
-        return UnknownOutcome(content, request_id, True, repeat)
+        return call
     if isinstance(error, REFUSED_BEFORE_RUNNING):
-        return known if known is not None and known.unknown else UnknownOutcome(content, request_id, False)
-    return None if same else known
+        return known if known is not None and known.unknown else replace(call, repeat=None, unknown=False)
+    return None if known is not None and known.request_id == call.request_id else known
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -222,9 +215,9 @@ class SequenceState:
     def failed(self, item: Item, error: BaseException, repeat: Repeat) -> None:
         """The item was refused, or its fate is unknown."""
         if item.handle is None:
-            self.creation = settled(self.creation, error, item.content, item.request_id, repeat)
+            self.creation = settled(self.creation, UnknownOutcome(item.content, item.request_id, repeat), error)
         else:
-            self.doubt = settled(self.doubt, error, item.content, item.request_id)
+            self.doubt = settled(self.doubt, UnknownOutcome(item.content, item.request_id), error)
 
     def rolled_back(self, handle: HandleRef) -> None:
         """The sequence changed without being fed: it was rolled back."""
