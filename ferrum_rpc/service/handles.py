@@ -78,10 +78,6 @@ class HandleTable:
             self._gone.popitem(last=False)
         return True
 
-    def is_live(self, record: SequenceRecord) -> bool:
-        """Whether the sequence is in the table."""
-        return record.id in self.live
-
     def has(self, handle_id: bytes, owner: str) -> bool:
         """Whether this names a live sequence of its owner's."""
         record = self.live.get(handle_id)

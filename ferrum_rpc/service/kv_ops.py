@@ -101,7 +101,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         state, attempt, record = self._state, self._state.supervisor.attempt, self._record
         made = [state.handles.live.get(handle.id, record) for handle in self._handles]
         attempt(state.give_up, [each for each in made if each is not record])
-        if state.handles.is_live(record):
+        if record.id in state.handles.live:
             attempt(state.quotas.settle, record)
         if record.pending_end is not None and not record.busy:
             attempt(state.release, [record], record.pending_end)
@@ -122,7 +122,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             self._handles = _returned(work)
         else:
             work.close()
-        if self._operation is not None and state.handles.is_live(record):
+        if self._operation is not None and record.id in state.handles.live:
             state.quotas.settle(record)
             record.touch()
         if record.pending_end is not None and not record.busy:

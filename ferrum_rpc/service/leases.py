@@ -14,7 +14,6 @@ from typing import Final
 
 from ferrum_rpc.core import Caller, Limits
 from ferrum_rpc.errors import (
-    ExecutorError,
     InstanceMismatch,
     InvalidRequest,
     LeaseExpired,
@@ -70,17 +69,14 @@ class LeaseTable:
         lease = self._live.get(lease_id)
         if lease is not None and lease.owner == owner:
             return lease
-        error: ExecutorError
         if self._expired.get(lease_id) == owner:
-            error = LeaseExpired("the lease ran out and its sequences were freed; acquire a new one", field=field)
-        elif "-" in lease_id and lease_id.partition("-")[0] != self._instance:
-            error = InstanceMismatch("the lease is of another process lifetime; acquire a new one", field=field)
-        else:
-            error = LeaseUnknown("no such lease", field=field)
-        raise error
+            raise LeaseExpired("the lease ran out and its sequences were freed; acquire a new one", field=field)
+        if "-" in lease_id and lease_id.partition("-")[0] != self._instance:
+            raise InstanceMismatch("the lease is of another process lifetime; acquire a new one", field=field)
+        raise LeaseUnknown("no such lease", field=field)
 
     def renew(self, lease_id: str, owner: str) -> Lease:
-        """A sign of life. Raises what `find` raises."""
+        """Renew the owner's lease. Raises what `find` raises."""
         lease = self.find(lease_id, owner)
         lease.renew(time.monotonic())
         return lease
