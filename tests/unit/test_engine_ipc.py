@@ -34,6 +34,8 @@ from ferrum_rpc.engine.process.ipc import (
     Messages,
     SharedMemory,
     dump,
+    make_span,
+    take_span,
 )
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
@@ -68,8 +70,9 @@ def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
 
 @given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
 def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
-    arrived = fed(b"".join(map(dump, sent)), sizes)
-    for spans, wanted in zip(arrived, sent, strict=True):
+    arrived = fed(b"".join([dump(list(map(take_span, each))) for each in sent]), sizes)
+    for taken, wanted in zip(arrived, sent, strict=True):
+        spans = [make_span(*each) for each in taken]
         for found, span in zip(spans, wanted, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
             assert found._replace(tokens=None) == span._replace(tokens=None)

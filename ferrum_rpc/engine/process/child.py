@@ -24,7 +24,7 @@ from typing import Any, Final
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.engine.api import Described, EngineCounters, Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, make_span
 
 READ_BYTES: Final = 64 << 10
 COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))
@@ -89,7 +89,7 @@ class ChildLoop(EngineLoop):
             return None
         slot, what, *rest = message
         done = partial(self._answer, slot)
-        work = Submission(what, done, *rest) if rest else Operation(what, done)
+        work = Submission(tuple([make_span(*span) for span in what]), done, *rest) if rest else Operation(what, done)
         work.slot = slot
         return work
 

@@ -126,12 +126,14 @@ def _loaded(output: bytes) -> OutputSpec:
     return found
 
 
-def _take_span(span: Span) -> tuple[Any, ...]:
+def take_span(span: Span) -> tuple[Any, ...]:
+    """Plain data, for `make_span`: that is pickled in half the time of the objects."""
     sequence, tokens, start, output, *options = span
     return sequence, tokens.tobytes(), start, _dumped(output), *options
 
 
-def _make_span(sequence: int, tokens: bytes, start: int, output: bytes, *options: Any) -> Span:
+def make_span(sequence: int, tokens: bytes, start: int, output: bytes, *options: Any) -> Span:
+    """What `take_span` took apart."""
     return Span(sequence, np.frombuffer(tokens, np.int32), start, _loaded(output), *options)
 
 
@@ -145,14 +147,13 @@ def _make_block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> R
 
 
 _PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (
-    (Span, _take_span, _make_span),
     (RowBlock, _take_block, _make_block),
     (Rows, lambda of: (of.block, of.first, of.count), Rows),
     (SpanResult, tuple, SpanResult),
     (StepTiming, tuple, StepTiming),
 )
-"""What every step has, how it is taken apart and how it is made again. Pickle's own way with arrays, enums, dataclasses
-and names of classes costs a single decode 100 µs."""
+"""What every answer has, how it is taken apart and how it is made again. Pickle's own way with arrays, enums,
+dataclasses and names of classes costs a single decode 100 µs."""
 
 
 def _make(part: int, *fields: Any) -> Any:
@@ -166,8 +167,11 @@ def _reducer(part: int, take: Callable[[Any], Iterable[Any]]) -> Callable[[Any],
 _REDUCERS: Final = {of: _reducer(part, take) for part, (of, take, _) in enumerate(_PARTS)}
 
 
-def dump(message: object, place: Callable[[memoryview], int | None] = lambda data: None) -> bytes:
-    """A message, to be sent. Buffers for which ``place`` finds room lie there."""
+def dump(message: object, place: Callable[[memoryview], int | None] | None = None) -> bytes:
+    """A message, to be sent. Buffers for which ``place`` finds room lie there; without ``place`` it is plain data."""
+    if place is None:
+        plain = pickle.dumps(message, 5)
+        return _HEADER.pack(len(plain), 0) + plain
     places: list[bytes] = []
 
     def inline(buffer: pickle.PickleBuffer) -> bool:

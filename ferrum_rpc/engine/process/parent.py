@@ -31,7 +31,7 @@ from ferrum_rpc.engine.api import (
     ended,
 )
 from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump
+from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, take_span
 
 READ_BYTES: Final = 64 << 10
 DYING_S: Final = 0.1
@@ -127,7 +127,8 @@ class EngineProcess:
         if isinstance(work, Operation):
             self._send((slot, work.run))
         else:
-            self._send((slot, work.spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
+            spans = [take_span(span) for span in work.spans]
+            self._send((slot, spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Never waits: while the engine claims its next step it is too late."""
