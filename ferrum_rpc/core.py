@@ -62,6 +62,22 @@ class Greedy:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A token drawn on the device (`sampling.draw`): ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 keep all tokens; ``bias``: (token, what is added to its logit). ``seed``: 64 bits; None: any. The draw
+    is a function of the row, the seed and the row's position. With ``logprob`` also the token's log-probability in the
+    row as the model gave it (f32)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    logprob: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TopTokens:
     """The ``k`` largest logits with their ids, by falling logit and rising id, and the row's logsumexp."""
 
@@ -82,7 +98,7 @@ class FullLogits:
     dtype: RowDType = RowDType.F32
 
 
-OutputKind = Greedy | TopTokens | SelectedTokens | FullLogits
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +117,7 @@ class OutputSpec:
     def row_bytes(self, vocab_size: int) -> int:
         """Bytes of one row on the wire."""
         match self.kind:
-            case Greedy(logprob):
+            case Greedy(logprob) | Sample(logprob=logprob):
                 return 8 if logprob else 4
             case TopTokens(k):
                 return 8 * k + 4
@@ -215,7 +231,7 @@ class RowKind(enum.Enum):
     tensors; the first ``required`` of them are always there."""
 
     TOKENS = ("tokens", ("token_ids", "logprobs"), 1)
-    """Greedy rows: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], where they were asked for."""
+    """Chosen tokens: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], where they were asked for."""
     TOP_TOKENS = ("top_tokens", ("token_ids", "logits", "logsumexp"), 3)
     """``token_ids`` uint32 [R, k], ``logits`` float32 [R, k], ``logsumexp`` float32 [R]."""
     SELECTED_TOKENS = ("selected_tokens", ("logits", "logsumexp"), 2)

@@ -13,7 +13,7 @@ from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTi
 from ferrum_rpc.wire.rows import float_rows
 
 _OUTPUT_NAMES: Final = {
-    RowKind.TOKENS: "Greedy",
+    RowKind.TOKENS: "Greedy or Sample",
     RowKind.TOP_TOKENS: "TopTokens",
     RowKind.SELECTED_TOKENS: "SelectedTokens",
     RowKind.LOGITS: "FullLogits",
@@ -75,15 +75,15 @@ class Answer:
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """Greedy tokens, uint32 [R]."""
+        """Chosen tokens (`Greedy`, `Sample`), uint32 [R]."""
         return self._columns(RowKind.TOKENS)["token_ids"]
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Log-probabilities of `tokens`, float32 [R]; requested with ``Greedy(logprob=True)``."""
+        """Log-probabilities of `tokens`, float32 [R]; requested with ``logprob=True``."""
         columns = self._columns(RowKind.TOKENS)
         if "logprobs" not in columns:
-            raise NoSuchRowsError("the answer has no log-probabilities: ask with Greedy(logprob=True)")
+            raise NoSuchRowsError("the answer has no log-probabilities: ask with logprob=True")
         return columns["logprobs"]
 
     @property

@@ -13,7 +13,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType, SelectedTokens, TopTokens
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    OutputKind,
+    OutputSpec,
+    Positions,
+    RowDType,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+)
 from ferrum_rpc.errors import InvalidRequest
 
 Tokens = Iterable[int] | npt.NDArray[np.integer]
@@ -56,14 +66,14 @@ def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
     return listed
 
 
-def as_number(value: int, field: str, *, least: int = 0) -> int:
+def as_number(value: int, field: str, *, least: int = 0, most: int = MOST) -> int:
     """An integer from ``least`` on that fits the contract's numbers. Raises `InvalidRequest`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or not least <= number <= MOST:
-        raise InvalidRequest(f"{field} is an integer from {least} to {MOST}, not {value!r}", field=field)
+    if number is None or not least <= number <= most:
+        raise InvalidRequest(f"{field} is an integer from {least} to {most}, not {value!r}", field=field)
     return number
 
 
@@ -92,6 +102,8 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
     match kind:
         case Greedy(logprob=bool()) | FullLogits(dtype=RowDType()):
             pass
+        case Sample():
+            _check_sample(kind)
         case TopTokens(k):
             as_number(k, "output.top_tokens.k", least=1)
         case SelectedTokens(tuple() as token_ids):
@@ -103,8 +115,28 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
             )
         case _:
             raise InvalidRequest(
-                f"an output is an OutputSpec, Greedy(), TopTokens(k), SelectedTokens((id, ...)) or FullLogits(), not "
+                f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)) or "
+                f"FullLogits(), not "
                 f"{kind!r}",
                 field="output",
             )
     return spec
+
+
+def _check_sample(sample: Sample) -> None:
+    """Raise `InvalidRequest` for what the contract's fields cannot hold; the executor checks what they mean."""
+    for name in ("temperature", "top_p", "min_p"):
+        _check_float(getattr(sample, name), f"output.sample.{name}")
+    as_number(sample.top_k, "output.sample.top_k")
+    if not isinstance(sample.logprob, bool):
+        raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field="output.sample.logprob")
+    if sample.seed is not None:
+        as_number(sample.seed, "output.sample.seed", most=2**64 - 1)
+    for token_id, value in sample.bias:
+        as_number(token_id, "output.sample.bias.token_id")
+        _check_float(value, "output.sample.bias.bias")
+
+
+def _check_float(value: float, field: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{field} is a number, not {value!r}", field=field)

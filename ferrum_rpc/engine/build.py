@@ -88,7 +88,7 @@ def _assemble(
             blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
         )
         overlap, depth = select_depth(compute, config.overlap)
-        choices += (choice, overlap)
+        choices += (choice, overlap, (f"sampling={compute.sampler.name}", compute.sampler.reason))
     return TorchRunner(
         model,
         KvManager(blocks + 1, config.block_size, config.block_order),

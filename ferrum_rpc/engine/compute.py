@@ -19,7 +19,8 @@ from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows, Span
 from ferrum_rpc.models.base import Model, NativeModel, StepInputs
-from ferrum_rpc.sampling.rows import select_rows
+from ferrum_rpc.sampling.draw import select_sampler
+from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
 
@@ -32,6 +33,7 @@ class Compute:
     def __init__(self, model: Model, attention: AttentionBackend) -> None:
         self.model = model
         self.attention = attention
+        self.sampler = select_sampler(model.device)
         self._on_host = model.device.type == "cpu"
         self._done = Mark(torch.device("cpu"))
         self._native: tuple[NativeModel, NativeAttention] | None = None
@@ -72,10 +74,10 @@ class Compute:
             count = output.row_count(tokens)
             if count:
                 wanted.append(index)
-                requests.append((end - count, count, output.kind))
+                requests.append(Request(end - count, count, output.kind, span.end - count + 1))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
-            found = select_rows(hidden, requests, self.model.logits, self.model.largest)
+            found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
             for index, answer in zip(wanted, found, strict=True):
                 rows[index] = answer
         return rows

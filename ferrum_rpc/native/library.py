@@ -80,8 +80,18 @@ class AttentionStep(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("short_spans", "long_spans", "layers", "slots"))
 
 
-STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep)
-ABI_VERSION: Final = 5
+class Draw(ctypes.Structure):
+    """``struct draw`` of sample.h: how one row is drawn."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("seed", "position")),
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", ctypes.c_int32),
+    )
+
+
+STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw)
+ABI_VERSION: Final = 6
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -117,6 +127,9 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_layer_before": (_I, *(_P,) * 6, _L, _P, _I),
     "ferrum_layer_after": (_I, *(_P,) * 4, _L, _P, _I),
     "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
+    "ferrum_sampler_new": (_P,),
+    "ferrum_sampler_free": (None, _P),
+    "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
 """What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers
 NULL where it cannot."""

@@ -9,8 +9,9 @@ On a GPU all of this is queued and nothing waits: what an answer's arrays show u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,34 @@ from ferrum_rpc.core import (
     RowDType,
     RowKind,
     Rows,
+    Sample,
     SelectedTokens,
     TopTokens,
 )
+from ferrum_rpc.sampling.draw import DRAW, Sampler, draw_in_torch
 from ferrum_rpc.sampling.transfer import to_device, to_host
 
 HEAD_ROWS: Final = 256
 """Rows of one head product: 156 MB of float32 logits at a 152k vocabulary."""
 
-Request = tuple[int, int, OutputKind]
-"""Rows ``first .. first + count`` of the step's packed tokens, and what is wanted of them."""
+
+class Request(NamedTuple):
+    """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
+    the sequence before the one that the first row chooses."""
+
+    first: int
+    rows: int
+    kind: OutputKind
+    position: int = 0
+
 
 _GREEDY: Final = Greedy()
+_DRAWN: Final = {logprob: Sample(logprob=logprob) for logprob in (False, True)}
+"""What stands for all draws of a step, whatever their seeds and filters: they share a block."""
+
 _ROWS: Final = {
     Greedy: RowKind.TOKENS,
+    Sample: RowKind.TOKENS,
     TopTokens: RowKind.TOP_TOKENS,
     SelectedTokens: RowKind.SELECTED_TOKENS,
     FullLogits: RowKind.LOGITS,
@@ -51,30 +66,36 @@ def select_rows(
     requests: Sequence[Request],
     head: Callable[[Tensor], Tensor],
     largest: Callable[[Tensor], Tensor] | None = None,
+    sampler: Sampler = draw_in_torch,
 ) -> list[Rows]:
     """Answer every request.
 
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``largest`` to the int64
-    arg-max [R] of them, which may spare writing them. Returns host rows, one per request; requests of the same kind
-    share a block, in the order of the requests. From a GPU their contents are on their way, and there when a
-    `sampling.transfer.Mark` that is made afterwards is passed.
+    arg-max [R] of them, which may spare writing them; ``sampler`` draws. Returns host rows, one per request; requests
+    of the same kind share a block, in the order of the requests. From a GPU their contents are on their way, and there
+    when a `sampling.transfer.Mark` that is made afterwards is passed.
     """
     if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a single decode
-        _, count, kind = requests[0]
+        kind, count = requests[0].kind, requests[0].rows
         if largest is not None and kind == _GREEDY:
             return [Rows(_to_host(kind, (largest(hidden),)), 0, count)]
-        return [Rows(_to_host(kind, _select(head(hidden), kind)), 0, count)]
+        drawn = Drawn(requests, sampler) if isinstance(kind, Sample) else None
+        return [Rows(_to_host(kind, _select(head(hidden), kind, drawn)), 0, count)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
-    for index, (_, _, kind) in enumerate(requests):
+    for index, (_, _, kind, _) in enumerate(requests):
         if kind is not previous:  # spares most rows of a step a hash of 0.5 µs
-            members, previous = groups.setdefault(kind, []), kind
+            group = _DRAWN[kind.logprob] if isinstance(kind, Sample) else kind
+            members, previous = groups.setdefault(group, []), kind
         members.append(index)
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
 
+    draws: dict[OutputKind, Drawn] = {
+        kind: Drawn([requests[each] for each in groups[kind]], sampler) for kind in groups if isinstance(kind, Sample)
+    }
     parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
     if largest is not None and list(groups) == [_GREEDY]:
         rows = hidden if packed is None else hidden.index_select(0, packed)
@@ -88,9 +109,10 @@ def select_rows(
             logits = head(hidden.index_select(0, packed[low:high]))
         for kind, (first, last) in extents.items():
             if first < high and last > low:
-                whole = first <= low and last >= high
-                mine = logits if whole else logits[max(first, low) - low : min(last, high) - low]
-                parts[kind].append(_select(mine, kind))
+                start, stop = max(first, low), min(last, high)
+                mine = logits if stop - start == high - low else logits[start - low : stop - low]
+                drawn = draws[kind].between(start - first, stop - first) if kind in draws else None
+                parts[kind].append(_select(mine, kind, drawn))
 
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
@@ -110,7 +132,7 @@ def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[Request]) -
     """Whether the rows are all that there are, in their order: those of decode steps of one kind."""
     end = 0
     for index in order:
-        first, count, _ = requests[index]
+        first, count, *_ = requests[index]
         if first != end:
             return False
         end = first + count
@@ -119,7 +141,7 @@ def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[Request]) -
 
 def _packed(order: Sequence[int], requests: Sequence[Request]) -> Tensor:
     """The rows' indices, kind by kind."""
-    ranges = [np.arange(first, first + count) for first, count, _ in (requests[index] for index in order)]
+    ranges = [np.arange(first, first + count) for first, count, *_ in (requests[index] for index in order)]
     return torch.from_numpy(np.concatenate(ranges))
 
 
@@ -135,9 +157,50 @@ def _extents(
     return extents, first
 
 
-def _select(logits: Tensor, kind: OutputKind) -> tuple[Tensor, ...]:
-    """What ``kind`` wants of float32 ``logits`` [r, V], still on the device."""
+class Drawn:
+    """The draws of some requests' rows, one after the other."""
+
+    __slots__ = ("_bias", "_draws", "_sampler")
+
+    def __init__(self, requests: Iterable[Request], sampler: Sampler) -> None:
+        rows: list[tuple[int | float, ...]] = []
+        self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
+        for _, count, kind, position in requests:
+            assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
+            seed = random.getrandbits(64) if kind.seed is None else kind.seed
+            for row in range(count):
+                if kind.bias:
+                    self._bias += [(len(rows), token, value) for token, value in kind.bias]
+                rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
+        self._draws = np.array(rows, DRAW)
+        self._sampler = sampler
+
+    def between(self, first: int, last: int) -> Drawn:
+        """Those of the rows ``first .. last``."""
+        part = Drawn((), self._sampler)
+        part._draws = self._draws[first:last]
+        part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
+        return part
+
+    def tokens(self, logits: Tensor) -> Tensor:
+        """One for each row of float32 ``logits`` [r, V], int64 [r]."""
+        if self._bias:
+            rows, tokens, values = map(np.array, zip(*self._bias, strict=True))
+            where = tuple(to_device(torch.from_numpy(each), logits.device) for each in (rows, tokens))
+            added = to_device(torch.from_numpy(values.astype(np.float32)), logits.device)
+            logits = logits.index_put(where, added, accumulate=True)
+        return self._sampler(logits, self._draws)
+
+
+def _select(logits: Tensor, kind: OutputKind, drawn: Drawn | None = None) -> tuple[Tensor, ...]:
+    """What ``kind`` wants of float32 ``logits`` [r, V], still on the device. ``drawn``: of rows that are drawn."""
     match kind:
+        case Sample(logprob=logprob):
+            assert drawn is not None  # noqa: S101 - the callers made it
+            tokens = drawn.tokens(logits)
+            if not logprob:
+                return (tokens,)
+            return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(dim=-1)
         case Greedy(logprob=False):
             return (logits.argmax(dim=-1),)
         case Greedy():
@@ -192,7 +255,7 @@ def top_tokens_queued(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
     """Views of the copies, which need not be there yet."""
-    if isinstance(kind, Greedy) and columns[0].device.type != "cpu":
+    if isinstance(kind, Greedy | Sample) and columns[0].device.type != "cpu":
         columns = [columns[0].to(torch.int32), *columns[1:]]
     return RowBlock.of(_ROWS[type(kind)], *map(_array, to_host(columns)))
 

@@ -14,6 +14,7 @@ from ferrum_rpc.core import (
     Limits,
     ModelInfo,
     OutputSpec,
+    Sample,
     SelectedTokens,
     Span,
     TopTokens,
@@ -155,6 +156,10 @@ def _above(limits: Limits, name: str, count: int, what: str, field: str, *, advi
 def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Limits) -> int:
     """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
     match output.kind:
+        case Sample(bias=bias) if bias and max(bias)[0] >= model.vocab_size:
+            raise InvalidRequest(
+                f"a biased token is not below the vocabulary of {model.vocab_size}", field="output.sample.bias"
+            )
         case TopTokens(k) if k > limits.max_top_tokens:
             raise _above(limits, "max_top_tokens", k, "top tokens", "output.top_tokens.k")
         case SelectedTokens(token_ids) if len(token_ids) > limits.max_selected_tokens:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Final
 
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType, SelectedTokens, TopTokens
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    OutputKind,
+    OutputSpec,
+    Positions,
+    RowDType,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+)
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO
+
+MAX_BIASES: Final = 512
+"""Of one item."""
 
 _POSITIONS_TO_PROTO: Final[dict[Positions, output_pb2.Positions]] = {
     Positions.LAST: output_pb2.POSITIONS_LAST,
@@ -31,6 +45,13 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
     match spec.kind:
         case Greedy(logprob):
             return output_pb2.OutputSpec(positions=positions, greedy=output_pb2.GreedyOutput(logprob=logprob))
+        case Sample(temperature, top_k, top_p, min_p, bias, seed, logprob):
+            sample = output_pb2.SampleOutput(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, logprob=logprob
+            )
+            for token_id, value in bias:
+                sample.bias.add(token_id=token_id, bias=value)
+            return output_pb2.OutputSpec(positions=positions, sample=sample)
         case TopTokens(k):
             return output_pb2.OutputSpec(positions=positions, top_tokens=output_pb2.TopTokensOutput(k=k))
         case SelectedTokens(token_ids):
@@ -68,11 +89,10 @@ def _top_tokens(positions: Positions, k: int) -> OutputSpec:
 def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
     match kind:
         case "greedy":
-            if spec.greedy.token_mask_id:
-                raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field="output.greedy")
-            if spec.greedy.HasField("repetition_penalty") and spec.greedy.repetition_penalty != 1.0:
-                raise NotSupported("penalties are not offered (capability PENALTIES)", field="output.greedy")
+            _check_offered(spec.greedy, "output.greedy", repetition_penalty=1.0)
             return Greedy(logprob=True) if spec.greedy.logprob else _GREEDY
+        case "sample":
+            return _sample(spec.sample)
         case "top_tokens":
             raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
         case "selected_tokens":
@@ -90,3 +110,35 @@ def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
         case _:
             capability = f"OUTPUT_{kind.upper()}"
             raise NotSupported(f"output `{kind}` is not offered (capability {capability})", field=f"output.{kind}")
+
+
+def _check_offered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str, **neutral: float) -> None:
+    """Refuse masks, and penalties that change anything."""
+    if message.token_mask_id:
+        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=field)
+    for name, value in neutral.items():
+        if message.HasField(name) and getattr(message, name) != value:
+            raise NotSupported("penalties are not offered (capability PENALTIES)", field=f"{field}.{name}")
+
+
+def _sample(message: output_pb2.SampleOutput) -> Sample:
+    _check_offered(message, "output.sample", repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    if not 0.0 <= temperature < math.inf:
+        raise InvalidRequest(f"a temperature of {temperature}: 0 or more is wanted", field="output.sample.temperature")
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidRequest(f"a top_p of {top_p}: more than 0, up to 1, is wanted", field="output.sample.top_p")
+    if not 0.0 <= message.min_p <= 1.0:
+        raise InvalidRequest(f"a min_p of {message.min_p}: 0 to 1 is wanted", field="output.sample.min_p")
+    if len(message.bias) > MAX_BIASES:
+        raise InvalidRequest(
+            f"{len(message.bias)} biases exceed {MAX_BIASES}",
+            field="output.sample.bias",
+            metadata={"max_biases": MAX_BIASES},
+        )
+    bias = tuple([(each.token_id, each.bias) for each in message.bias])
+    if not all(math.isfinite(value) for _, value in bias):
+        raise InvalidRequest("a bias is no finite number; masks forbid tokens", field="output.sample.bias")
+    seed = message.seed if message.HasField("seed") else None
+    return Sample(temperature, message.top_k, top_p, message.min_p, bias, seed, message.logprob)

@@ -20,8 +20,11 @@ from ferrum_rpc.errors import InvalidRequest
 UNCOUNTED_BYTES: Final = 1 << 14
 """A message up to this is parsed as it is: whatever it holds takes the parser a millisecond and a few megabytes."""
 
-FIELDS_PER_ITEM: Final = 32
-"""Tags that a batch may have for each item that it may have: an item with every field and option set has 30."""
+FIELDS_PER_ITEM: Final = 40
+"""Tags that a batch may have for each item that it may have: an item with every field and option set has 39."""
+
+BIAS_FIELDS: Final = 3 * 8 * 512
+"""Tags that a batch may have for biases: three each, of eight items with as many as one may have."""
 
 _PACKABLE: Final = frozenset(range(1, 19)) - {9, 10, 11, 12}
 """Types of numbers; a repeated field of these may come packed."""
@@ -38,7 +41,7 @@ class Budget:
     def of(cls, limits: Limits) -> Budget:
         """What the largest call needs that the limits allow."""
         return cls(
-            fields=FIELDS_PER_ITEM * (limits.max_batch_items + 8),
+            fields=FIELDS_PER_ITEM * (limits.max_batch_items + 8) + BIAS_FIELDS,
             elements=limits.max_batch_tokens + limits.max_selected_tokens_of_a_call,
         )
 

@@ -7,10 +7,11 @@
 #include "layer.h"
 #include "linear.h"
 #include "norm_rope_gate.h"
+#include "sample.h"
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 5
+#define FERRUM_ABI_VERSION 6
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -24,6 +25,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct layer_weights),
         sizeof(struct attention_layer),
         sizeof(struct attention_step),
+        sizeof(struct draw),
     };
     return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
 }

@@ -69,6 +69,10 @@ class World:
             record.busy = False
 
 
+def _sample(**fields: Any) -> output_pb2.OutputSpec:
+    return _Spec(sample=output_pb2.SampleOutput(**fields))
+
+
 def _create(**fields: Any) -> Item:
     return item([1], create=forward_pb2.CreateOptions(**fields))
 
@@ -109,7 +113,11 @@ OF_FORM: Final[dict[str, Callable[[World], Item]]] = {
     "no row's type": lambda world: item([1], output=full(types_pb2.D_TYPE_U32)),
     "a mask": lambda world: item([1], output=_Spec(greedy=output_pb2.GreedyOutput(token_mask_id=b"m"))),
     "a penalty": lambda world: item([1], output=_Spec(greedy=output_pb2.GreedyOutput(repetition_penalty=2.0))),
-    "a sample": lambda world: item([1], output=_Spec(sample=output_pb2.SampleOutput())),
+    "a sample with a mask": lambda world: item([1], output=_sample(token_mask_id=b"x")),
+    "a sample with a penalty": lambda world: item([1], output=_sample(presence_penalty=0.5)),
+    "a sample that is colder than nothing": lambda world: item([1], output=_sample(temperature=-1)),
+    "a sample that is no number": lambda world: item([1], output=_sample(top_p=float("nan"))),
+    "a sample of no tokens": lambda world: item([1], output=_sample(top_p=0)),
     "an acceptance": lambda world: item([1], output=_Spec(accept=output_pb2.AcceptOutput())),
     "hidden states": lambda world: item([1], output=_Spec(hidden_states=output_pb2.HiddenStatesOutput())),
     "an adapter": lambda world: _create(adapter="a"),

@@ -35,7 +35,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 EVERY_KERNEL = (
     "test_fused_ops or exact_one or lie_apart or what_is_no_number or new_tokens or short_and_long or head_and_block "
-    "or (key_that_is_no and 20-None) or (soft and PairFactory)"
+    "or (key_that_is_no and 20-None) or (soft and PairFactory) or (c_draws and not 33000)"
 )
 
 
@@ -64,7 +64,7 @@ def build(compiler, folder, *options):
 
 def run_kernels(folder, **environment):
     """The tests of every kernel, with the library of ``folder``."""
-    files = [HERE / f"test_{each}.py" for each in ("fused_ops", "linear", "attention", "native_layers")]
+    files = [HERE / f"test_{each}.py" for each in ("fused_ops", "linear", "attention", "native_layers", "draws")]
     command = [sys.executable, "-c", ELSEWHERE, folder, "-q", "-x", "-p", "no:cacheprovider", "-k", EVERY_KERNEL]
     done = subprocess.run(
         [*command, *files], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False

@@ -399,11 +399,12 @@ async def test_streams_that_are_not_offered_say_so(served: Served, method: str) 
 
 
 OUTPUTS_NOT_OFFERED = {
-    "OUTPUT_SAMPLE": output_pb2.OutputSpec(sample=output_pb2.SampleOutput()),
     "OUTPUT_ACCEPT": output_pb2.OutputSpec(accept=output_pb2.AcceptOutput()),
     "OUTPUT_HIDDEN_STATES": output_pb2.OutputSpec(hidden_states=output_pb2.HiddenStatesOutput()),
     "TOKEN_MASKS": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(token_mask_id=b"x")),
     "PENALTIES": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(repetition_penalty=1.1)),
+    "sample: TOKEN_MASKS": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(token_mask_id=b"x")),
+    "sample: PENALTIES": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(frequency_penalty=0.1)),
 }
 OPTIONS_NOT_OFFERED = {
     "ADAPTERS": forward_pb2.CreateOptions(adapter="x"),
@@ -420,6 +421,7 @@ async def test_outputs_and_options_that_are_not_offered_say_so(served: Served, c
         bad = item([1], create=OPTIONS_NOT_OFFERED[capability])
     call = served.executor.Prefill(pb.PrefillRequest(item=bad))
     error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+    capability = capability.removeprefix("sample: ")
     assert capability in error.message
     assert capability not in await capabilities(served)
     await assert_unchanged(served, handle)

@@ -47,7 +47,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
     "ferrum_rpc.models": Floor("core errors native selection", "numpy torch transformers triton"),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
-    "ferrum_rpc.sampling": Floor("core errors", "numpy torch triton"),
+    "ferrum_rpc.sampling": Floor("core errors native selection", "numpy torch triton"),
     "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them

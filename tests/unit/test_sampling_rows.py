@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, SelectedTokens, TopTokens
-from ferrum_rpc.sampling.rows import HEAD_ROWS, select_rows, top_tokens, top_tokens_queued
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, Sample, SelectedTokens, TopTokens
+from ferrum_rpc.sampling import rows as sampling_rows
+from ferrum_rpc.sampling.draw import DRAW, draw_in_torch
+from ferrum_rpc.sampling.rows import HEAD_ROWS, Request, top_tokens, top_tokens_queued
 
 INF = math.inf
+
+
+def select_rows(hidden, requests, head, largest=None) -> list[Rows]:
+    return sampling_rows.select_rows(hidden, [Request(*each) for each in requests], head, largest)
 
 
 def expected_order(row: np.ndarray) -> list[int]:
@@ -339,3 +345,43 @@ def test_large_logits_do_not_overflow_the_logsumexp() -> None:
     head = Head(torch.tensor([[1e4, 1e4, -1e4]]))
     [rows] = select_rows(head.hidden, [(0, 1, Greedy(logprob=True))], head)
     np.testing.assert_allclose(rows.block["logprobs"], [-math.log(2)], atol=1e-3)
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def test_draws_of_all_seeds_share_a_block_and_each_has_its_own_seed_position_and_bias(monkeypatch) -> None:
+    """Between rows of other kinds, and where a slice of the head ends within an item."""
+    monkeypatch.setattr(sampling_rows, "HEAD_ROWS", 3)
+    head = Head(random_table(16, 50))
+    hot = Sample(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 1, bias=((7, 30.0), (3, 30.0)))
+    kinds = [Greedy(), Sample(seed=5), hot, FullLogits(), Sample(seed=5, logprob=True), Sample(temperature=0, seed=1)]
+    firsts, counts, positions = (0, 1, 4, 8, 9, 11), (1, 3, 4, 1, 2, 5), (0, 40, 50, 0, 2**31, 60)
+    answers = select_rows(head.hidden, list(zip(firsts, counts, kinds, positions, strict=True)), head)
+    assert answers[1].block is answers[2].block is answers[5].block is not answers[4].block
+    for first, count, kind, position, rows in zip(firsts, counts, kinds, positions, answers, strict=True):
+        logits = head.table[first : first + count]
+        if not isinstance(kind, Sample):
+            check_rows(rows, kind, logits)
+            continue
+        draws = np.array(
+            [(kind.seed, position + i, kind.temperature, kind.top_p, kind.min_p, kind.top_k) for i in range(count)],
+            DRAW,
+        )
+        biased = logits.clone()
+        for token, value in kind.bias:
+            biased[:, token] += value
+        block = rows.block.cut(rows.first, rows.first + rows.count)
+        tokens = draw_in_torch(biased, draws)
+        assert block["token_ids"].tolist() == tokens.tolist()
+        if kind.bias:
+            assert set(tokens.tolist()) == {3, 7}
+        if kind.logprob:
+            expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+            np.testing.assert_allclose(block["logprobs"], expected, atol=1e-5)
+
+
+def test_without_a_seed_every_draw_is_another() -> None:
+    head = Head(torch.zeros(40, 1000))
+    taken = [select_rows(head.hidden, [(0, 40, Sample(), 0)], head)[0].block["token_ids"].tolist() for _ in range(2)]
+    assert taken[0] != taken[1] and len(set(taken[0])) > 30

@@ -1,0 +1,150 @@
+"""Tokens drawn from rows of logits, reproducible for a seed and the same whatever else is in the batch.
+
+A row's only chance is one number from [0, 1), a function of its seed and its position (`uniforms`). It picks from what
+the filters left, by weight, in the order of the ids. The filters in their order, each over what the one before left:
+
+temperature  divides the logits; 0 takes the largest, the lowest id of several, and ends it
+top-k        keeps the k largest, and those that equal the last of them
+top-p        keeps the smallest set of the largest whose probability reaches p, lower ids first where they are equal
+min-p        keeps what has at least this share of the largest one's probability
+
+This is `transformers`' order; vLLM's differs in min-p alone, which it puts before top-k. A row with a logit that is no
+number, or whose largest is infinite, takes the arg-max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ferrum_rpc.native import library
+from ferrum_rpc.sampling.transfer import to_device
+from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
+
+DRAW: Final = np.dtype(library.Draw)
+"""How one row is drawn. Filters that do nothing: top_k 0, top_p 1, min_p 0."""
+
+Draws = npt.NDArray[Any]
+"""`DRAW` [R]."""
+
+Sampler = Callable[[Tensor, Draws], Tensor]
+"""``sampler(logits float32 [R, V], draws)``: int64 tokens [R], on the logits' device."""
+
+TOKEN, ACCEPT = 0, 1
+"""What a number is for: the streams of `uniforms`."""
+
+_ROUNDS: Final = 10
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_STEEPEST: Final = 1e30
+
+
+def philox(key: npt.NDArray[np.uint64], counter: tuple[npt.NDArray[np.uint64], ...]) -> list[npt.NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., 2011): four random words of 32 bits from a key of 64 bits and four counter words,
+    all of them uint64 arrays [n]."""
+    half = np.uint64(32)
+    words = list(counter)
+    keys = [key & _LOW, key >> half]
+    for _ in range(_ROUNDS):
+        first, second = (np.uint64(m) * word for m, word in zip(_MULTIPLIERS, (words[0], words[2]), strict=True))
+        words = [
+            (second >> half) ^ words[1] ^ keys[0],
+            second & _LOW,
+            (first >> half) ^ words[3] ^ keys[1],
+            first & _LOW,
+        ]
+        keys = [(each + np.uint64(step)) & _LOW for each, step in zip(keys, _KEY_STEPS, strict=True)]
+    return words
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64], stream: int = TOKEN
+) -> npt.NDArray[np.float64]:
+    """Numbers from [0, 1), float64 [n], for seeds and positions uint64 [n]: the same for the same three."""
+    half = np.uint64(32)
+    nothing = np.zeros_like(positions)
+    words = philox(seeds, (positions & _LOW, positions >> half, nothing + np.uint64(stream), nothing))
+    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
+    return (high * float(1 << 26) + low) / float(1 << 53)
+
+
+def draw_in_torch(logits: Tensor, draws: Draws) -> Tensor:
+    """A `Sampler` that runs everywhere. It sorts the rows where a filter asks for it."""
+    vocabulary = logits.shape[-1]
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
+
+    chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)[:, None]
+    temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
+    largest = logits.max(dim=-1, keepdim=True).values
+    weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
+    filtered = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
+    if filtered.any():
+        top_k = column("top_k", torch.int64)
+        top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+        weights = weights.where(logits >= ordered.gather(-1, top_k - 1), torch.zeros_like(weights))
+        sorted_weights = weights.gather(-1, ids)
+        masses = sorted_weights.to(torch.float64).cumsum(-1)
+        kept = (masses - sorted_weights < top_p * masses[:, -1:]) | (top_p >= 1)
+        kept[:, 0] = True
+        weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
+    weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
+    masses = weights.to(torch.float64).cumsum(-1)
+    total = masses[:, -1:].contiguous()
+    found = torch.searchsorted(masses, total * chances, right=True)
+    found = torch.minimum(found, torch.searchsorted(masses, total))  # where rounding went beyond the last
+    plain = (temperature > 0) & largest.isfinite()
+    return found.where(plain, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+class NativeSampler:
+    """A `Sampler` in C (sample.c), which reads a row two to four times and sorts nothing."""
+
+    def __init__(self) -> None:
+        self._library = library.load()
+        self._handle = self._library.ferrum_sampler_new()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.ferrum_sampler_free(self._handle)
+
+    def __call__(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `Sampler`."""
+        rows, vocabulary = logits.shape
+        logits = logits.contiguous()
+        tokens = torch.empty(rows, dtype=torch.int32)
+        if not self._library.ferrum_sample(
+            self._handle,
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            draws.ctypes.data,
+            tokens.data_ptr(),
+            torch.get_num_threads(),
+        ):
+            raise MemoryError("no memory to draw tokens")
+        return tokens.to(torch.int64)
+
+
+def select_sampler(device: torch.device) -> Choice:
+    """The sampler for ``device``."""
+
+    def native() -> Sampler:
+        if device.type != "cpu":
+            raise Unsuited(f"it runs on a CPU, not on {device.type}")
+        return NativeSampler()
+
+    return select(
+        Candidate("native", native, "a row is read a few times and not sorted"),
+        Candidate("torch", lambda: draw_in_torch),
+        what="sampler",
+        field="sampling",
+    )

@@ -1,0 +1,344 @@
+/* A token drawn from each row of logits: temperature, then top-k, then top-p, then min-p, then one number from [0, 1) that
+ * picks from what is left, by weight, in the order of the ids.
+ *
+ * A sorted vocabulary would say all of this, and sorting 152 thousand logits takes 10 ms. Here a row is read two to four
+ * times in vectors. The k-th largest is looked for only among logits that are not below the k-th largest of the chunks'
+ * maxima: at least k logits are as large. Where the nucleus ends is narrowed down by the mass above a few borders.
+ *
+ * A row's token depends on nothing but its row and its draw: not on the rows beside it, nor on the number of threads.
+ */
+
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "buffer.h"
+#include "cpu_features.h"
+#include "sample.h"
+
+#define CHUNK 64
+#define BORDERS 3 /* that a pass compares weights with */
+#define TOGETHER 16 /* chunks whose weights are added in one float of each lane */
+#define ROUNDS 6  /* 4096 parts of the interval: some hundred weights of a flat row of 152 thousand */
+#define FINITE 3.4e38f
+#define STEEPEST 1e30f
+
+#define BODY "sample_isa.h"
+#include "for_each_isa.h"
+
+struct sampler {
+    char *buffer;
+    size_t size;
+    int lanes;
+};
+
+/* Room for one row's work. */
+struct room {
+    float *weights, *scratch, *maxima, *copies;
+    double *sums;
+};
+
+struct passes {
+    int (*chunk_maxima)(const float *, int64_t, float *);
+    void (*weigh)(const float *, int64_t, float, float, float, float *, double *);
+    void (*masses)(const float *, const float *, int64_t, const float *, double *);
+    int64_t (*copy_between)(const float *, const float *, int64_t, float, float, float *);
+    void (*drop_below)(float, int64_t, float *, double *);
+};
+
+static struct passes passes_of(int lanes)
+{
+#if defined(__x86_64__)
+    if (lanes == 16)
+        return (struct passes){chunk_maxima_avx512, weigh_avx512, masses_avx512, copy_between_avx512, drop_below_avx512};
+    if (lanes == 8)
+        return (struct passes){chunk_maxima_avx2, weigh_avx2, masses_avx2, copy_between_avx2, drop_below_avx2};
+#else
+    (void)lanes;
+#endif
+    return (struct passes){chunk_maxima_portable, weigh_portable, masses_portable, copy_between_portable, drop_below_portable};
+}
+
+static void swap(float *a, float *b)
+{
+    const float kept = *a;
+    *a = *b;
+    *b = kept;
+}
+
+/* The pivot of `count` numbers: the middle one of three. */
+static float pivot_of(const float *numbers, int64_t count)
+{
+    const float a = numbers[0], b = numbers[count / 2], c = numbers[count - 1];
+    const float low = a < b ? a : b, high = a < b ? b : a;
+    return c < low ? low : c > high ? high : c;
+}
+
+/* Order `count` numbers as those above the pivot, [0, *above), those equal to it, [*above, *equal), and the others. */
+static void partition(float *numbers, int64_t count, float pivot, int64_t *above, int64_t *equal)
+{
+    int64_t high = 0, at = 0, low = count;
+    while (at < low) {
+        if (numbers[at] > pivot)
+            swap(numbers + high++, numbers + at++);
+        else if (numbers[at] < pivot)
+            swap(numbers + at, numbers + --low);
+        else
+            at++;
+    }
+    *above = high;
+    *equal = low;
+}
+
+/* The k-th largest, 1 <= k <= count. The numbers change their order. */
+static float kth_largest(float *numbers, int64_t count, int64_t k)
+{
+    for (;;) {
+        const float pivot = pivot_of(numbers, count);
+        int64_t above, equal;
+        partition(numbers, count, pivot, &above, &equal);
+        if (k > above && k <= equal)
+            return pivot;
+        if (k <= above) {
+            count = above;
+        } else {
+            k -= equal;
+            count -= equal;
+            numbers += equal;
+        }
+    }
+}
+
+/* The k-th largest logit, where k is below their number. */
+static float least_of_top_k(const float *row, int64_t count, int64_t k, const struct room *room)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    float bound = -INFINITY;
+    if (k <= chunks) {
+        memcpy(room->copies, room->maxima, (size_t)chunks * sizeof(float));
+        bound = kth_largest(room->copies, chunks, k);
+    }
+    int64_t found = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        if (room->maxima[chunk] < bound)
+            continue;
+        const int64_t end = (chunk + 1) * CHUNK < count ? (chunk + 1) * CHUNK : count;
+        for (int64_t at = chunk * CHUNK; at < end; at++) {
+            room->scratch[found] = row[at];
+            found += row[at] >= bound;
+        }
+    }
+    return kth_largest(room->scratch, found, k);
+}
+
+static float from_bits(uint32_t bits)
+{
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static uint32_t to_bits(float number)
+{
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+/* The smallest weight of the smallest set of the largest ones that comes to `need`; `kept`: how many of that weight are in
+ * it, `ties`: of how many. Weights up to `idle` are not in it; room->maxima are those of the chunks' weights.
+ *
+ * Positive floats are in the order of their bits, so an interval of bits is narrowed to a few hundred weights at most, by what
+ * those at or above its inner borders come to. */
+static float least_of_nucleus(int64_t chunks, double need, float idle, const struct passes *passes, const struct room *room,
+                              int64_t *kept, int64_t *ties)
+{
+    uint32_t low = to_bits(idle), high = to_bits(1.0f) + 1; /* weights >= low come to `need`, those >= high do not */
+    double above = 0.0;                                     /* what those >= high come to */
+    for (int round = 0; round < ROUNDS && high - low > BORDERS; round++) {
+        float borders[BORDERS];
+        double masses[BORDERS];
+        for (uint32_t i = 0; i < BORDERS; i++)
+            borders[i] = from_bits(low + (uint32_t)((uint64_t)(high - low) * (i + 1) / (BORDERS + 1)));
+        passes->masses(room->weights, room->maxima, chunks, borders, masses);
+        const uint32_t top = high;
+        for (int i = BORDERS - 1; i >= 0 && masses[i] < need; i--) {
+            high = to_bits(borders[i]);
+            above = masses[i];
+        }
+        for (int i = 0; i < BORDERS; i++)
+            if (masses[i] >= need)
+                low = to_bits(borders[i]);
+        if (high == top && low == top)
+            break;
+    }
+    float *inside = room->scratch;
+    const float least = from_bits(low);
+    int64_t found = passes->copy_between(room->weights, room->maxima, chunks, least, from_bits(high), inside);
+    need -= above;
+    *kept = *ties = 0;
+    while (found > 0) {
+        const float pivot = pivot_of(inside, found);
+        int64_t larger, equal;
+        partition(inside, found, pivot, &larger, &equal);
+        double before = 0.0;
+        for (int64_t i = 0; i < larger; i++)
+            before += inside[i];
+        if (larger > 0 && before >= need) {
+            found = larger;
+            continue;
+        }
+        const double with = before + (double)(equal - larger) * pivot;
+        if (with >= need || equal == found) {
+            const double wanted = ceil((need - before) / pivot);
+            *ties = equal - larger;
+            *kept = wanted < 1.0 ? 1 : wanted > (double)*ties ? *ties : (int64_t)wanted;
+            return pivot;
+        }
+        need -= with;
+        inside += equal;
+        found -= equal;
+    }
+    return least;
+}
+
+/* Of the weights that equal `weight` those after the first `kept` go. */
+static void drop_ties(float weight, int64_t kept, int64_t count, const struct room *room)
+{
+    for (int64_t at = 0; at < count; at++)
+        if (room->weights[at] == weight && kept-- <= 0) {
+            room->weights[at] = 0.0f;
+            room->sums[at / CHUNK] -= weight;
+        }
+}
+
+static double total_of(const double *sums, int64_t chunks)
+{
+    double total = 0.0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        total += sums[chunk];
+    return total;
+}
+
+/* The id at which the weights, added up in the order of the ids, pass `target`. */
+static int64_t drawn(double target, int64_t count, const struct room *room)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    int64_t last = 0;
+    double passed = 0.0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        if (passed + room->sums[chunk] <= target) {
+            passed += room->sums[chunk];
+            continue;
+        }
+        double sum = passed;
+        int64_t found = -1;
+        for (int64_t at = chunk * CHUNK; at < (chunk + 1) * CHUNK; at++) {
+            sum += room->weights[at];
+            found = room->weights[at] > 0.0f ? at : found;
+            if (found == at && sum > target)
+                return at;
+        }
+        if (found >= 0)
+            return found; /* the sum of the chunk was rounded up */
+        passed += room->sums[chunk];
+    }
+    for (int64_t at = 0; at < count; at++)
+        last = room->weights[at] > 0.0f ? at : last;
+    return last;
+}
+
+/* A number from [0, 1) for a seed and a position: two words of Philox4x32-10 (Salmon et al., 2011). */
+static double uniform(uint64_t seed, uint64_t position)
+{
+    uint32_t words[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0};
+    uint32_t keys[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    for (int round = 0; round < 10; round++) {
+        const uint64_t first = (uint64_t)0xD2511F53u * words[0], second = (uint64_t)0xCD9E8D57u * words[2];
+        words[0] = (uint32_t)(second >> 32) ^ words[1] ^ keys[0];
+        words[1] = (uint32_t)second;
+        words[2] = (uint32_t)(first >> 32) ^ words[3] ^ keys[1];
+        words[3] = (uint32_t)first;
+        keys[0] += 0x9E3779B9u;
+        keys[1] += 0xBB67AE85u;
+    }
+    return ((double)(words[0] >> 5) * 67108864.0 + (double)(words[1] >> 6)) / 9007199254740992.0;
+}
+
+static int32_t token_of(const float *row, int64_t count, const struct draw *draw, struct passes passes, struct room room)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    const int numbers = passes.chunk_maxima(row, count, room.maxima);
+    float largest = room.maxima[0];
+    for (int64_t chunk = 1; chunk < chunks; chunk++)
+        largest = room.maxima[chunk] > largest ? room.maxima[chunk] : largest;
+    if (!numbers || !(draw->temperature > 0.0f) || !(largest < FINITE && largest > -FINITE)) {
+        for (int64_t at = 0; at < count; at++)
+            if (numbers ? row[at] == largest : row[at] != row[at])
+                return (int32_t)at; /* as an arg-max: the first of the largest, and what is no number is larger */
+        return 0;
+    }
+    const float inverse = 1.0f / draw->temperature < STEEPEST ? 1.0f / draw->temperature : STEEPEST;
+    float least = -INFINITY;
+    if (draw->top_k > 0 && draw->top_k < count)
+        least = least_of_top_k(row, count, draw->top_k, &room);
+    passes.weigh(row, count, largest, inverse, least, room.weights, room.sums);
+    double total = total_of(room.sums, chunks);
+    float least_weight = draw->min_p;
+    if (draw->top_p < 1.0f) {
+        passes.weigh(room.maxima, chunks, largest, inverse, least, room.maxima, (double *)room.copies);
+        const double rest = 1.0 - draw->top_p;
+        int64_t kept, ties;
+        const double need = draw->top_p > 0.0f ? draw->top_p * total : DBL_MIN; /* the largest at least */
+        const float idle = (float)(0.99 * rest * total / (double)count);
+        const float end = least_of_nucleus(chunks, need, idle, &passes, &room, &kept, &ties);
+        if (kept < ties && end >= least_weight)
+            drop_ties(end, kept, count, &room);
+        least_weight = end > least_weight ? end : least_weight;
+    }
+    if (least_weight > 0.0f) {
+        passes.drop_below(least_weight, chunks * CHUNK, room.weights, room.sums);
+        total = total_of(room.sums, chunks);
+    }
+    return (int32_t)drawn(uniform(draw->seed, draw->position) * total, count, &room);
+}
+
+struct sampler *ferrum_sampler_new(void)
+{
+    struct sampler *sampler = calloc(1, sizeof *sampler);
+    if (sampler)
+        sampler->lanes = lanes_supported(16) ? 16 : lanes_supported(8) ? 8 : 4;
+    return sampler;
+}
+
+void ferrum_sampler_free(struct sampler *sampler)
+{
+    if (sampler)
+        free(sampler->buffer);
+    free(sampler);
+}
+
+/* Draw a token for each row of `logits` [rows, vocabulary], which stay as they are. 0 where there is no memory. */
+int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
+                      const struct draw *draws, int32_t *tokens, int32_t threads)
+{
+    const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
+    const int64_t padded = (chunks + CHUNK - 1) / CHUNK * CHUNK;
+    const size_t each = (size_t)(chunks * CHUNK * 2 + padded * 2) * sizeof(float) + (size_t)padded * sizeof(double);
+    const struct passes passes = passes_of(sampler->lanes);
+    const int teams = threads < rows ? threads : (int)rows;
+    if (!reserve_buffer(&sampler->buffer, &sampler->size, each * (size_t)(teams > 0 ? teams : 1)))
+        return 0;
+    int worker;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1)
+    for (worker = 0; worker < teams; worker++) {
+        float *weights = (float *)(sampler->buffer + each * (size_t)worker);
+        float *scratch = weights + chunks * CHUNK, *maxima = scratch + chunks * CHUNK;
+        const struct room room = {weights, scratch, maxima, maxima + padded, (double *)(maxima + 2 * padded)};
+        for (int64_t row = worker; row < rows; row += teams)
+            tokens[row] = token_of(logits + row * vocabulary, vocabulary, draws + row, passes, room);
+    }
+    return 1;
+}

@@ -1,0 +1,22 @@
+/* Tokens drawn from rows of logits (sample.c). */
+
+#ifndef FERRUM_SAMPLE_H
+#define FERRUM_SAMPLE_H
+
+#include <stdint.h>
+
+/* How one row is drawn. Filters that do nothing: top_k 0, top_p 1, min_p 0. A temperature of 0 takes the largest. */
+struct draw {
+    uint64_t seed, position; /* what the row's one random number is a function of */
+    float temperature, top_p, min_p;
+    int32_t top_k;
+};
+
+struct sampler;
+
+struct sampler *ferrum_sampler_new(void);
+void ferrum_sampler_free(struct sampler *sampler);
+int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
+                      const struct draw *draws, int32_t *tokens, int32_t threads);
+
+#endif

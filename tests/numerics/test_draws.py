@@ -1,0 +1,152 @@
+"""Draws against their distribution, the filters against transformers', and what a draw may depend on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ferrum_rpc.sampling.draw import ACCEPT, DRAW, NativeSampler, draw_in_torch, philox, uniforms
+
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
+FILTERS = (
+    {},
+    {"temperature": 0.5},
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+)
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    if request.param == "torch":
+        return draw_in_torch
+    try:
+        return NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+
+
+def draws(count, **how):
+    made = np.zeros(count, DRAW)
+    for name, value in (PLAIN | {"seed": 1, "position": np.arange(count)} | how).items():
+        made[name] = value
+    return made
+
+
+def logits(rows, vocabulary, seed=0, spread=2.0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def probabilities(row, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """By transformers' own filters, in its order."""
+    filters = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        filters.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        filters.append(TopPLogitsWarper(top_p))
+    if min_p:
+        filters.append(MinPLogitsWarper(min_p))
+    return filters(torch.zeros(1, 1, dtype=torch.int64), row[None].double())[0].softmax(-1)
+
+
+def words(*numbers):
+    return tuple(np.array([each], np.uint64) for each in numbers)
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "expected"),
+    [
+        (0, (0,) * 4, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (2**64 - 1, (2**32 - 1,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            0x299F31D0A4093822,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_generator_gives_the_known_answers_of_its_authors(key, counter, expected):
+    assert [int(word[0]) for word in philox(words(key)[0], words(*counter))] == list(expected)
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_draws_have_the_distribution_that_the_filters_leave(sampler, how):
+    count, row = 20_000, logits(1, 48)[0]
+    expected = probabilities(row, **how).numpy()
+    found = np.bincount(sampler(row.expand(count, -1), draws(count, **how)).numpy(), minlength=48)
+    assert not found[expected == 0].any()
+    kept = expected > 0
+    degrees = kept.sum() - 1
+    chi_square = ((found - count * expected)[kept] ** 2 / (count * expected[kept])).sum()
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees) + 1, (chi_square, degrees)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 700, 33_000])
+def test_c_draws_what_torch_draws(vocabulary):
+    try:
+        native = NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+    rng, count = np.random.default_rng(vocabulary), 200
+    rows = logits(count, vocabulary, seed=vocabulary)
+    rows[::3] = rows[::3].round()  # ties at every border
+    rows[1::7] *= 20
+    rows[5::11, ::2] = -torch.inf
+    given = draws(
+        count,
+        seed=rng.integers(0, 2**64, count, dtype=np.uint64),
+        temperature=rng.choice([0, 1e-30, 0.3, 1, 5], count),
+        top_p=rng.choice([1, 0.95, 0.5, 1e-6], count),
+        min_p=rng.choice([0, 0.1, 1], count),
+        top_k=rng.choice([0, 1, 3, 50, vocabulary, 10**9], count),
+    )
+    assert (
+        native(rows, given) != draw_in_torch(rows, given)
+    ).sum() <= 1  # a number may lie on the border of two tokens
+
+
+def test_a_draw_depends_on_its_row_seed_and_position_alone(sampler):
+    rows, given = logits(40, 500), draws(40, top_p=0.9, seed=np.arange(40) % 3, position=np.arange(40) % 7)
+    found = sampler(rows, given)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sampler(rows[order], given[order.numpy()]), found[order])
+    for index in (0, 17, 39):
+        assert sampler(rows[index : index + 1], given[index : index + 1]) == found[index]
+    for other in ("seed", "position"):
+        changed = given.copy()
+        changed[other] += 100
+        assert not torch.equal(sampler(rows, changed), found)
+
+
+def test_numbers_are_even_and_differ_by_seed_position_and_stream():
+    count = np.arange(20_000, dtype=np.uint64)
+    same = np.full_like(count, 2**63 + 5)
+    taken = [uniforms(count, same), uniforms(same, count), uniforms(same, count, ACCEPT)]
+    for numbers in taken:
+        assert numbers.min() >= 0 and numbers.max() < 1
+        parts = np.histogram(numbers, 20, (0, 1))[0]
+        assert ((parts - 1000) ** 2 / 1000).sum() < 19 + 5 * math.sqrt(38)
+    assert abs(np.corrcoef(taken)[np.triu_indices(3, 1)]).max() < 0.05
+
+
+def test_what_cannot_be_drawn_from_takes_the_arg_max(sampler):
+    rows = logits(6, 100)
+    rows[0, 40] = rows[0, 20] = torch.inf
+    rows[1, 30] = torch.nan
+    rows[2] = -torch.inf
+    rows[3, 99] = torch.nan
+    assert sampler(rows, draws(6, temperature=[1, 1, 1, 1, 0, 1e-45], top_k=3, top_p=0.5))[:5].tolist() == [
+        20, 30, 0, 99, int(rows[4].argmax()),
+    ]  # fmt: skip

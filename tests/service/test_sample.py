@@ -1,0 +1,138 @@
+"""Tokens drawn by the executor, over the wire: what they depend on, what a replay draws, what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2
+from ferrum_rpc.wire.rows import rows_from_proto
+from tests.serving import Served
+from tests.wiring import full, item, pb, prefill, refused
+
+PROMPT = [7, 3, 9, 1]
+
+
+def sample(positions: int = 0, bias: dict[int, float] | None = None, **fields: Any) -> output_pb2.OutputSpec:
+    biases = [output_pb2.TokenBias(token_id=token, bias=value) for token, value in (bias or {}).items()]
+    return output_pb2.OutputSpec(positions=positions, sample=output_pb2.SampleOutput(bias=biases, **fields))
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    """Of each item of a batch's answer."""
+    blocks = rows_from_proto(answer.row_blocks)
+    ranges = [result.output.rows for result in answer.results]
+    return [blocks[each.block]["token_ids"][each.first : each.first + each.count].tolist() for each in ranges]
+
+
+async def batch(served: Served, items: list[forward_pb2.ForwardItem]) -> list[list[int]]:
+    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    assert not any(result.HasField("error") for result in answer.results)
+    return tokens_of(answer)
+
+
+async def logits(served: Served) -> np.ndarray:
+    answer = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, output=full())))
+    return rows_from_proto(answer.row_blocks)[0]["logits"][0]
+
+
+async def test_a_draw_is_of_its_seed_and_position_whatever_is_beside_it(served: Served) -> None:
+    everything = output_pb2.POSITIONS_ALL
+    mine = item(PROMPT, output=sample(everything, seed=11))
+    [single] = await batch(served, [mine])
+    beside = [
+        item([5] * 9, output=sample(seed=11)),
+        mine,
+        item([2], output=full()),
+        item(PROMPT[:2], output=sample(seed=1)),
+    ]
+    assert (await batch(served, beside[:2] + beside[3:]))[1] == single
+    pieces = []
+    handle = None
+    for token in PROMPT:  # the same positions, one by one, in a session
+        sent = item([token], handle, output=sample(seed=11))
+        stream = served.executor.Session()
+        await stream.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello(client_revision=2)))
+        await stream.write(session_pb2.SessionRequest(step_id=2, forward=session_pb2.SessionForward(items=[sent])))
+        await stream.read()
+        answer = (await stream.read()).forward
+        await stream.done_writing()
+        handle = answer.results[0].output.handle
+        pieces += tokens_of(answer)[0]
+    assert pieces == single
+    assert (await batch(served, [item(PROMPT, output=sample(everything, seed=12))]))[0] != single
+
+
+async def test_draws_follow_the_probabilities_of_the_row(served: Served) -> None:
+    """Of tokens within a bias of each other, and of their log-probabilities in the row as it was."""
+    row = await logits(served)
+    liked = {40: 500.0 - row[40], 41: 500.0 - row[41] + math.log(3)}  # one to three
+    taken: Counter[int] = Counter()
+    for start in range(0, 2000, 50):
+        items = [item(PROMPT, output=sample(bias=liked, seed=start + each, logprob=True)) for each in range(50)]
+        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+        taken.update(token for [token] in tokens_of(answer))
+        logprobs = rows_from_proto(answer.row_blocks)[0]["logprobs"]
+        for [token], logprob in zip(tokens_of(answer), logprobs, strict=True):
+            expected = row[token] - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
+            assert logprob == pytest.approx(expected, abs=1e-4)
+        for result in answer.results:
+            await served.executor.Release(pb.ReleaseRequest(handle=result.output.handle))
+    assert set(taken) == {40, 41} and abs(taken[41] - 1500) < 5 * math.sqrt(2000 * 3 / 16)
+
+
+async def test_temperature_nothing_and_one_candidate_are_greedy(served: Served) -> None:
+    best = int((await logits(served)).argmax())
+    specs = [sample(temperature=0), sample(top_k=1), sample(top_p=1e-6), sample(min_p=1.0), sample(temperature=1e-6)]
+    assert await batch(served, [item(PROMPT, output=each) for each in specs]) == [[best]] * len(specs)
+
+
+async def test_a_replay_draws_what_the_call_drew(served: Served) -> None:
+    """With a seed or without."""
+    handle = await prefill(served, PROMPT)
+    for number, fields in enumerate([{}, {"seed": 3}]):
+        request = pb.DecodeRequest(
+            item=item([1], handle, truncate_to=4, request_id=f"r{number}", output=sample(**fields))
+        )
+        first = await served.executor.Decode(request)
+        again = await served.executor.Decode(request)
+        assert again.output.replayed and not first.output.replayed
+        assert first.row_blocks == again.row_blocks
+        handle = first.output.handle
+    changed = pb.DecodeRequest(item=item([1], handle, request_id="r1", output=sample(seed=4)))
+    await refused(served.executor.Decode(changed), Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+BAD = {
+    "temperature": [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}],
+    "top_p": [{"top_p": 0.0}, {"top_p": 1.01}, {"top_p": math.nan}, {"top_p": -1.0}],
+    "min_p": [{"min_p": -0.1}, {"min_p": 1.1}, {"min_p": math.nan}],
+    "bias": [
+        {"bias": {1: math.nan}},
+        {"bias": {1: math.inf}},
+        {"bias": {1 << 20: 1.0}},
+        {"bias": dict.fromkeys(range(513), 1.0)},
+    ],
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served, field: str) -> None:
+    handle = await prefill(served, PROMPT)
+    for fields in BAD[field]:
+        call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=sample(**fields))))
+        error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+        assert error.field == f"output.sample.{field}", fields
+    await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+
+
+async def test_as_many_biases_as_an_item_may_have_fit_a_call(served: Served) -> None:
+    bias = {token: -1000.0 for token in range(256) if token != 77}
+    items = [item(PROMPT, output=sample(bias=bias | {77: 1000.0})) for _ in range(8)]
+    assert await batch(served, items) == [[77]] * 8
