@@ -93,7 +93,9 @@ class KvManager:
             overwritten = slots_for(table.view(before), start, min(end, state.length), size, skip)
         table.make_room(after)
         needed = len(replaced) + max(0, after - before)
-        spared = min(needed, len(state.spares))
+        promised = blocks_for(state.promised_end, size)  # what is written beyond must not use up what was promised
+        within = sum(index < promised for index, _ in replaced) + max(0, min(after, promised) - before)
+        spared = min(within, len(state.spares))
         taken = self._capacity.take(needed - spared + blocks_for(end + ahead, size) - after)
         # From here on nothing fails.
         unspared = len(state.spares) - spared

@@ -315,3 +315,18 @@ def test_no_history_of_an_unshared_sequence_breaks_its_promise(data, size, lengt
         w.check()
         if w.kv.free_blocks:
             w.write(HOG + 1 + turn, w.kv.free_blocks * size)
+
+
+def test_a_write_beyond_the_promise_does_not_use_up_its_copies():
+    """A fork shares the promised block, so a spare waits for its copy; what goes behind the promise needs another."""
+    w = world(usable=3, size=1)
+    w.write(A, 1, ahead=1)
+    w.write(A, 1)
+    w.fork(A, B)
+    assert len(w.spares(A)) == 1 and w.kv.free_blocks == 0
+    before = everything(w.kv)
+    with pytest.raises(KvBlocksExhausted):
+        w.write(A, 1)
+    assert everything(w.kv) == before
+    w.write(A, 1, start=1)
+    w.check()
