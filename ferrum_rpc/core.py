@@ -66,7 +66,11 @@ class Sample:
     """A token drawn on the device (`sampling.draw`): ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
     ``min_p`` 0 keep all tokens; ``bias``: (token, what is added to its logit). ``seed``: 64 bits; None: any. The draw
     is a function of the row, the seed and the row's position. With ``logprob`` also the token's log-probability in the
-    row as the model gave it (f32)."""
+    row as the model gave it (f32).
+
+    ``repetition_penalty`` divides positive and multiplies negative logits of tokens that the sequence holds (1: none);
+    ``presence_penalty`` is subtracted once, ``frequency_penalty`` for each occurrence, of those from the position
+    ``penalty_from`` on (0: none)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -75,6 +79,15 @@ class Sample:
     bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     logprob: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_from: int = 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sequence's tokens matter."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,9 +125,10 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
 
 def _check_sample(sample: Sample) -> None:
     """Raise `InvalidRequest` for what the contract's fields cannot hold; the executor checks what they mean."""
-    for name in ("temperature", "top_p", "min_p"):
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         _check_float(getattr(sample, name), f"output.sample.{name}")
-    as_number(sample.top_k, "output.sample.top_k")
+    for name in ("top_k", "penalty_from"):
+        as_number(getattr(sample, name), f"output.sample.{name}")
     if not isinstance(sample.logprob, bool):
         raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field="output.sample.logprob")
     if sample.seed is not None:

@@ -9,7 +9,7 @@ gives attention in terms of C instead, and the layers run one after the other wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Rows, Span
+from ferrum_rpc.core import Rows, Sample, Span, TokenArray
 from ferrum_rpc.models.base import Model, NativeModel, StepInputs
 from ferrum_rpc.sampling.draw import select_sampler
 from ferrum_rpc.sampling.rows import Request, select_rows
@@ -64,9 +64,11 @@ class Compute:
 
         return self.model.forward(inputs, attend)
 
-    def select(self, spans: Sequence[Span], hidden: Tensor) -> list[Rows | None]:
+    def select(
+        self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
+    ) -> list[Rows | None]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
-        when a `mark` that is made afterwards is passed."""
+        when a `mark` that is made afterwards is passed. ``tokens_of``: the ids that a sequence held before the step."""
         requests, wanted, end = [], [], 0
         for index, span in enumerate(spans):
             tokens, output = len(span.tokens), span.output
@@ -74,7 +76,10 @@ class Compute:
             count = output.row_count(tokens)
             if count:
                 wanted.append(index)
-                requests.append(Request(end - count, count, output.kind, span.end - count + 1))
+                kind, history = output.kind, None
+                if isinstance(kind, Sample) and kind.penalised:
+                    history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                requests.append(Request(end - count, count, kind, span.end - count + 1, history))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)

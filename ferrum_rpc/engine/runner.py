@@ -187,7 +187,7 @@ class TorchRunner:
                 outcomes.append(refused[index])
                 continue
             reservation = pending.reservations[index]
-            outcomes.append(SpanResult(commit(reservation), next(rows)))
+            outcomes.append(SpanResult(commit(reservation, pending.spans[index].tokens), next(rows)))
             copied += len(reservation.copies)
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
@@ -250,7 +250,7 @@ class TorchRunner:
             hidden = self.compute.forward(spans, geometry)
             if stage is not None:
                 stage("select")
-            pending.rows = self.compute.select(spans, hidden)
+            pending.rows = self.compute.select(spans, hidden, self.kv.tokens)
             pending.mark = self.compute.mark()
             if self.depth > 1:
                 length, reserved = self.kv.length, pending.reservations.values()

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState
+from ferrum_rpc.core import CacheState, TokenArray
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
@@ -115,11 +115,14 @@ class KvManager:
             self._sequences[sequence] = state
         return state.open
 
-    def commit(self, reservation: Reservation) -> int:
-        """The tokens were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
+    def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
+        """``tokens`` were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
         state = self._opened(reservation)
-        state.open = None
         start, end, before = reservation.start, reservation.end, state.length
+        if len(tokens) != end - start:
+            raise KvMisuse(f"{len(tokens)} tokens for the positions {start} to {end}")
+        state.history.write(start, tokens)
+        state.open = None
         if end >= before and not reservation.replaced and not state.promised_tokens:
             state.length = end  # no block is given up
             return end
@@ -171,7 +174,7 @@ class KvManager:
         at = state.length if at is None else at
         self._check_within(state, at)
         shared = state.table.view(blocks_for(at, self.block_size))
-        forked = SequenceState(BlockTable(shared), at, shared=len(shared))
+        forked = SequenceState(BlockTable(shared), at, state.history.fork(at), shared=len(shared))
         before = state.shared
         self._pool.acquire(shared)
         try:
@@ -226,6 +229,11 @@ class KvManager:
     def length(self, sequence: int) -> int:
         """Committed tokens of ``sequence``."""
         return self._known(sequence).length
+
+    def tokens(self, sequence: int) -> TokenArray:
+        """Committed token ids of ``sequence``, int32 [length]: a view, valid until the next commit."""
+        state = self._known(sequence)
+        return state.history.upto(state.length)
 
     @property
     def total_blocks(self) -> int:

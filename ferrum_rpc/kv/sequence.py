@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ferrum_rpc.kv.pool import Int32Array
 from ferrum_rpc.kv.table import BlockTable
+from ferrum_rpc.kv.tokens import TokenHistory
 
 
 class KvMisuse(RuntimeError):
@@ -51,7 +52,7 @@ class Reservation:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One live sequence: ``length`` tokens in the blocks of ``table``.
+    """One live sequence: ``length`` tokens in the blocks of ``table``, whose ids are in ``history``.
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
     ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). ``shared``: how many entries of
@@ -60,6 +61,7 @@ class SequenceState:
 
     table: BlockTable = field(default_factory=BlockTable)
     length: int = 0
+    history: TokenHistory = field(default_factory=TokenHistory)
     spares: list[int] = field(default_factory=list)
     promised_from: int = 0
     promised_tokens: int = 0

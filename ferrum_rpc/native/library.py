@@ -90,7 +90,17 @@ class Draw(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw)
+class Penalty(ctypes.Structure):
+    """``struct penalty`` of sample.h: what a row's logits lose by the tokens before it, a pointer to int32."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "count", "counted_from")),
+        *((name, ctypes.c_float) for name in ("repetition", "presence", "frequency")),
+    )
+
+
+STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty)
 ABI_VERSION: Final = 6
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
@@ -129,6 +139,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
     "ferrum_sampler_new": (_P,),
     "ferrum_sampler_free": (None, _P),
+    "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),
     "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
 """What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers

@@ -1,27 +1,31 @@
 """Tokens drawn from rows of logits, reproducible for a seed and the same whatever else is in the batch.
 
 A row's only chance is one number from [0, 1), a function of its seed and its position (`uniforms`). It picks from what
-the filters left, by weight, in the order of the ids. The filters in their order, each over what the one before left:
+the filters left, by weight, in the order of the ids. In their order, each over what the one before left:
 
+bias         is added to its tokens' logits
+penalties    repetition, then frequency, then presence (`Penalty`)
 temperature  divides the logits; 0 takes the largest, the lowest id of several, and ends it
 top-k        keeps the k largest, and those that equal the last of them
 top-p        keeps the smallest set of the largest whose probability reaches p, lower ids first where they are equal
 min-p        keeps what has at least this share of the largest one's probability
 
-This is `transformers`' order; vLLM's differs in min-p alone, which it puts before top-k. A row with a logit that is no
-number, or whose largest is infinite, takes the arg-max.
+This is the order of `transformers` and of vLLM, but for min-p, which vLLM puts before top-k. A row with a logit that is
+no number, or whose largest is infinite, takes the arg-max.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ferrum_rpc.core import TokenArray
 from ferrum_rpc.native import library
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
@@ -32,8 +36,29 @@ DRAW: Final = np.dtype(library.Draw)
 Draws = npt.NDArray[Any]
 """`DRAW` [R]."""
 
-Sampler = Callable[[Tensor, Draws], Tensor]
-"""``sampler(logits float32 [R, V], draws)``: int64 tokens [R], on the logits' device."""
+
+class Penalty(NamedTuple):
+    """What ``row`` of the logits loses by the ``tokens`` (int32 [n]) of its sequence up to it: ``repetition`` divides
+    what is positive and multiplies the rest, once a token; ``frequency`` goes off for each occurrence from
+    ``counted_from`` on, and ``presence`` once for those."""
+
+    row: int
+    tokens: TokenArray
+    counted_from: int
+    repetition: float
+    presence: float
+    frequency: float
+
+
+class Sampler(Protocol):
+    """How tokens are chosen from logits on one kind of device."""
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """A token for each row of ``logits`` (float32 [R, V]), int64 [R], on their device."""
+
+    def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
+        """Change rows of ``logits`` in place, each at most once."""
+
 
 TOKEN, ACCEPT = 0, 1
 """What a number is for: the streams of `uniforms`."""
@@ -74,35 +99,47 @@ def uniforms(
     return (high * float(1 << 26) + low) / float(1 << 53)
 
 
-def draw_in_torch(logits: Tensor, draws: Draws) -> Tensor:
+class TorchSampler:
     """A `Sampler` that runs everywhere. It sorts the rows where a filter asks for it."""
-    vocabulary = logits.shape[-1]
 
-    def column(name: str, dtype: torch.dtype) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        vocabulary = logits.shape[-1]
 
-    chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)[:, None]
-    temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
-    largest = logits.max(dim=-1, keepdim=True).values
-    weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
-    filtered = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
-    if filtered.any():
-        top_k = column("top_k", torch.int64)
-        top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
-        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-        weights = weights.where(logits >= ordered.gather(-1, top_k - 1), torch.zeros_like(weights))
-        sorted_weights = weights.gather(-1, ids)
-        masses = sorted_weights.to(torch.float64).cumsum(-1)
-        kept = (masses - sorted_weights < top_p * masses[:, -1:]) | (top_p >= 1)
-        kept[:, 0] = True
-        weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
-    weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
-    masses = weights.to(torch.float64).cumsum(-1)
-    total = masses[:, -1:].contiguous()
-    found = torch.searchsorted(masses, total * chances, right=True)
-    found = torch.minimum(found, torch.searchsorted(masses, total))  # where rounding went beyond the last
-    plain = (temperature > 0) & largest.isfinite()
-    return found.where(plain, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
+
+        chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)[:, None]
+        temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
+        largest = logits.max(dim=-1, keepdim=True).values
+        weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
+        filtered = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
+        if filtered.any():
+            top_k = column("top_k", torch.int64)
+            top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
+            ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+            weights = weights.where(logits >= ordered.gather(-1, top_k - 1), torch.zeros_like(weights))
+            sorted_weights = weights.gather(-1, ids)
+            masses = sorted_weights.to(torch.float64).cumsum(-1)
+            kept = (masses - sorted_weights < top_p * masses[:, -1:]) | (top_p >= 1)
+            kept[:, 0] = True
+            weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
+        weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
+        masses = weights.to(torch.float64).cumsum(-1)
+        total = masses[:, -1:].contiguous()
+        found = torch.searchsorted(masses, total * chances, right=True)
+        found = torch.minimum(found, torch.searchsorted(masses, total))  # where rounding went beyond the last
+        plain = (temperature > 0) & largest.isfinite()
+        return found.where(plain, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+    def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
+        for row, tokens, counted_from, repetition, presence, frequency in penalties:
+            held = to_device(torch.from_numpy(np.unique(tokens).astype(np.int64)), logits.device)
+            values = logits[row, held]
+            logits[row, held] = torch.where(values > 0, values / repetition, values * repetition)
+            counted, counts = np.unique(tokens[counted_from:], return_counts=True)
+            ids = to_device(torch.from_numpy(counted.astype(np.int64)), logits.device)
+            frequent = to_device(torch.from_numpy(counts.astype(np.float32) * np.float32(frequency)), logits.device)
+            logits[row, ids] = logits[row, ids] - frequent - presence
 
 
 class NativeSampler:
@@ -116,8 +153,7 @@ class NativeSampler:
         if getattr(self, "_handle", None):
             self._library.ferrum_sampler_free(self._handle)
 
-    def __call__(self, logits: Tensor, draws: Draws) -> Tensor:
-        """See `Sampler`."""
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         rows, vocabulary = logits.shape
         logits = logits.contiguous()
         tokens = torch.empty(rows, dtype=torch.int32)
@@ -133,6 +169,22 @@ class NativeSampler:
             raise MemoryError("no memory to draw tokens")
         return tokens.to(torch.int64)
 
+    def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
+        held = [np.ascontiguousarray(each.tokens, np.int32) for each in penalties]
+        array = (library.Penalty * len(held))(
+            *(
+                library.Penalty(tokens.ctypes.data, row, len(tokens), *rest)
+                for tokens, (row, _, *rest) in zip(held, penalties, strict=True)
+            )
+        )
+        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
+        if not logits.is_contiguous():
+            raise ValueError("penalties change rows that lie one behind the other")
+        if not self._library.ferrum_penalise(
+            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(held), threads
+        ):
+            raise MemoryError("no memory for penalties")
+
 
 def select_sampler(device: torch.device) -> Choice:
     """The sampler for ``device``."""
@@ -144,7 +196,7 @@ def select_sampler(device: torch.device) -> Choice:
 
     return select(
         Candidate("native", native, "a row is read a few times and not sorted"),
-        Candidate("torch", lambda: draw_in_torch),
+        Candidate("torch", TorchSampler),
         what="sampler",
         field="sampling",
     )

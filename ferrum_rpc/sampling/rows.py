@@ -28,9 +28,10 @@ from ferrum_rpc.core import (
     Rows,
     Sample,
     SelectedTokens,
+    TokenArray,
     TopTokens,
 )
-from ferrum_rpc.sampling.draw import DRAW, Sampler, draw_in_torch
+from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
 from ferrum_rpc.sampling.transfer import to_device, to_host
 
 HEAD_ROWS: Final = 256
@@ -39,18 +40,21 @@ HEAD_ROWS: Final = 256
 
 class Request(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
-    the sequence before the one that the first row chooses."""
+    the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
+    """
 
     first: int
     rows: int
     kind: OutputKind
     position: int = 0
+    history: TokenArray | None = None
 
 
 _GREEDY: Final = Greedy()
 _DRAWN: Final = {logprob: Sample(logprob=logprob) for logprob in (False, True)}
 """What stands for all draws of a step, whatever their seeds and filters: they share a block."""
 
+_TORCH: Final = TorchSampler()
 _ROWS: Final = {
     Greedy: RowKind.TOKENS,
     Sample: RowKind.TOKENS,
@@ -66,7 +70,7 @@ def select_rows(
     requests: Sequence[Request],
     head: Callable[[Tensor], Tensor],
     largest: Callable[[Tensor], Tensor] | None = None,
-    sampler: Sampler = draw_in_torch,
+    sampler: Sampler = _TORCH,
 ) -> list[Rows]:
     """Answer every request.
 
@@ -84,7 +88,7 @@ def select_rows(
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
-    for index, (_, _, kind, _) in enumerate(requests):
+    for index, (_, _, kind, *_) in enumerate(requests):
         if kind is not previous:  # spares most rows of a step a hash of 0.5 µs
             group = _DRAWN[kind.logprob] if isinstance(kind, Sample) else kind
             members, previous = groups.setdefault(group, []), kind
@@ -160,17 +164,21 @@ def _extents(
 class Drawn:
     """The draws of some requests' rows, one after the other."""
 
-    __slots__ = ("_bias", "_draws", "_sampler")
+    __slots__ = ("_bias", "_draws", "_penalties", "_sampler")
 
     def __init__(self, requests: Iterable[Request], sampler: Sampler) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
-        for _, count, kind, position in requests:
+        self._penalties: list[Penalty] = []
+        for _, count, kind, position, history in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
+                if history is not None:
+                    counts = kind.repetition_penalty, kind.presence_penalty, kind.frequency_penalty
+                    self._penalties.append(Penalty(len(rows), history[: position + row], kind.penalty_from, *counts))
                 rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
         self._draws = np.array(rows, DRAW)
         self._sampler = sampler
@@ -180,16 +188,21 @@ class Drawn:
         part = Drawn((), self._sampler)
         part._draws = self._draws[first:last]
         part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
+        part._penalties = [each._replace(row=each.row - first) for each in self._penalties if first <= each.row < last]
         return part
 
     def tokens(self, logits: Tensor) -> Tensor:
         """One for each row of float32 ``logits`` [r, V], int64 [r]."""
+        if self._bias or self._penalties:
+            logits = logits.clone()
         if self._bias:
             rows, tokens, values = map(np.array, zip(*self._bias, strict=True))
             where = tuple(to_device(torch.from_numpy(each), logits.device) for each in (rows, tokens))
             added = to_device(torch.from_numpy(values.astype(np.float32)), logits.device)
-            logits = logits.index_put(where, added, accumulate=True)
-        return self._sampler(logits, self._draws)
+            logits.index_put_(where, added, accumulate=True)
+        if self._penalties:
+            self._sampler.penalise(logits, self._penalties)
+        return self._sampler.draw(logits, self._draws)
 
 
 def _select(logits: Tensor, kind: OutputKind, drawn: Drawn | None = None) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ SCHEMA_REVISION = 3
 MINIMUM_CLIENT_REVISION = 1
 """GetInfo says it; clients that were built for an older one end there."""
 
-SCHEMA_SHA256 = "2c0ade4935dc314da38770ec287d05236f6cc94283636c2ba60c2db64f002942"
+SCHEMA_SHA256 = "964c251536b90cf4df9648906a82033ce7e35f10f86c45fdbcdbecfd63a0d136"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
@@ -39,6 +39,7 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_RESET,
     info_pb2.CAPABILITY_DRAIN,
     info_pb2.CAPABILITY_LIST_SEQUENCES,
+    info_pb2.CAPABILITY_PENALTIES,
 )
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
 

@@ -45,13 +45,8 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
     match spec.kind:
         case Greedy(logprob):
             return output_pb2.OutputSpec(positions=positions, greedy=output_pb2.GreedyOutput(logprob=logprob))
-        case Sample(temperature, top_k, top_p, min_p, bias, seed, logprob):
-            sample = output_pb2.SampleOutput(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, logprob=logprob
-            )
-            for token_id, value in bias:
-                sample.bias.add(token_id=token_id, bias=value)
-            return output_pb2.OutputSpec(positions=positions, sample=sample)
+        case Sample() as kind:
+            return output_pb2.OutputSpec(positions=positions, sample=_sample_to_proto(kind))
         case TopTokens(k):
             return output_pb2.OutputSpec(positions=positions, top_tokens=output_pb2.TopTokensOutput(k=k))
         case SelectedTokens(token_ids):
@@ -89,10 +84,9 @@ def _top_tokens(positions: Positions, k: int) -> OutputSpec:
 def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
     match kind:
         case "greedy":
-            _check_offered(spec.greedy, "output.greedy", repetition_penalty=1.0)
-            return Greedy(logprob=True) if spec.greedy.logprob else _GREEDY
+            return _greedy_from_proto(spec.greedy)
         case "sample":
-            return _sample(spec.sample)
+            return _sample_from_proto(spec.sample)
         case "top_tokens":
             raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
         case "selected_tokens":
@@ -112,25 +106,48 @@ def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
             raise NotSupported(f"output `{kind}` is not offered (capability {capability})", field=f"output.{kind}")
 
 
-def _check_offered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str, **neutral: float) -> None:
-    """Refuse masks, and penalties that change anything."""
-    if message.token_mask_id:
-        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=field)
-    for name, value in neutral.items():
-        if message.HasField(name) and getattr(message, name) != value:
-            raise NotSupported("penalties are not offered (capability PENALTIES)", field=f"{field}.{name}")
+def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
+    message = output_pb2.SampleOutput(
+        temperature=kind.temperature,
+        top_k=kind.top_k,
+        top_p=kind.top_p,
+        min_p=kind.min_p,
+        bias=[output_pb2.TokenBias(token_id=token_id, bias=value) for token_id, value in kind.bias],
+        seed=kind.seed,
+        logprob=kind.logprob,
+    )
+    if kind.penalised:
+        message.repetition_penalty = kind.repetition_penalty
+        message.presence_penalty, message.frequency_penalty = kind.presence_penalty, kind.frequency_penalty
+        message.penalty_from = kind.penalty_from
+    return message
 
 
-def _sample(message: output_pb2.SampleOutput) -> Sample:
-    _check_offered(message, "output.sample", repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
+    """A penalty makes it a `Sample` at temperature 0."""
+    _refuse_mask(message.token_mask_id, "output.greedy.token_mask_id")
+    penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    if penalty != 1.0:
+        _check_repetition(penalty, "output.greedy.repetition_penalty")
+        return Sample(temperature=0.0, repetition_penalty=penalty, logprob=message.logprob)
+    return Greedy(logprob=True) if message.logprob else _GREEDY
+
+
+def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
+    _refuse_mask(message.token_mask_id, "output.sample.token_mask_id")
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
+    repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     if not 0.0 <= temperature < math.inf:
         raise InvalidRequest(f"a temperature of {temperature}: 0 or more is wanted", field="output.sample.temperature")
     if not 0.0 < top_p <= 1.0:
         raise InvalidRequest(f"a top_p of {top_p}: more than 0, up to 1, is wanted", field="output.sample.top_p")
     if not 0.0 <= message.min_p <= 1.0:
         raise InvalidRequest(f"a min_p of {message.min_p}: 0 to 1 is wanted", field="output.sample.min_p")
+    _check_repetition(repetition, "output.sample.repetition_penalty")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(value := getattr(message, name)):
+            raise InvalidRequest(f"a {name} of {value}: a finite number is wanted", field=f"output.sample.{name}")
     if len(message.bias) > MAX_BIASES:
         raise InvalidRequest(
             f"{len(message.bias)} biases exceed {MAX_BIASES}",
@@ -140,5 +157,26 @@ def _sample(message: output_pb2.SampleOutput) -> Sample:
     bias = tuple([(each.token_id, each.bias) for each in message.bias])
     if not all(math.isfinite(value) for _, value in bias):
         raise InvalidRequest("a bias is no finite number; masks forbid tokens", field="output.sample.bias")
-    seed = message.seed if message.HasField("seed") else None
-    return Sample(temperature, message.top_k, top_p, message.min_p, bias, seed, message.logprob)
+    return Sample(
+        temperature,
+        message.top_k,
+        top_p,
+        message.min_p,
+        bias,
+        message.seed if message.HasField("seed") else None,
+        message.logprob,
+        repetition,
+        message.presence_penalty,
+        message.frequency_penalty,
+        message.penalty_from,
+    )
+
+
+def _refuse_mask(mask_id: bytes, field: str) -> None:
+    if mask_id:
+        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=field)
+
+
+def _check_repetition(penalty: float, field: str) -> None:
+    if not 0.0 < penalty < math.inf:
+        raise InvalidRequest(f"a repetition_penalty of {penalty}: more than 0 is wanted", field=field)

@@ -26,6 +26,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct attention_layer),
         sizeof(struct attention_step),
         sizeof(struct draw),
+        sizeof(struct penalty),
     };
     return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
 }

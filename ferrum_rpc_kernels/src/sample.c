@@ -5,6 +5,8 @@
  * times in vectors. The k-th largest is looked for only among logits that are not below the k-th largest of the chunks'
  * maxima: at least k logits are as large. Where the nucleus ends is narrowed down by the mass above a few borders.
  *
+ * Before that, penalties: each token is looked up where it occurs, and a table of counts is empty again afterwards.
+ *
  * A row's token depends on nothing but its row and its draw: not on the rows beside it, nor on the number of threads.
  */
 
@@ -24,13 +26,15 @@
 #define ROUNDS 6  /* 4096 parts of the interval: some hundred weights of a flat row of 152 thousand */
 #define FINITE 3.4e38f
 #define STEEPEST 1e30f
+#define SEEN (1 << 30)
 
 #define BODY "sample_isa.h"
 #include "for_each_isa.h"
 
 struct sampler {
     char *buffer;
-    size_t size;
+    int32_t *counts; /* of each token, and whether it was seen; 0 between two calls */
+    size_t size, counts_size;
     int lanes;
 };
 
@@ -315,8 +319,10 @@ struct sampler *ferrum_sampler_new(void)
 
 void ferrum_sampler_free(struct sampler *sampler)
 {
-    if (sampler)
+    if (sampler) {
         free(sampler->buffer);
+        free(sampler->counts);
+    }
     free(sampler);
 }
 
@@ -340,5 +346,46 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
         for (int64_t row = worker; row < rows; row += teams)
             tokens[row] = token_of(logits + row * vocabulary, vocabulary, draws + row, passes, room);
     }
+    return 1;
+}
+
+/* Repetition divides what is positive and multiplies the rest, once a token; frequency goes off for each occurrence, and then
+ * presence once. */
+static void penalise(float *row, const struct penalty *penalty, int32_t *counts)
+{
+    for (int64_t at = 0; at < penalty->count; at++) {
+        const int32_t token = penalty->tokens[at];
+        if (!(counts[token] & SEEN)) {
+            counts[token] |= SEEN;
+            row[token] = row[token] > 0.0f ? row[token] / penalty->repetition : row[token] * penalty->repetition;
+        }
+        counts[token] += at >= penalty->counted_from;
+    }
+    for (int64_t at = 0; at < penalty->count; at++) {
+        const int32_t token = penalty->tokens[at], occurrences = counts[token] & ~SEEN;
+        counts[token] = 0;
+        if (occurrences) {
+            const float frequent = penalty->frequency * (float)occurrences;
+            row[token] -= frequent;
+            row[token] -= penalty->presence;
+        }
+    }
+}
+
+/* Change the rows of `logits` [.., vocabulary] that the penalties name, each at most once. 0 where there is no memory. */
+int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
+                        int64_t count, int32_t threads)
+{
+    const int teams = threads < count ? threads : (int)count;
+    const size_t before = sampler->counts_size, wanted = sizeof(int32_t) * (size_t)vocabulary * (size_t)(teams > 0 ? teams : 1);
+    if (!reserve_buffer(&sampler->counts, &sampler->counts_size, wanted))
+        return 0;
+    if (sampler->counts_size > before)
+        memset(sampler->counts, 0, sampler->counts_size);
+    int worker;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1)
+    for (worker = 0; worker < teams; worker++)
+        for (int64_t at = worker; at < count; at += teams)
+            penalise(logits + penalties[at].row * vocabulary, penalties + at, sampler->counts + worker * vocabulary);
     return 1;
 }

@@ -12,11 +12,21 @@ struct draw {
     int32_t top_k;
 };
 
+/* What a row's logits lose by the tokens that stand before it. */
+struct penalty {
+    const int32_t *tokens; /* count of them, each below the vocabulary */
+    int64_t row, count;
+    int64_t counted_from; /* presence and frequency: of the tokens from this one on */
+    float repetition, presence, frequency;
+};
+
 struct sampler;
 
 struct sampler *ferrum_sampler_new(void);
 void ferrum_sampler_free(struct sampler *sampler);
 int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
                       const struct draw *draws, int32_t *tokens, int32_t threads);
+int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
+                        int64_t count, int32_t threads);
 
 #endif

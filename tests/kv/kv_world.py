@@ -68,7 +68,7 @@ class World:
 
     def commit(self, write: Write) -> None:
         r = write.reservation
-        assert self.kv.commit(r) == r.end
+        assert self.kv.commit(r, np.array(write.tokens, np.int32)) == r.end
         self.tokens[r.sequence] = self.tokens.get(r.sequence, [])[: r.start] + write.tokens
 
     def rollback(self, write: Write) -> None:
@@ -123,6 +123,7 @@ class World:
             if sequence in pinned:
                 continue
             assert self.kv.length(sequence) == len(tokens)
+            assert self.kv.tokens(sequence).tolist() == tokens
             assert self._read(np.array(self.blocks(sequence), dtype=np.int32), len(tokens)) == tokens
 
     def _block(self, block: int) -> slice:

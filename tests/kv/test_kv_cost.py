@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from ferrum_rpc.kv.manager import KvManager
 
 SEQUENCE, SHORT, LONG = 0, 100, 32_000
@@ -16,8 +18,8 @@ SEQUENCE, SHORT, LONG = 0, 100, 32_000
 def cache(length: int, others: int = 0) -> KvManager:
     kv = KvManager(LONG // 16 + 100 + others, 16)
     for other in range(1, others + 1):
-        kv.commit(kv.reserve(other, 0, 10, create=True))
-    kv.commit(kv.reserve(SEQUENCE, 0, length, create=True))
+        kv.commit(kv.reserve(other, 0, 10, create=True), np.zeros(10, np.int32))
+    kv.commit(kv.reserve(SEQUENCE, 0, length, create=True), np.zeros(length, np.int32))
     return kv
 
 
@@ -26,7 +28,7 @@ def decode(kv: KvManager, steps: int = 64) -> float:
     length = kv.length(SEQUENCE)
     began = time.perf_counter()
     for step in range(steps):
-        kv.commit(kv.reserve(SEQUENCE, length + step, 1))
+        kv.commit(kv.reserve(SEQUENCE, length + step, 1), np.zeros(1, np.int32))
     took = time.perf_counter() - began
     kv.truncate(SEQUENCE, length)
     return took

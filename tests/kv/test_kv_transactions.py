@@ -381,9 +381,15 @@ def test_a_reservation_is_closed_once(first, second):
     w.write(A, 5)
     for sequence in (A, B):
         reservation = w.kv.reserve(sequence, 0, 9, create=sequence == B)
-        getattr(w.kv, first)(reservation)
+        close = {
+            "commit": lambda r=reservation: w.kv.commit(r, np.arange(9)),
+            "rollback": lambda r=reservation: w.kv.rollback(r),
+        }
         with pytest.raises(KvMisuse):
-            getattr(w.kv, second)(reservation)
+            w.kv.commit(reservation, np.arange(8))  # other tokens than were reserved: it stays open
+        close[first]()
+        with pytest.raises(KvMisuse):
+            close[second]()
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ferrum_rpc.sampling.draw import ACCEPT, DRAW, NativeSampler, draw_in_torch, philox, uniforms
+from ferrum_rpc.sampling.draw import ACCEPT, DRAW, NativeSampler, Penalty, TorchSampler, philox, uniforms
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 FILTERS = (
@@ -31,7 +32,7 @@ FILTERS = (
 @pytest.fixture(params=["torch", "native"])
 def sampler(request):
     if request.param == "torch":
-        return draw_in_torch
+        return TorchSampler()
     try:
         return NativeSampler()
     except OSError as error:
@@ -85,7 +86,7 @@ def test_the_generator_gives_the_known_answers_of_its_authors(key, counter, expe
 def test_draws_have_the_distribution_that_the_filters_leave(sampler, how):
     count, row = 20_000, logits(1, 48)[0]
     expected = probabilities(row, **how).numpy()
-    found = np.bincount(sampler(row.expand(count, -1), draws(count, **how)).numpy(), minlength=48)
+    found = np.bincount(sampler.draw(row.expand(count, -1), draws(count, **how)).numpy(), minlength=48)
     assert not found[expected == 0].any()
     kept = expected > 0
     degrees = kept.sum() - 1
@@ -113,21 +114,21 @@ def test_c_draws_what_torch_draws(vocabulary):
         top_k=rng.choice([0, 1, 3, 50, vocabulary, 10**9], count),
     )
     assert (
-        native(rows, given) != draw_in_torch(rows, given)
+        native.draw(rows, given) != TorchSampler().draw(rows, given)
     ).sum() <= 1  # a number may lie on the border of two tokens
 
 
 def test_a_draw_depends_on_its_row_seed_and_position_alone(sampler):
     rows, given = logits(40, 500), draws(40, top_p=0.9, seed=np.arange(40) % 3, position=np.arange(40) % 7)
-    found = sampler(rows, given)
+    found = sampler.draw(rows, given)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sampler(rows[order], given[order.numpy()]), found[order])
+    assert torch.equal(sampler.draw(rows[order], given[order.numpy()]), found[order])
     for index in (0, 17, 39):
-        assert sampler(rows[index : index + 1], given[index : index + 1]) == found[index]
+        assert sampler.draw(rows[index : index + 1], given[index : index + 1]) == found[index]
     for other in ("seed", "position"):
         changed = given.copy()
         changed[other] += 100
-        assert not torch.equal(sampler(rows, changed), found)
+        assert not torch.equal(sampler.draw(rows, changed), found)
 
 
 def test_numbers_are_even_and_differ_by_seed_position_and_stream():
@@ -147,6 +148,26 @@ def test_what_cannot_be_drawn_from_takes_the_arg_max(sampler):
     rows[1, 30] = torch.nan
     rows[2] = -torch.inf
     rows[3, 99] = torch.nan
-    assert sampler(rows, draws(6, temperature=[1, 1, 1, 1, 0, 1e-45], top_k=3, top_p=0.5))[:5].tolist() == [
+    assert sampler.draw(rows, draws(6, temperature=[1, 1, 1, 1, 0, 1e-45], top_k=3, top_p=0.5))[:5].tolist() == [
         20, 30, 0, 99, int(rows[4].argmax()),
     ]  # fmt: skip
+
+
+def test_penalties_are_those_of_transformers_and_of_their_definition(sampler):
+    rng, rows = np.random.default_rng(4), logits(6, 90)
+    rows[2, :5] = 0
+    histories = [rng.integers(0, 90, length).astype(np.int32) for length in (1, 2, 40, 400, 400, 7)]
+    given = [(1.3, 0.0, 0.0, 0), (0.5, 0.0, 0.0, 0), (2.0, 0.7, 0.25, 10), (1.0, -0.5, 1.5, 399), (1.1, 0.3, 0.1, 0)]
+    expected = rows.clone()
+    for row, (repetition, presence, frequency, start) in enumerate(given):
+        history = torch.from_numpy(histories[row].astype(np.int64))
+        expected[row] = RepetitionPenaltyLogitsProcessor(repetition)(history[None], rows[row : row + 1])[0]
+        counts = torch.bincount(history[start:], minlength=90)
+        expected[row] -= frequency * counts + presence * (counts > 0)
+    found = rows.clone()
+    penalties = [Penalty(row, histories[row], start, *rest) for row, (*rest, start) in enumerate(given)]
+    for _ in range(2):  # what is kept between calls is empty again
+        found = rows.clone()
+        sampler.penalise(found, penalties)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[5], rows[5])

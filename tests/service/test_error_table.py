@@ -402,9 +402,7 @@ OUTPUTS_NOT_OFFERED = {
     "OUTPUT_ACCEPT": output_pb2.OutputSpec(accept=output_pb2.AcceptOutput()),
     "OUTPUT_HIDDEN_STATES": output_pb2.OutputSpec(hidden_states=output_pb2.HiddenStatesOutput()),
     "TOKEN_MASKS": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(token_mask_id=b"x")),
-    "PENALTIES": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(repetition_penalty=1.1)),
     "sample: TOKEN_MASKS": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(token_mask_id=b"x")),
-    "sample: PENALTIES": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(frequency_penalty=0.1)),
 }
 OPTIONS_NOT_OFFERED = {
     "ADAPTERS": forward_pb2.CreateOptions(adapter="x"),

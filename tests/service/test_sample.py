@@ -113,6 +113,9 @@ BAD = {
     "temperature": [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}],
     "top_p": [{"top_p": 0.0}, {"top_p": 1.01}, {"top_p": math.nan}, {"top_p": -1.0}],
     "min_p": [{"min_p": -0.1}, {"min_p": 1.1}, {"min_p": math.nan}],
+    "repetition_penalty": [{"repetition_penalty": each} for each in (0.0, -1.0, math.nan, math.inf)],
+    "presence_penalty": [{"presence_penalty": math.nan}, {"presence_penalty": -math.inf}],
+    "frequency_penalty": [{"frequency_penalty": math.inf}],
     "bias": [
         {"bias": {1: math.nan}},
         {"bias": {1: math.inf}},
@@ -136,3 +139,62 @@ async def test_as_many_biases_as_an_item_may_have_fit_a_call(served: Served) -> 
     bias = {token: -1000.0 for token in range(256) if token != 77}
     items = [item(PROMPT, output=sample(bias=bias | {77: 1000.0})) for _ in range(8)]
     assert await batch(served, items) == [[77]] * 8
+
+
+def penalised(row: np.ndarray, history: list[int], start: int, repetition: float, each: tuple[float, float]) -> int:
+    """The token that is best by the definition; ``each``: presence and frequency."""
+    presence, frequency = each
+    row = row.astype(np.float64)
+    for token in set(history):
+        row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+    for token in history[start:]:
+        row[token] -= frequency
+    for token in set(history[start:]):
+        row[token] -= presence
+    return int(row.argmax())
+
+
+async def test_penalties_count_what_the_sequence_holds_after_roll_backs_and_forks(served: Served) -> None:
+    """What was taken back does not count, nor what a call that was refused would have fed."""
+    spec = {"temperature": 0.0, "repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    held, start = [5, 9, 9, 40], 2
+
+    async def check(handle: Any, truncate_to: int | None, fed: list[int]) -> Any:
+        """Feed ``fed`` with rows and with penalties, each from the same place; returns the handle."""
+        del held[len(held) if truncate_to is None else truncate_to :]
+        sent = item(fed, handle, truncate_to=truncate_to, output=full(positions=output_pb2.POSITIONS_ALL))
+        raw = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[sent]))
+        rows = rows_from_proto(raw.row_blocks)[0]["logits"]
+        drawn = sample(output_pb2.POSITIONS_ALL, penalty_from=start, **spec)
+        again = item(fed, raw.results[0].output.handle, truncate_to=len(held), output=drawn)
+        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[again]))
+        expected = []
+        for row, token in zip(rows, fed, strict=True):
+            held.append(token)
+            expected.append(penalised(row, held, start, 1.7, (0.4, 0.3)))
+        assert tokens_of(answer) == [expected]
+        return answer.results[0].output.handle
+
+    handle = await prefill(served, held)
+    handle = await check(handle, None, [7, 40, 7])
+    handle = await check(handle, 5, [9, 1, 1, 1])
+    await refused(
+        served.executor.Decode(pb.DecodeRequest(item=item([77], handle, truncate_to=99))),
+        Reason.TRUNCATE_BEYOND_LENGTH,
+        grpc.StatusCode.OUT_OF_RANGE,
+    )
+    handle = await check(handle, None, [2])
+    fork = await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1, at_length=6))
+    parent = list(held)
+    del held[6:]
+    await check(fork.handles[0], None, [60, 61])
+    held[:] = parent
+    await check(handle, None, [3, 3])
+
+
+async def test_a_greedy_penalty_is_a_sample_at_temperature_nothing(served: Served) -> None:
+    greedy = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(repetition_penalty=5.0, logprob=True))
+    same = sample(temperature=0.0, repetition_penalty=5.0, logprob=True)
+    first, second = await batch(served, [item(PROMPT, output=greedy), item(PROMPT, output=same)])
+    assert first == second
+    assert first == [penalised(await logits(served), PROMPT, 4, 5.0, (0.0, 0.0))]

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, Sample, SelectedTokens, TopTokens
 from ferrum_rpc.sampling import rows as sampling_rows
-from ferrum_rpc.sampling.draw import DRAW, draw_in_torch
+from ferrum_rpc.sampling.draw import DRAW, TorchSampler
 from ferrum_rpc.sampling.rows import HEAD_ROWS, Request, top_tokens, top_tokens_queued
 
 INF = math.inf
@@ -372,7 +372,7 @@ def test_draws_of_all_seeds_share_a_block_and_each_has_its_own_seed_position_and
         for token, value in kind.bias:
             biased[:, token] += value
         block = rows.block.cut(rows.first, rows.first + rows.count)
-        tokens = draw_in_torch(biased, draws)
+        tokens = TorchSampler().draw(biased, draws)
         assert block["token_ids"].tolist() == tokens.tolist()
         if kind.bias:
             assert set(tokens.tolist()) == {3, 7}

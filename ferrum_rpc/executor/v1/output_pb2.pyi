@@ -50,7 +50,7 @@ class GreedyOutput(_message.Message):
     def __init__(self, token_mask_id: _Optional[bytes] = ..., repetition_penalty: _Optional[float] = ..., logprob: bool = ...) -> None: ...
 
 class SampleOutput(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob", "penalty_from")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class SampleOutput(_message.Message):
     TOKEN_MASK_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    PENALTY_FROM_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -73,7 +74,8 @@ class SampleOutput(_message.Message):
     token_mask_id: bytes
     seed: int
     logprob: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ...) -> None: ...
+    penalty_from: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ..., penalty_from: _Optional[int] = ...) -> None: ...
 
 class TokenBias(_message.Message):
     __slots__ = ("token_id", "bias")
