@@ -6,8 +6,7 @@ and cache; everything else is decided here, on the far side of a wire:
     policy.py    pure: what runs in the next step, who is admitted, who is preempted
     board.py     who waits, who runs, and which sequence is whose
     driver.py    turns each plan into one forward call, and each answer into tokens
-    sampling.py  from candidates to a token, reproducible per request
-    text.py      tokens to text, safely while it streams
+      text.py      tokens to text, safely while it streams
     display.py   what a person sees          report.py  what the run was like
     program.py   from the command line to the exit status
 

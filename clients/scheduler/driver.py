@@ -25,7 +25,7 @@ from ferrum_rpc.client import (
     Item,
     OutputSpec,
     Positions,
-    Sampler,
+    Sample,
 )
 from ferrum_rpc.errors import (
     Cancelled,
@@ -90,7 +90,7 @@ class Driver:
         info: ExecutorInfo,
         *,
         budget: Budget,
-        sampler: Sampler,
+        sampling: Greedy | Sample,
         stop_tokens: frozenset[int],
         observer: Observer,
         patience_s: float = 30.0,
@@ -99,7 +99,7 @@ class Driver:
         self._max_context = info.model.max_context
         self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
-        self._sampler = sampler
+        self._sampling = sampling
         self._stop = stop_tokens
         self._observer = observer
         self._patience = Patience(patience_s)
@@ -161,7 +161,7 @@ class Driver:
 
     async def _forward(self, step: Plan) -> None:
         self._board.admit(step.admitted)
-        items = [self._board.item(feed, self._sampler.output if feed.completes else NO_ROWS) for feed in step.feeds]
+        items = [self._board.item(feed, self._output(feed)) for feed in step.feeds]
         began = time.monotonic()
         results, _ = await asyncio.gather(self._send(items), self._board.let_go())
         self._count(step.feeds, results, time.monotonic() - began)
@@ -177,6 +177,16 @@ class Driver:
                 self._refused(feed.request, result)
         if scarce is not None:
             await self._make_way(scarce)
+
+    def _output(self, feed: Feed) -> OutputSpec:
+        """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
+        its neighbours nor on whether it was preempted."""
+        if not feed.completes:
+            return NO_ROWS
+        kind = self._sampling
+        if isinstance(kind, Sample) and kind.seed is not None:
+            kind = replace(kind, seed=(kind.seed << 32 | feed.request.index) % 2**64)
+        return OutputSpec(Positions.LAST, kind)
 
     async def _send(self, items: list[Item]) -> list[Answer | ExecutorError]:
         """One call. Refused at the door, or unanswered, it is made again with the same items: their request ids make
@@ -196,7 +206,7 @@ class Driver:
         request.failures = 0
         if not completes:
             return
-        token = self._sampler.pick(answer, request=request.index, position=request.known)
+        token = answer.token
         if token in self._stop:
             self._finish(request, Ending.STOP)
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.scheduler.prompts import DEMO_PROMPTS
-from ferrum_rpc.client import ChannelCredentials, Sampling, read_token, tls
+from ferrum_rpc.client import ChannelCredentials, Greedy, Sample, read_token, tls
 from ferrum_rpc.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ class Options:
     max_new_tokens: int
     token_budget: int
     max_running: int
-    sampling: Sampling
+    sampling: Greedy | Sample
     tokenizer: Path | None
     token: str | None
     credentials: ChannelCredentials | None
@@ -66,10 +66,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
-    try:
-        sampling = Sampling(0.0 if given.greedy else given.temperature, given.top_k, given.top_p, given.seed)
-    except ValueError as error:
-        parser.error(str(error))
+    if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or given.seed < 0:
+        parser.error("temperature >= 0, top-k >= 0, 0 < top-p <= 1 and seed >= 0 are needed")
+    greedy = given.greedy or given.temperature == 0
+    sampling = Greedy() if greedy else Sample(given.temperature, given.top_k, given.top_p, seed=given.seed)
     files = (given.tls_ca, given.tls_cert, given.tls_key)
     try:
         credentials = tls(*files) if given.tls or any(files) else None

@@ -14,7 +14,7 @@ from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.text import TokenizerError, tokenizer_for
-from ferrum_rpc.client import ExecutorClient, ExecutorInfo, Sampler
+from ferrum_rpc.client import ExecutorClient, ExecutorInfo
 from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
 
 
@@ -54,10 +54,9 @@ async def serve(options: Options) -> Run:
             Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)
             for index, text in enumerate(options.prompts)
         ]
-        sampler = Sampler(options.sampling, info)
         budget = Budget(
             tokens=min(options.token_budget, info.limits.max_batch_tokens),
-            items=min(info.limits.max_batch_items, sampler.rows_per_answer),
+            items=info.limits.max_batch_items,
             running=min(
                 options.max_running,
                 info.limits.max_sequences,
@@ -69,7 +68,7 @@ async def serve(options: Options) -> Run:
             client,
             info,
             budget=budget,
-            sampler=sampler,
+            sampling=options.sampling,
             stop_tokens=frozenset(info.model.eos_token_ids),
             observer=display,
             patience_s=options.patience_s,

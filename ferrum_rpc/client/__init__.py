@@ -53,7 +53,6 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
-from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
@@ -99,8 +98,6 @@ __all__ = [
     "ResendPolicy",
     "RowDType",
     "Sample",
-    "Sampler",
-    "Sampling",
     "SelectedTokens",
     "Sequence",
     "SequenceInfo",

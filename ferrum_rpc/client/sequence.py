@@ -18,11 +18,10 @@ from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_numb
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
-from ferrum_rpc.client.sampling import Sampler, Sampling
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
-from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure
-from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Sample
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
 
@@ -31,7 +30,6 @@ Result = TypeVar("Result")
 log = logging.getLogger("ferrum_rpc.client")
 
 NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
-_GREEDILY: Final = Sampling(temperature=0)
 _MESSAGE_OVERHEAD: Final = 64 << 10
 """Bytes of an answer beside its rows: generous, for one item's worth of messages."""
 
@@ -178,7 +176,7 @@ class Sequence:
         tokens: Tokens,
         *,
         max_tokens: int | None = None,
-        sampling: Sampling | None = None,
+        output: Greedy | Sample = GREEDY,
         stop: Iterable[int] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[int, None]:
@@ -186,8 +184,8 @@ class Sequence:
         ``async for token in sequence.generate(prompt, max_tokens=64)``.
 
         It ends after ``max_tokens`` (None: no bound), before a token of ``stop`` (default: the model's end-of-sequence
-        tokens), which is not yielded, or where the context is full. ``sampling``: how tokens are chosen; None takes the
-        best one. A sampled text depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
+        tokens), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A sampled text
+        depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
 
         L counts all but the last token that was yielded, which is not fed yet. So a stream may be left or closed
         (``aclose``) anywhere, and `generate` from that token goes on. An error or a cancellation in a step leaves what
@@ -196,7 +194,10 @@ class Sequence:
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
         ends = None if stop is None else frozenset(as_list(stop, "stop"))
-        return self._generated(listed, most, sampling or _GREEDILY, ends, timeout_s)
+        spec = as_output(output, Positions.LAST)
+        if not isinstance(spec.kind, Greedy | Sample) or spec.positions is not Positions.LAST:
+            raise InvalidRequest(f"a stream is of Greedy() or Sample(...), not {output!r}", field="output")
+        return self._generated(listed, most, spec, ends, timeout_s)
 
     def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
@@ -299,23 +300,22 @@ class Sequence:
         self,
         tokens: list[int],
         most: int | None,
-        sampling: Sampling,
+        output: OutputSpec,
         ends: frozenset[int] | None,
         timeout_s: float | None,
     ) -> AsyncGenerator[int, None]:
         info = await self._context.info(self._context.deadline(timeout_s))
-        sampler = Sampler(sampling, info)
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
-        answer = await self.prefill(tokens, sampler.output, timeout_s=timeout_s)
+        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
         for count in itertools.count(1):
-            token = sampler.pick(answer, request=0, position=answer.length)
+            token = answer.token
             if token in ends:
                 return
             yield token
             if count == most or self.length >= info.model.max_context:
                 return
-            answer = await self.decode(token, sampler.output, timeout_s=timeout_s)
+            answer = await self.decode(token, output, timeout_s=timeout_s)
 
     def _claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
         """Begin a call that needs a sequence which exists, or will when what was lost is fed again."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from ferrum_rpc.client import ExecutorClient, Sampling, Sequence
+from ferrum_rpc.client import ExecutorClient, FullLogits, Sample, Sequence
 from ferrum_rpc.errors import InvalidRequest
 from tests.serving import Gate, Served, serve_identity
 
@@ -94,19 +95,25 @@ def _with_eos(model: Any, eos: int) -> Any:
 
 
 async def test_a_sampled_stream_is_its_seeds_whatever_way_it_travels(served: Served, client: ExecutorClient) -> None:
-    sampling = Sampling(temperature=5.0, top_k=50, seed=7)
+    sampling = Sample(temperature=5.0, top_k=50, seed=7)
     texts = []
     async with ExecutorClient(served.target) as other:
         for each, seed in ((client, 7), (other, 7), (client, 8)):
             async with each.sequence() as sequence:
-                again = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed)
-                texts.append(await taken(sequence, PROMPT, max_tokens=16, sampling=again))
+                texts.append(await taken(sequence, PROMPT, max_tokens=16, output=replace(sampling, seed=seed)))
         async with client.sequence() as sequence:
-            half = await taken(sequence, PROMPT, max_tokens=9, sampling=sampling)
-            half += await taken(sequence, half[-1:], max_tokens=7, sampling=sampling)
+            half = await taken(sequence, PROMPT, max_tokens=9, output=sampling)
+            half += await taken(sequence, half[-1:], max_tokens=7, output=sampling)
     assert texts[0] == texts[1] == half
     assert texts[0] != texts[2]
     assert len(set(texts[0])) > 3
+
+
+async def test_a_stream_is_of_single_tokens(client: ExecutorClient) -> None:
+    async with client.sequence() as sequence:
+        with pytest.raises(InvalidRequest, match="Greedy"):
+            sequence.generate(PROMPT, output=FullLogits())  # type: ignore[arg-type]
+        assert sequence.length == 0
 
 
 async def test_a_stream_that_is_closed_leaves_the_sequence_where_it_stood(client: ExecutorClient) -> None:

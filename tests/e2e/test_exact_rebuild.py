@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from clients.scheduler.driver import Driver
-from clients.scheduler.policy import Budget
-from ferrum_rpc.client import Answer, ExecutorClient, ExecutorInfo, FullLogits, OutputSpec, Positions, Sampler, Sampling
+from clients.scheduler.policy import Budget, Feed
+from ferrum_rpc.client import Answer, ExecutorClient, FullLogits, Greedy
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
@@ -77,17 +77,13 @@ async def test_the_rows_of_a_rebuilding_are_those_of_its_tokens(monkeypatch: pyt
         assert np.allclose(row, expected, atol=0.3)
 
 
-class Recorder(Sampler):
-    """Greedy, and remembers the bits of every row."""
+class Recorder(Driver):
+    """Remembers the bits of every chosen token's log-probability, which has the whole row in it."""
 
-    def __init__(self, info: ExecutorInfo) -> None:
-        super().__init__(Sampling(temperature=0), info)
-        self.output = OutputSpec(Positions.LAST, FullLogits())
-        self.rows: dict[tuple[int, int], bytes] = {}
-
-    def pick(self, answer: Answer, *, request: int, position: int) -> int:
-        self.rows[request, position] = answer.logits.tobytes()
-        return int(answer.logits[0].argmax())
+    def _fed(self, feed: Feed, answer: Answer) -> None:
+        if feed.completes:
+            self.rows[feed.request.index, answer.length] = answer.logprobs.tobytes()
+        super()._fed(feed, answer)
 
 
 async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +91,15 @@ async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monke
     for blocks in (512, 30):
         async with exact(monkeypatch, kv_blocks=blocks) as served, ExecutorClient(served.target) as client:
             info = await client.info()
-            recorder, budget = Recorder(info), Budget(tokens=2048, items=32, running=16, headroom=0)
-            driver = Driver(client, info, budget=budget, sampler=recorder, stop_tokens=frozenset(), observer=Watcher())
+            budget, sampling = (
+                Budget(tokens=2048, items=32, running=16, headroom=0),
+                Greedy(logprob=True),
+            )
+            driver = Recorder(
+                client, info, budget=budget, sampling=sampling, stop_tokens=frozenset(), observer=Watcher()
+            )
+            driver.rows = {}
             run = await driver.run(requests(prompts(16, seed=1, longest=60), 48))
             assert (run.preemptions > 0) == (blocks == 30)
-            rows.append(recorder.rows)
+            rows.append(driver.rows)
     assert rows[1] == rows[0]

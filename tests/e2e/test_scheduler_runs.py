@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
-from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy, Sampler, Sampling
+from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import Unauthenticated
@@ -28,7 +29,7 @@ from tests.e2e.test_client_faults import proxied
 from tests.faults.proxy import proxied as relayed
 from tests.serving import LIMITS, Served, serve_identity, serve_model
 
-GREEDY = Sampling(temperature=0)
+GREEDY = Greedy()
 BUDGET = Budget(tokens=64, items=32, running=8, headroom=8)
 DEMO = Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 NEW_TOKENS = 16
@@ -65,7 +66,7 @@ async def schedule(
     work: list[Request],
     *,
     budget: Budget = BUDGET,
-    sampling: Sampling = GREEDY,
+    sampling: Greedy | Sample = GREEDY,
     resend: ResendPolicy = ResendPolicy(backoff_s=0),  # noqa: B008
     stop: frozenset[int] = frozenset(),
     watcher: Watcher | None = None,
@@ -78,7 +79,7 @@ async def schedule(
             client,
             info,
             budget=budget,
-            sampler=Sampler(sampling, info),
+            sampling=sampling,
             stop_tokens=stop,
             observer=watcher or Watcher(),
             patience_s=patience_s,
@@ -433,8 +434,8 @@ async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(top_k=0, top_p=0.9, seed=3)])
-async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling: Sampling, session: bool) -> None:
+@pytest.mark.parametrize("sampling", [Sample(top_k=40, seed=3), Sample(top_p=0.9, seed=3)])
+async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling: Sample, session: bool) -> None:
     texts = prompts(6)
     outcomes = []
     for blocks, budget in ((512, BUDGET), (40, Budget(tokens=9, items=32, running=3))):
@@ -448,7 +449,7 @@ async def test_sampled_texts_depend_on_the_seed_and_not_on_the_company(sampling:
         await schedule(
             served.target,
             work,
-            sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 4),
+            sampling=replace(sampling, seed=4),
             session=session,
         )
         assert [each.generated for each in work] != outcomes[0]
