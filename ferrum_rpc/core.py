@@ -111,7 +111,14 @@ class FullLogits:
     dtype: RowDType = RowDType.F32
 
 
-OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What the output head reads: the row after the final norm."""
+
+    dtype: RowDType = RowDType.F32
+
+
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,7 @@ class OutputSpec:
             return tokens
         return 1 if self.positions is Positions.LAST else 0
 
-    def row_bytes(self, vocab_size: int) -> int:
+    def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
         """Bytes of one row on the wire."""
         match self.kind:
             case Greedy(logprob) | Sample(logprob=logprob):
@@ -138,6 +145,8 @@ class OutputSpec:
                 return 4 * len(token_ids) + 4
             case FullLogits(dtype):
                 return dtype.itemsize * vocab_size
+            case HiddenStates(dtype):
+                return dtype.itemsize * hidden_size
 
 
 # --- the primitive --------------------------------------------------------------------------------------------------
@@ -251,6 +260,9 @@ class RowKind(enum.Enum):
     """``logits`` float32 [R, n] of the n ids that were asked for, ``logsumexp`` float32 [R]."""
     LOGITS = ("logits", ("logits",), 1)
     """``logits`` [R, V]: float32, float16, or bfloat16 as raw uint16 (numpy has no bfloat16)."""
+
+    HIDDEN_STATES = ("hidden_states", ("hidden_states",), 1)
+    """``hidden_states`` [R, hidden size], of the types of ``logits``."""
 
     def __init__(self, field: str, columns: tuple[str, ...], required: int) -> None:
         self.field = field

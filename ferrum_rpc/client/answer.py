@@ -17,6 +17,7 @@ _OUTPUT_NAMES: Final = {
     RowKind.TOP_TOKENS: "TopTokens",
     RowKind.SELECTED_TOKENS: "SelectedTokens",
     RowKind.LOGITS: "FullLogits",
+    RowKind.HIDDEN_STATES: "HiddenStates",
 }
 
 
@@ -101,6 +102,11 @@ class Answer:
     def logits(self) -> npt.NDArray[np.float32]:
         """Whole rows, float32 [R, V], whatever type they travelled as."""
         return float_rows(self._columns(RowKind.LOGITS)["logits"])
+
+    @property
+    def hidden_states(self) -> npt.NDArray[np.float32]:
+        """What the output head reads, float32 [R, hidden size], whatever type it travelled as."""
+        return float_rows(self._columns(RowKind.HIDDEN_STATES)["hidden_states"])
 
     def _columns(self, kind: RowKind) -> dict[str, npt.NDArray[Any]]:
         if self.rows is None:

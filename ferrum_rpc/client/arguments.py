@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
+    HiddenStates,
     OutputKind,
     OutputSpec,
     Positions,
@@ -100,7 +101,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         raise InvalidRequest(f"positions are one of Positions, not {spec.positions!r}", field="output.positions")
     kind: object = spec.kind
     match kind:
-        case Greedy(logprob=bool()) | FullLogits(dtype=RowDType()):
+        case Greedy(logprob=bool()) | FullLogits(dtype=RowDType()) | HiddenStates(dtype=RowDType()):
             pass
         case Sample():
             _check_sample(kind)
@@ -115,8 +116,8 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
             )
         case _:
             raise InvalidRequest(
-                f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)) or "
-                f"FullLogits(), not "
+                f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
+                f"FullLogits() or HiddenStates(), not "
                 f"{kind!r}",
                 field="output",
             )

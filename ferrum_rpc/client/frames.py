@@ -42,14 +42,15 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FrameCapacity:
-    """What one shared frame may hold: items, their tokens, the bytes of their rows (of a vocabulary of ``vocab_size``)
-    and of their messages."""
+    """What one shared frame may hold: items, their tokens, the bytes of their rows (of a model with this vocabulary
+    and this width) and of their messages."""
 
     items: int
     tokens: int
     row_bytes: int
     request_bytes: int
     vocab_size: int
+    hidden_size: int
 
 
 class Request(Generic[Result]):

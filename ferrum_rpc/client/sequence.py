@@ -339,7 +339,7 @@ class Sequence:
         most = info.limits.max_batch_tokens or tokens
         if output.positions is Positions.ALL and info.limits.max_response_bytes:
             room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
-            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size)))
+            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size, info.model.hidden_size)))
         return most
 
     async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline) -> Answer:

@@ -202,6 +202,7 @@ class SessionTransport(Transport):
             row_bytes=welcome.inline_bytes,
             request_bytes=limits.max_request_bytes // 2,
             vocab_size=info.model.vocab_size,
+            hidden_size=info.model.hidden_size,
         )
         self._stream, self.lease_id = stream, welcome.lease_id
         if welcome.lease_id and not leases.lease_id:

@@ -28,7 +28,7 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
-UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0)
+UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0, hidden_size=0)
 """Until it is known what a frame may hold."""
 
 SMOOTHING: Final = 0.25
@@ -129,7 +129,8 @@ class SessionStream:
         if request.frame is None:
             item = request.items[0]
             if item.output is not self._output:
-                self._output, self._row_bytes = item.output, item.output.row_bytes(self.capacity.vocab_size)
+                self._output = item.output
+                self._row_bytes = item.output.row_bytes(self.capacity.vocab_size, self.capacity.hidden_size)
             request.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
             large = request.row_bytes > self.capacity.row_bytes
             request.kind = Kind.LARGE if large else Kind.FRAME if request.resent else Kind.SHARED

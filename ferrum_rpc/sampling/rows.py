@@ -21,6 +21,7 @@ from torch import Tensor
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
+    HiddenStates,
     OutputKind,
     RowBlock,
     RowDType,
@@ -61,6 +62,7 @@ _ROWS: Final = {
     TopTokens: RowKind.TOP_TOKENS,
     SelectedTokens: RowKind.SELECTED_TOKENS,
     FullLogits: RowKind.LOGITS,
+    HiddenStates: RowKind.HIDDEN_STATES,
 }
 _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
 
@@ -79,12 +81,9 @@ def select_rows(
     of the same kind share a block, in the order of the requests. From a GPU their contents are on their way, and there
     when a `sampling.transfer.Mark` that is made afterwards is passed.
     """
-    if len(requests) == 1 and requests[0][1] == hidden.shape[0] <= HEAD_ROWS:  # a single decode
-        kind, count = requests[0].kind, requests[0].rows
-        if largest is not None and kind == _GREEDY:
-            return [Rows(_to_host(kind, (largest(hidden),)), 0, count)]
-        drawn = Drawn(requests, sampler) if isinstance(kind, Sample) else None
-        return [Rows(_to_host(kind, _select(head(hidden), kind, drawn)), 0, count)]
+    single = len(requests) == 1 and requests[0].rows == hidden.shape[0] <= HEAD_ROWS
+    if single and largest is not None and requests[0].kind == _GREEDY:  # a decode: in half of the time
+        return [Rows(_to_host(_GREEDY, (largest(hidden),)), 0, requests[0].rows)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
@@ -93,18 +92,49 @@ def select_rows(
             group = _DRAWN[kind.logprob] if isinstance(kind, Sample) else kind
             members, previous = groups.setdefault(group, []), kind
         members.append(index)
+    parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {}
+    of_head = groups
+    if states := [kind for kind in groups if isinstance(kind, HiddenStates)]:
+        of_head = {kind: members for kind, members in groups.items() if kind not in states}
+        for kind in states:
+            rows = hidden.index_select(0, to_device(_packed(groups[kind], requests), hidden.device))
+            parts[kind] = [(rows.to(_TORCH_DTYPE[kind.dtype]),)]
+    if of_head:
+        parts |= _reduced(hidden, requests, of_head, head=head, largest=largest, sampler=sampler)
+    answers: dict[int, Rows] = {}
+    for kind, members in groups.items():
+        columns = (
+            parts[kind][0] if len(parts[kind]) == 1 else [torch.cat(each) for each in zip(*parts[kind], strict=True)]
+        )
+        block = _to_host(kind, columns)
+        first = 0
+        for index in members:
+            count = requests[index].rows
+            answers[index] = Rows(block, first, count)
+            first += count
+    return [answers[index] for index in range(len(requests))]
+
+
+def _reduced(
+    hidden: Tensor,
+    requests: Sequence[Request],
+    groups: dict[OutputKind, list[int]],
+    *,
+    head: Callable[[Tensor], Tensor],
+    largest: Callable[[Tensor], Tensor] | None,
+    sampler: Sampler,
+) -> dict[OutputKind, list[tuple[Tensor, ...]]]:
+    """What each kind wants of its rows' logits, slice by slice of the head; ``groups``: the requests of each kind."""
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
-
+    if largest is not None and list(groups) == [_GREEDY]:
+        rows = hidden if packed is None else hidden.index_select(0, packed)
+        return {_GREEDY: [(largest(rows[low : low + HEAD_ROWS]),) for low in range(0, total, HEAD_ROWS)]}
     draws: dict[OutputKind, Drawn] = {
         kind: Drawn([requests[each] for each in groups[kind]], sampler) for kind in groups if isinstance(kind, Sample)
     }
     parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
-    if largest is not None and list(groups) == [_GREEDY]:
-        rows = hidden if packed is None else hidden.index_select(0, packed)
-        parts[_GREEDY] = [(largest(rows[low : low + HEAD_ROWS]),) for low in range(0, total, HEAD_ROWS)]
-        total = 0  # there is nothing left to do for the head
     for low in range(0, total, HEAD_ROWS):
         high = min(low + HEAD_ROWS, total)
         if packed is None:
@@ -117,19 +147,7 @@ def select_rows(
                 mine = logits if stop - start == high - low else logits[start - low : stop - low]
                 drawn = draws[kind].between(start - first, stop - first) if kind in draws else None
                 parts[kind].append(_select(mine, kind, drawn))
-
-    answers: dict[int, Rows] = {}
-    for kind, members in groups.items():
-        columns = (
-            parts[kind][0] if len(parts[kind]) == 1 else [torch.cat(each) for each in zip(*parts[kind], strict=True)]
-        )
-        block = _to_host(kind, columns)
-        first = 0
-        for index in members:
-            count = requests[index][1]
-            answers[index] = Rows(block, first, count)
-            first += count
-    return [answers[index] for index in range(len(requests))]
+    return parts
 
 
 def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[Request]) -> bool:
@@ -228,6 +246,8 @@ def _select(logits: Tensor, kind: OutputKind, drawn: Drawn | None = None) -> tup
             return logits.index_select(-1, ids), logits.logsumexp(dim=-1)
         case FullLogits(dtype):
             return (logits.to(_TORCH_DTYPE[dtype]),)
+        case HiddenStates():
+            raise AssertionError("these rows do not go through the head")
 
 
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,7 @@ def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Lim
                 f"a selected token is not below the vocabulary of {model.vocab_size}",
                 field="output.selected_tokens.token_ids",
             )
-    return ANSWER_OVERHEAD + output.row_count(tokens) * output.row_bytes(model.vocab_size)
+    return ANSWER_OVERHEAD + output.row_count(tokens) * output.row_bytes(model.vocab_size, model.hidden_size)
 
 
 # --- an item and its sequence -----------------------------------------------------------------------------------------

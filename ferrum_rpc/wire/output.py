@@ -9,6 +9,7 @@ from typing import Final
 from ferrum_rpc.core import (
     FullLogits,
     Greedy,
+    HiddenStates,
     OutputKind,
     OutputSpec,
     Positions,
@@ -55,6 +56,9 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
         case FullLogits(dtype):
             full = output_pb2.FullLogitsOutput(dtype=ROW_DTYPE_TO_PROTO[dtype])
             return output_pb2.OutputSpec(positions=positions, full_logits=full)
+        case HiddenStates(dtype):
+            hidden = output_pb2.HiddenStatesOutput(dtype=ROW_DTYPE_TO_PROTO[dtype])
+            return output_pb2.OutputSpec(positions=positions, hidden_states=hidden)
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:
@@ -95,15 +99,19 @@ def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
                 raise InvalidRequest("selected_tokens names no token", field="output.selected_tokens.token_ids")
             return SelectedTokens(token_ids)
         case "full_logits":
-            if spec.full_logits.dtype == types_pb2.D_TYPE_UNSPECIFIED:
-                return FullLogits(RowDType.F32)
-            dtype = ROW_DTYPE_FROM_PROTO.get(spec.full_logits.dtype)
-            if dtype is None:
-                raise InvalidRequest("full_logits.dtype must be F32, BF16 or F16", field="output.full_logits.dtype")
-            return FullLogits(dtype)
+            return FullLogits(_row_dtype(spec.full_logits.dtype, kind))
+        case "hidden_states":
+            return HiddenStates(_row_dtype(spec.hidden_states.dtype, kind))
         case _:
             capability = f"OUTPUT_{kind.upper()}"
             raise NotSupported(f"output `{kind}` is not offered (capability {capability})", field=f"output.{kind}")
+
+
+def _row_dtype(dtype: types_pb2.DType, kind: str) -> RowDType:
+    known = RowDType.F32 if dtype == types_pb2.D_TYPE_UNSPECIFIED else ROW_DTYPE_FROM_PROTO.get(dtype)
+    if known is None:
+        raise InvalidRequest(f"{kind}.dtype must be F32, BF16 or F16", field=f"output.{kind}.dtype")
+    return known
 
 
 def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:

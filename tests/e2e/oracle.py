@@ -65,6 +65,15 @@ class Oracle:
                 self._known[path] = true[: len(path)], their[: len(path)]
         return self._known[path]
 
+    def hidden(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(truth, theirs)`` float64 [T, hidden]: what the output head reads, as in `rows`."""
+        ids = torch.tensor([list(tokens)])
+        with torch.inference_mode():
+            truth, theirs = (
+                each.model(ids, use_cache=False).last_hidden_state[0].double() for each in (self._exact, self._model)
+            )
+        return truth, theirs
+
     def greedy(self, tokens: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that transformers generates after ``tokens`` in the checkpoint's dtype."""
         ids = torch.tensor([list(tokens)])

@@ -21,6 +21,7 @@ from ferrum_rpc.client import (
     ExecutorClient,
     FullLogits,
     Greedy,
+    HiddenStates,
     OutputSpec,
     Positions,
     SelectedTokens,
@@ -31,8 +32,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.executor.v1 import types_pb2
 from tests.checkpoints import make_checkpoint
-from tests.e2e.oracle import FLOAT32_BOUND, Oracle, Tally
-from tests.numerics.harness import worst
+from tests.e2e.oracle import FLOAT32_BOUND, SIXTEEN_BITS_BOUND, Oracle, Tally
+from tests.numerics.harness import error, worst
 from tests.serving import Served, serve_model
 from tests.wiring import full, item, pb
 
@@ -167,6 +168,18 @@ async def test_prefill_in_many_chunks(client: ExecutorClient, tally: Tally) -> N
     async with client.sequence() as sequence:
         await sequence.prefill(LONG[:18], SILENT)
         tally.add((await sequence.prefill(LONG[18:], ROWS)).logits, LONG)
+
+
+async def test_hidden_states_are_what_the_head_reads(client: ExecutorClient, model: Model) -> None:
+    async with client.sequence() as sequence:
+        output = OutputSpec(Positions.ALL, HiddenStates())
+        parts = [(await sequence.prefill(chunk, output)).hidden_states for chunk in (LONG[:130], LONG[130:])]
+    ours, (truth, theirs) = torch.tensor(np.concatenate(parts)), model.oracle.hidden(LONG)
+    assert ours.shape == truth.shape
+    if model.dtype == torch.float32:
+        assert worst(ours, truth) <= FLOAT32_BOUND
+    else:
+        assert error(ours, truth) <= SIXTEEN_BITS_BOUND * error(theirs, truth)
 
 
 async def test_batch_prefill_new_ones_and_chunks(client: ExecutorClient, tally: Tally) -> None:

@@ -119,7 +119,9 @@ OF_FORM: Final[dict[str, Callable[[World], Item]]] = {
     "a sample that is no number": lambda world: item([1], output=_sample(top_p=float("nan"))),
     "a sample of no tokens": lambda world: item([1], output=_sample(top_p=0)),
     "an acceptance": lambda world: item([1], output=_Spec(accept=output_pb2.AcceptOutput())),
-    "hidden states": lambda world: item([1], output=_Spec(hidden_states=output_pb2.HiddenStatesOutput())),
+    "hidden states of no type": lambda world: item(
+        [1], output=_Spec(hidden_states=output_pb2.HiddenStatesOutput(dtype=types_pb2.D_TYPE_U32))
+    ),
     "an adapter": lambda world: _create(adapter="a"),
     "a cache mode": lambda world: _create(cache_mode=forward_pb2.CACHE_MODE_READ_WRITE),
     "an unknown lease": lambda world: _create(lease_id="nobody's"),

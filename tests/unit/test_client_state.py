@@ -11,6 +11,7 @@ from ferrum_rpc.client import (
     FullLogits,
     Greedy,
     HandleRef,
+    HiddenStates,
     OutputSpec,
     RowDType,
     SelectedTokens,
@@ -175,8 +176,9 @@ def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
         SelectedTokens((1, 2)),
         FullLogits(),
         FullLogits(RowDType.F16),
+        HiddenStates(RowDType.BF16),
     ]
-    assert [OutputSpec(kind=kind).row_bytes(100) for kind in kinds] == [4, 8, 44, 12, 400, 200]
+    assert [OutputSpec(kind=kind).row_bytes(100, 30) for kind in kinds] == [4, 8, 44, 12, 400, 200, 60]
 
 
 async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:

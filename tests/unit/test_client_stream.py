@@ -143,7 +143,7 @@ async def step(stream: SessionStream, item_id: int = 0, within_s: float | None =
     return forwarded
 
 
-ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256)
+ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256, hidden_size=32)
 
 
 def an_item(item_id: int, *, tokens: int = 1, kind: OutputKind = Greedy(), sequence: bytes = b"") -> Item:  # noqa: B008

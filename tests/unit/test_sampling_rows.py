@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, Rows, Sample, SelectedTokens, TopTokens
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    HiddenStates,
+    OutputKind,
+    RowDType,
+    Rows,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+)
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.draw import DRAW, TorchSampler
 from ferrum_rpc.sampling.rows import HEAD_ROWS, Request, top_tokens, top_tokens_queued
@@ -277,6 +287,26 @@ def test_the_largest_alone_are_asked_for_where_nobody_wants_more(asked: list[int
     assert not sizes if mixed else (sum(sizes) == sum(asked) and max(sizes) <= 4)
     for (first, count, kind), rows in zip(requests, answers, strict=True):
         check_rows(rows, kind, head.table[first : first + count])
+
+
+def test_hidden_states_do_not_go_through_the_head() -> None:
+    head, hidden = Head(random_table(9, 12)), torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    hidden[:, 0] = torch.arange(9)
+    kinds = [HiddenStates(), Greedy(), HiddenStates(RowDType.F16), HiddenStates()]
+    requests = list(zip((6, 0, 3, 1), (3, 1, 2, 2), kinds, strict=True))
+    answers = select_rows(hidden, requests, head)
+    assert head.calls == [1]
+    check_rows(answers[1], Greedy(), head.table[:1])
+    assert answers[0].block is answers[3].block
+    for (first, count, kind), rows in zip(requests, answers, strict=True):
+        if isinstance(kind, HiddenStates):
+            found = rows.block.between(rows.first, rows.first + count)["hidden_states"]
+            expected = hidden[first : first + count].to(torch.float16 if kind.dtype is RowDType.F16 else torch.float32)
+            assert found.dtype == expected.numpy().dtype and np.array_equal(found, expected.numpy())
+    [rows] = select_rows(hidden, [(0, 9, HiddenStates(RowDType.BF16))], head)
+    assert rows.block["hidden_states"].tobytes() == hidden.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    hidden.zero_()
+    assert rows.block["hidden_states"].any(), "the next step's rows are written over these"
 
 
 # --- slices of the head -----------------------------------------------------------------------------------------------
