@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Rows, Span
+from ferrum_rpc.core import Rows
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.runner import Stage, TorchRunner
@@ -47,8 +46,8 @@ class LateCompute(Compute):
         self.marks: list[LateMark] = []
         self.last: LateMark | None = None
 
-    def select(self, spans: Sequence[Span], hidden: Tensor) -> list[Rows | None]:
-        rows = super().select(spans, hidden)
+    def select(self, *step: Any) -> list[Rows | None]:
+        rows = super().select(*step)
         for block in {id(each.block): each.block for each in rows if each is not None}.values():
             for shown in block.columns.values():
                 self._rows.append((shown, shown.copy()))

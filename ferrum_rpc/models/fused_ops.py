@@ -58,7 +58,7 @@ class FusedOps(Protocol):
 def split_heads(qkv: Tensor, spec: ModelSpec) -> Heads:
     """Query, key and value as views of ``qkv``, which is dense."""
     heads = (spec.heads, spec.kv_heads, spec.kv_heads)
-    query, key, value = qkv.view(len(qkv), -1, spec.head_dim).split_with_sizes(heads, 1)
+    query, key, value = qkv.view(len(qkv), sum(heads), spec.head_dim).split_with_sizes(heads, 1)
     return query, key, value
 
 

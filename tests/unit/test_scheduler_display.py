@@ -15,7 +15,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.report import Run, Summary, method_rows, summarise
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.text import ByteTokenizer
-from ferrum_rpc.client import MethodCount, Pressure
+from ferrum_rpc.client import Greedy, MethodCount, Pressure, Sample
 
 BYTES = ByteTokenizer()
 
@@ -187,8 +187,8 @@ def test_prompts_come_from_flags_or_from_a_file(tmp_path: Path) -> None:
 
 
 def test_greedy_is_a_temperature_of_nothing() -> None:
-    assert parse(["--greedy"]).sampling.greedy
-    assert not parse([]).sampling.greedy
+    assert parse(["--greedy"]).sampling == parse(["--temperature", "0"]).sampling == Greedy()
+    assert parse(["--seed", "5"]).sampling == Sample(0.6, 40, 0.95, seed=5)
 
 
 @pytest.mark.parametrize(
