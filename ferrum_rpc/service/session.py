@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 import grpc
 import structlog
 
-from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, NotSupported, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import ARRIVED, CALLER
@@ -251,6 +251,8 @@ class Session:
     def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
+        if request.apart or request.release:
+            raise NotSupported("`apart` and `release` are not offered (capability STEP_FRAMES)", field="forward")
         check_room(self._state, self._account, messages)
         call = ForwardCall(
             self._state,

@@ -21,7 +21,8 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.info import CAPABILITIES
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
@@ -88,7 +89,14 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
         )
     if shape is _VERIFY and not has_handle:
         raise InvalidRequest("ForwardVerify takes a handle", field="handle")
+    if item.needs:
+        _check_needs(item.needs)
+    if item.HasField("run") or item.HasField("follow"):
+        name = "run" if item.HasField("run") else "follow"
+        raise NotSupported(f"`{name}` is not offered (capability {name.upper()})", field=name)
     if has_handle and has_create:
+        if item.create.fork:
+            raise NotSupported("forks within a step are not offered (capability STEP_FORK)", field="create.fork")
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
@@ -112,6 +120,15 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
             _options_from_proto(item.create, lease_id) if has_create or not has_handle else _NO_OPTIONS,
         ),
     )
+
+
+def _check_needs(needs: Iterable[int]) -> None:
+    """Refuse an item that needs what is not offered, by its name, or by its number where it has none here."""
+    for need in needs:
+        if need not in CAPABILITIES:
+            known = info_pb2.Capability.DESCRIPTOR.values_by_number.get(need)
+            name = str(need) if known is None else known.name.removeprefix("CAPABILITY_")
+            raise NotSupported(f"the item needs capability {name}, which is not offered", field="needs")
 
 
 def items_from_proto(

@@ -133,7 +133,7 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
 
 def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
     """A penalty makes it a `Sample` at temperature 0."""
-    _refuse_mask(message.token_mask_id, "output.greedy.token_mask_id")
+    _refuse_unoffered(message, "output.greedy")
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     if penalty != 1.0:
         _check_repetition(penalty, "output.greedy.repetition_penalty")
@@ -142,7 +142,7 @@ def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
 
 
 def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
-    _refuse_mask(message.token_mask_id, "output.sample.token_mask_id")
+    _refuse_unoffered(message, "output.sample")
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
@@ -180,9 +180,13 @@ def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
     )
 
 
-def _refuse_mask(mask_id: bytes, field: str) -> None:
-    if mask_id:
-        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=field)
+def _refuse_unoffered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str) -> None:
+    if message.token_mask_id or message.row_mask_ids or message.HasField("token_mask"):
+        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=f"{field}.token_mask_id")
+    if message.HasField("logprobs"):
+        raise NotSupported(
+            "more log-probabilities are not offered (capability ROW_LOGPROBS)", field=f"{field}.logprobs"
+        )
 
 
 def _check_repetition(penalty: float, field: str) -> None:

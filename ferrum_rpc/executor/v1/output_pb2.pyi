@@ -20,7 +20,7 @@ POSITIONS_ALL: Positions
 POSITIONS_NONE: Positions
 
 class OutputSpec(_message.Message):
-    __slots__ = ("positions", "greedy", "sample", "top_tokens", "selected_tokens", "full_logits", "accept", "hidden_states")
+    __slots__ = ("positions", "greedy", "sample", "top_tokens", "selected_tokens", "full_logits", "accept", "hidden_states", "next_token")
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     GREEDY_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class OutputSpec(_message.Message):
     FULL_LOGITS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     positions: Positions
     greedy: GreedyOutput
     sample: SampleOutput
@@ -37,20 +38,35 @@ class OutputSpec(_message.Message):
     full_logits: FullLogitsOutput
     accept: AcceptOutput
     hidden_states: HiddenStatesOutput
-    def __init__(self, positions: _Optional[_Union[Positions, str]] = ..., greedy: _Optional[_Union[GreedyOutput, _Mapping]] = ..., sample: _Optional[_Union[SampleOutput, _Mapping]] = ..., top_tokens: _Optional[_Union[TopTokensOutput, _Mapping]] = ..., selected_tokens: _Optional[_Union[SelectedTokensOutput, _Mapping]] = ..., full_logits: _Optional[_Union[FullLogitsOutput, _Mapping]] = ..., accept: _Optional[_Union[AcceptOutput, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStatesOutput, _Mapping]] = ...) -> None: ...
+    next_token: NextTokenOutput
+    def __init__(self, positions: _Optional[_Union[Positions, str]] = ..., greedy: _Optional[_Union[GreedyOutput, _Mapping]] = ..., sample: _Optional[_Union[SampleOutput, _Mapping]] = ..., top_tokens: _Optional[_Union[TopTokensOutput, _Mapping]] = ..., selected_tokens: _Optional[_Union[SelectedTokensOutput, _Mapping]] = ..., full_logits: _Optional[_Union[FullLogitsOutput, _Mapping]] = ..., accept: _Optional[_Union[AcceptOutput, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStatesOutput, _Mapping]] = ..., next_token: _Optional[_Union[NextTokenOutput, _Mapping]] = ...) -> None: ...
 
 class GreedyOutput(_message.Message):
-    __slots__ = ("token_mask_id", "repetition_penalty", "logprob")
+    __slots__ = ("token_mask_id", "repetition_penalty", "logprob", "logprobs", "token_mask", "row_mask_ids")
     TOKEN_MASK_ID_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MASK_FIELD_NUMBER: _ClassVar[int]
+    ROW_MASK_IDS_FIELD_NUMBER: _ClassVar[int]
     token_mask_id: bytes
     repetition_penalty: float
     logprob: bool
-    def __init__(self, token_mask_id: _Optional[bytes] = ..., repetition_penalty: _Optional[float] = ..., logprob: bool = ...) -> None: ...
+    logprobs: RowLogprobs
+    token_mask: _types_pb2.Tensor
+    row_mask_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, token_mask_id: _Optional[bytes] = ..., repetition_penalty: _Optional[float] = ..., logprob: bool = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RowLogprobs(_message.Message):
+    __slots__ = ("top_k", "token_ids")
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    top_k: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, top_k: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleOutput(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob", "penalty_from")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob", "penalty_from", "logprobs", "token_mask", "row_mask_ids")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +79,9 @@ class SampleOutput(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     PENALTY_FROM_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MASK_FIELD_NUMBER: _ClassVar[int]
+    ROW_MASK_IDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -75,7 +94,10 @@ class SampleOutput(_message.Message):
     seed: int
     logprob: bool
     penalty_from: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ..., penalty_from: _Optional[int] = ...) -> None: ...
+    logprobs: RowLogprobs
+    token_mask: _types_pb2.Tensor
+    row_mask_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ..., penalty_from: _Optional[int] = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TokenBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -113,6 +135,16 @@ class AcceptOutput(_message.Message):
     draft_probabilities: _types_pb2.Tensor
     def __init__(self, sampling: _Optional[_Union[SampleOutput, _Mapping]] = ..., draft_token_ids: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., draft_probabilities: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
+class NextTokenOutput(_message.Message):
+    __slots__ = ("first_position", "following_token", "logprobs")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    following_token: int
+    logprobs: RowLogprobs
+    def __init__(self, first_position: _Optional[int] = ..., following_token: _Optional[int] = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ...) -> None: ...
+
 class HiddenStatesOutput(_message.Message):
     __slots__ = ("dtype",)
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -134,12 +166,18 @@ class RowBlock(_message.Message):
     def __init__(self, tokens: _Optional[_Union[TokenRows, _Mapping]] = ..., top_tokens: _Optional[_Union[TopTokenRows, _Mapping]] = ..., selected_tokens: _Optional[_Union[SelectedTokenRows, _Mapping]] = ..., logits: _Optional[_Union[LogitRows, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateRows, _Mapping]] = ...) -> None: ...
 
 class TokenRows(_message.Message):
-    __slots__ = ("token_ids", "logprobs")
+    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "selected_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _types_pb2.Tensor
     logprobs: _types_pb2.Tensor
-    def __init__(self, token_ids: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    top_token_ids: _types_pb2.Tensor
+    top_logprobs: _types_pb2.Tensor
+    selected_logprobs: _types_pb2.Tensor
+    def __init__(self, token_ids: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., top_token_ids: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., top_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., selected_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class TopTokenRows(_message.Message):
     __slots__ = ("token_ids", "logits", "logsumexp")

@@ -29,7 +29,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ferrum_rpc/executor/v1/session.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a$ferrum_rpc/executor/v1/forward.proto\x1a#ferrum_rpc/executor/v1/output.proto\x1a\"ferrum_rpc/executor/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"\xf9\x03\n\x0eSessionRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x39\n\x07\x66orward\x18\x02 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionForwardH\x00\x12;\n\x08truncate\x18\x03 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.SessionTruncateH\x00\x12\x39\n\x07release\x18\x04 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionReleaseH\x00\x12\x33\n\x04\x66ork\x18\x05 \x01(\x0b\x32#.ferrum_rpc.executor.v1.SessionForkH\x00\x12>\n\nkeep_alive\x18\x06 \x01(\x0b\x32(.ferrum_rpc.executor.v1.SessionKeepAliveH\x00\x12\x35\n\x05hello\x18\x07 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SessionHelloH\x00\x12\x35\n\x05\x63lose\x18\x08 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SessionCloseH\x00\x12\x37\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32%.ferrum_rpc.executor.v1.SessionCancelH\x00\x42\x07\n\x05\x66rame\"}\n\x0cSessionHello\x12\x17\n\x0f\x63lient_revision\x18\x01 \x01(\r\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x17\n\x0fsteps_in_flight\x18\x03 \x01(\r\x12\x14\n\x0cinline_bytes\x18\x04 \x01(\r\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\"\x88\x01\n\x0eSessionForward\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.ferrum_rpc.executor.v1.ForwardItem\x12\x16\n\x0e\x61ll_or_nothing\x18\x02 \x01(\x08\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"i\n\x0fSessionTruncate\x12\x31\n\x07handles\x18\x01 \x03(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"X\n\x0eSessionRelease\x12\x31\n\x07handles\x18\x01 \x03(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x13\n\x0b\x61ny_version\x18\x02 \x01(\x08\"\x88\x01\n\x0bSessionFork\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x16\n\tat_length\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\x0c\n\n_at_length\"\x12\n\x10SessionKeepAlive\" \n\rSessionCancel\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\")\n\x0cSessionClose\x12\x19\n\x11release_sequences\x18\x01 \x01(\x08\"\xc3\x03\n\x0fSessionResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12?\n\x07\x66orward\x18\x02 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SessionForwardAnswerH\x00\x12\x33\n\x04rows\x18\x03 \x01(\x0b\x32#.ferrum_rpc.executor.v1.SessionRowsH\x00\x12?\n\x07handles\x18\x04 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SessionHandlesAnswerH\x00\x12\x44\n\nkeep_alive\x18\x05 \x01(\x0b\x32..ferrum_rpc.executor.v1.SessionKeepAliveAnswerH\x00\x12\x39\n\x07welcome\x18\x06 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionWelcomeH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x07goodbye\x18\x08 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionGoodbyeH\x00\x42\x07\n\x05\x66rame\"\xdd\x01\n\x0eSessionWelcome\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x17\n\x0fsteps_in_flight\x18\x04 \x01(\r\x12\x14\n\x0cinline_bytes\x18\x05 \x01(\r\x12,\n\tlease_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0brenew_every\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xeb\x01\n\x14SessionForwardAnswer\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".ferrum_rpc.executor.v1.ItemResult\x12\x34\n\nrow_blocks\x18\x02 \x03(\x0b\x32 .ferrum_rpc.executor.v1.RowBlock\x12\x34\n\x08pressure\x18\x03 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12\x32\n\x06timing\x18\x04 \x01(\x0b\x32\".ferrum_rpc.executor.v1.StepTiming\"h\n\x0bSessionRows\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12,\n\x04rows\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\r\n\x05\x66ield\x18\x04 \x01(\r\"\x83\x01\n\x14SessionHandlesAnswer\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.ferrum_rpc.executor.v1.HandleResult\x12\x34\n\x08pressure\x18\x02 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\"q\n\x0cHandleResult\x12\x32\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandleH\x00\x12#\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"v\n\x16SessionKeepAliveAnswer\x12\x34\n\x08pressure\x18\x01 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x0eSessionGoodbye\x12\x1a\n\x12released_sequences\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ferrum_rpc/executor/v1/session.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a$ferrum_rpc/executor/v1/forward.proto\x1a#ferrum_rpc/executor/v1/output.proto\x1a\"ferrum_rpc/executor/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"\xb4\x04\n\x0eSessionRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x39\n\x07\x66orward\x18\x02 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionForwardH\x00\x12;\n\x08truncate\x18\x03 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.SessionTruncateH\x00\x12\x39\n\x07release\x18\x04 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionReleaseH\x00\x12\x33\n\x04\x66ork\x18\x05 \x01(\x0b\x32#.ferrum_rpc.executor.v1.SessionForkH\x00\x12>\n\nkeep_alive\x18\x06 \x01(\x0b\x32(.ferrum_rpc.executor.v1.SessionKeepAliveH\x00\x12\x35\n\x05hello\x18\x07 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SessionHelloH\x00\x12\x35\n\x05\x63lose\x18\x08 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SessionCloseH\x00\x12\x37\n\x06\x63\x61ncel\x18\t \x01(\x0b\x32%.ferrum_rpc.executor.v1.SessionCancelH\x00\x12\x39\n\x07reserve\x18\n \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionReserveH\x00\x42\x07\n\x05\x66rame\"\x8d\x01\n\x0cSessionHello\x12\x17\n\x0f\x63lient_revision\x18\x01 \x01(\r\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x17\n\x0fsteps_in_flight\x18\x03 \x01(\r\x12\x14\n\x0cinline_bytes\x18\x04 \x01(\r\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\x08\"\xca\x01\n\x0eSessionForward\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.ferrum_rpc.executor.v1.ForwardItem\x12\x16\n\x0e\x61ll_or_nothing\x18\x02 \x01(\x08\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x61part\x18\x04 \x01(\x08\x12\x31\n\x07release\x18\x05 \x03(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\"i\n\x0fSessionTruncate\x12\x31\n\x07handles\x18\x01 \x03(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"X\n\x0eSessionRelease\x12\x31\n\x07handles\x18\x01 \x03(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x13\n\x0b\x61ny_version\x18\x02 \x01(\x08\"\x9a\x01\n\x0bSessionFork\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x16\n\tat_length\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x10\n\x08lease_id\x18\x05 \x01(\tB\x0c\n\n_at_length\"R\n\x0eSessionReserve\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\x12\n\x10SessionKeepAlive\"6\n\rSessionCancel\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x14\n\x0citem_indexes\x18\x02 \x03(\r\")\n\x0cSessionClose\x12\x19\n\x11release_sequences\x18\x01 \x01(\x08\"\xfc\x03\n\x0fSessionResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12?\n\x07\x66orward\x18\x02 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SessionForwardAnswerH\x00\x12\x33\n\x04rows\x18\x03 \x01(\x0b\x32#.ferrum_rpc.executor.v1.SessionRowsH\x00\x12?\n\x07handles\x18\x04 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SessionHandlesAnswerH\x00\x12\x44\n\nkeep_alive\x18\x05 \x01(\x0b\x32..ferrum_rpc.executor.v1.SessionKeepAliveAnswerH\x00\x12\x39\n\x07welcome\x18\x06 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionWelcomeH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x07goodbye\x18\x08 \x01(\x0b\x32&.ferrum_rpc.executor.v1.SessionGoodbyeH\x00\x12\x37\n\x06tokens\x18\t \x01(\x0b\x32%.ferrum_rpc.executor.v1.SessionTokensH\x00\x42\x07\n\x05\x66rame\"\xdd\x01\n\x0eSessionWelcome\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\x17\n\x0fsteps_in_flight\x18\x04 \x01(\r\x12\x14\n\x0cinline_bytes\x18\x05 \x01(\r\x12,\n\tlease_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0brenew_every\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf9\x01\n\x14SessionForwardAnswer\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".ferrum_rpc.executor.v1.ItemResult\x12\x34\n\nrow_blocks\x18\x02 \x03(\x0b\x32 .ferrum_rpc.executor.v1.RowBlock\x12\x34\n\x08pressure\x18\x03 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12\x32\n\x06timing\x18\x04 \x01(\x0b\x32\".ferrum_rpc.executor.v1.StepTiming\x12\x0c\n\x04more\x18\x05 \x01(\x08\"@\n\rSessionTokens\x12/\n\x04runs\x18\x01 \x03(\x0b\x32!.ferrum_rpc.executor.v1.RunTokens\"A\n\tRunTokens\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"h\n\x0bSessionRows\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12,\n\x04rows\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\r\n\x05\x66ield\x18\x04 \x01(\r\"\x83\x01\n\x14SessionHandlesAnswer\x12\x35\n\x07results\x18\x01 \x03(\x0b\x32$.ferrum_rpc.executor.v1.HandleResult\x12\x34\n\x08pressure\x18\x02 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\"q\n\x0cHandleResult\x12\x32\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandleH\x00\x12#\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"v\n\x16SessionKeepAliveAnswer\x12\x34\n\x08pressure\x18\x01 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x0eSessionGoodbye\x12\x1a\n\x12released_sequences\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,37 +37,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrum_rpc.executor.v1.sess
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONREQUEST']._serialized_start=233
-  _globals['_SESSIONREQUEST']._serialized_end=738
-  _globals['_SESSIONHELLO']._serialized_start=740
-  _globals['_SESSIONHELLO']._serialized_end=865
-  _globals['_SESSIONFORWARD']._serialized_start=868
-  _globals['_SESSIONFORWARD']._serialized_end=1004
-  _globals['_SESSIONTRUNCATE']._serialized_start=1006
-  _globals['_SESSIONTRUNCATE']._serialized_end=1111
-  _globals['_SESSIONRELEASE']._serialized_start=1113
-  _globals['_SESSIONRELEASE']._serialized_end=1201
-  _globals['_SESSIONFORK']._serialized_start=1204
-  _globals['_SESSIONFORK']._serialized_end=1340
-  _globals['_SESSIONKEEPALIVE']._serialized_start=1342
-  _globals['_SESSIONKEEPALIVE']._serialized_end=1360
-  _globals['_SESSIONCANCEL']._serialized_start=1362
-  _globals['_SESSIONCANCEL']._serialized_end=1394
-  _globals['_SESSIONCLOSE']._serialized_start=1396
-  _globals['_SESSIONCLOSE']._serialized_end=1437
-  _globals['_SESSIONRESPONSE']._serialized_start=1440
-  _globals['_SESSIONRESPONSE']._serialized_end=1891
-  _globals['_SESSIONWELCOME']._serialized_start=1894
-  _globals['_SESSIONWELCOME']._serialized_end=2115
-  _globals['_SESSIONFORWARDANSWER']._serialized_start=2118
-  _globals['_SESSIONFORWARDANSWER']._serialized_end=2353
-  _globals['_SESSIONROWS']._serialized_start=2355
-  _globals['_SESSIONROWS']._serialized_end=2459
-  _globals['_SESSIONHANDLESANSWER']._serialized_start=2462
-  _globals['_SESSIONHANDLESANSWER']._serialized_end=2593
-  _globals['_HANDLERESULT']._serialized_start=2595
-  _globals['_HANDLERESULT']._serialized_end=2708
-  _globals['_SESSIONKEEPALIVEANSWER']._serialized_start=2710
-  _globals['_SESSIONKEEPALIVEANSWER']._serialized_end=2828
-  _globals['_SESSIONGOODBYE']._serialized_start=2830
-  _globals['_SESSIONGOODBYE']._serialized_end=2874
+  _globals['_SESSIONREQUEST']._serialized_end=797
+  _globals['_SESSIONHELLO']._serialized_start=800
+  _globals['_SESSIONHELLO']._serialized_end=941
+  _globals['_SESSIONFORWARD']._serialized_start=944
+  _globals['_SESSIONFORWARD']._serialized_end=1146
+  _globals['_SESSIONTRUNCATE']._serialized_start=1148
+  _globals['_SESSIONTRUNCATE']._serialized_end=1253
+  _globals['_SESSIONRELEASE']._serialized_start=1255
+  _globals['_SESSIONRELEASE']._serialized_end=1343
+  _globals['_SESSIONFORK']._serialized_start=1346
+  _globals['_SESSIONFORK']._serialized_end=1500
+  _globals['_SESSIONRESERVE']._serialized_start=1502
+  _globals['_SESSIONRESERVE']._serialized_end=1584
+  _globals['_SESSIONKEEPALIVE']._serialized_start=1586
+  _globals['_SESSIONKEEPALIVE']._serialized_end=1604
+  _globals['_SESSIONCANCEL']._serialized_start=1606
+  _globals['_SESSIONCANCEL']._serialized_end=1660
+  _globals['_SESSIONCLOSE']._serialized_start=1662
+  _globals['_SESSIONCLOSE']._serialized_end=1703
+  _globals['_SESSIONRESPONSE']._serialized_start=1706
+  _globals['_SESSIONRESPONSE']._serialized_end=2214
+  _globals['_SESSIONWELCOME']._serialized_start=2217
+  _globals['_SESSIONWELCOME']._serialized_end=2438
+  _globals['_SESSIONFORWARDANSWER']._serialized_start=2441
+  _globals['_SESSIONFORWARDANSWER']._serialized_end=2690
+  _globals['_SESSIONTOKENS']._serialized_start=2692
+  _globals['_SESSIONTOKENS']._serialized_end=2756
+  _globals['_RUNTOKENS']._serialized_start=2758
+  _globals['_RUNTOKENS']._serialized_end=2823
+  _globals['_SESSIONROWS']._serialized_start=2825
+  _globals['_SESSIONROWS']._serialized_end=2929
+  _globals['_SESSIONHANDLESANSWER']._serialized_start=2932
+  _globals['_SESSIONHANDLESANSWER']._serialized_end=3063
+  _globals['_HANDLERESULT']._serialized_start=3065
+  _globals['_HANDLERESULT']._serialized_end=3178
+  _globals['_SESSIONKEEPALIVEANSWER']._serialized_start=3180
+  _globals['_SESSIONKEEPALIVEANSWER']._serialized_end=3298
+  _globals['_SESSIONGOODBYE']._serialized_start=3300
+  _globals['_SESSIONGOODBYE']._serialized_end=3344
 # @@protoc_insertion_point(module_scope)
