@@ -55,10 +55,21 @@ class RowDType(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities beside a row's token, of the row as the model gave it (f32): of its ``top_k`` best tokens, in
+    the order of `TopTokens`, and of ``token_ids``, in their order."""
+
+    top_k: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Greedy:
-    """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32)."""
+    """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
+    ``logprobs`` those of other tokens."""
 
     logprob: bool = False
+    logprobs: RowLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,7 @@ class Sample:
     """A token drawn on the device (`sampling.draw`): ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
     ``min_p`` 0 keep all tokens; ``bias``: (token, what is added to its logit). ``seed``: 64 bits; None: any. The draw
     is a function of the row, the seed and the row's position. With ``logprob`` also the token's log-probability in the
-    row as the model gave it (f32).
+    row as the model gave it (f32), with ``logprobs`` those of other tokens.
 
     ``repetition_penalty`` divides positive and multiplies negative logits of tokens that the sequence holds (1: none);
     ``presence_penalty`` is subtracted once, ``frequency_penalty`` for each occurrence, of those from the position
@@ -83,6 +94,7 @@ class Sample:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     penalty_from: int = 0
+    logprobs: RowLogprobs | None = None
 
     @property
     def penalised(self) -> bool:
@@ -118,7 +130,22 @@ class HiddenStates:
     dtype: RowDType = RowDType.F32
 
 
-OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """Scores of a span's own tokens: the row of token i has token i + 1 and its log-probability (f32), that of the last
+    one ``following_token``; None: it has no row, nor has a token that stands before ``first_position`` of the sequence.
+    ``logprobs``: those of other tokens. Its positions are `Positions.ALL`."""
+
+    first_position: int = 0
+    following_token: int | None = None
+    logprobs: RowLogprobs | None = None
+
+    def row_count(self, tokens: int, start: int) -> int:
+        """As `OutputSpec.row_count`."""
+        return max(0, tokens - (self.following_token is None) - max(0, self.first_position - start))
+
+
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates | NextToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +155,19 @@ class OutputSpec:
     positions: Positions = Positions.LAST
     kind: OutputKind = field(default_factory=Greedy)
 
-    def row_count(self, tokens: int) -> int:
-        """Rows that a span of ``tokens`` tokens yields."""
+    def row_count(self, tokens: int, start: int) -> int:
+        """Rows that a span of ``tokens`` tokens from position ``start`` of its sequence on yields."""
         if self.positions is Positions.ALL:
-            return tokens
+            return self.kind.row_count(tokens, start) if isinstance(self.kind, NextToken) else tokens
         return 1 if self.positions is Positions.LAST else 0
 
     def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
         """Bytes of one row on the wire."""
         match self.kind:
-            case Greedy(logprob) | Sample(logprob=logprob):
-                return 8 if logprob else 4
+            case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
+                return (8 if logprob else 4) + _bytes_beside(beside)
+            case NextToken(logprobs=beside):
+                return 8 + _bytes_beside(beside)
             case TopTokens(k):
                 return 8 * k + 4
             case SelectedTokens(token_ids):
@@ -147,6 +176,10 @@ class OutputSpec:
                 return dtype.itemsize * vocab_size
             case HiddenStates(dtype):
                 return dtype.itemsize * hidden_size
+
+
+def _bytes_beside(logprobs: RowLogprobs | None) -> int:
+    return 0 if logprobs is None else 8 * logprobs.top_k + 4 * len(logprobs.token_ids)
 
 
 # --- the primitive --------------------------------------------------------------------------------------------------
@@ -175,7 +208,7 @@ class Span(NamedTuple):
     @property
     def row_count(self) -> int:
         """Rows that the span yields."""
-        return self.output.row_count(len(self.tokens))
+        return self.output.row_count(len(self.tokens), self.start)
 
 
 class Step(NamedTuple):
@@ -228,6 +261,13 @@ class WorkItem(NamedTuple):
     request_id: str
     create: CreateOptions
 
+    @property
+    def start(self) -> int:
+        """Where its tokens stand in the sequence, if its handle is not stale."""
+        if self.truncate_to is not None:
+            return self.truncate_to
+        return 0 if self.handle is None else self.handle.seq_len
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -250,10 +290,11 @@ ANYBODY: Final = Caller()
 
 class RowKind(enum.Enum):
     """What a block of rows holds. ``field``: the contract's name of the kind. ``columns``: the contract's names of its
-    tensors; the first ``required`` of them are always there."""
+    tensors; the first ``required`` of them are always there, each of the others where it was asked for."""
 
-    TOKENS = ("tokens", ("token_ids", "logprobs"), 1)
-    """Chosen tokens: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R], where they were asked for."""
+    TOKENS = ("tokens", ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "selected_logprobs"), 1)
+    """Chosen or scored tokens: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R] of them; ``top_token_ids`` uint32
+    [R, k] and ``top_logprobs`` float32 [R, k] of the k best; ``selected_logprobs`` float32 [R, n] of n ids."""
     TOP_TOKENS = ("top_tokens", ("token_ids", "logits", "logsumexp"), 3)
     """``token_ids`` uint32 [R, k], ``logits`` float32 [R, k], ``logsumexp`` float32 [R]."""
     SELECTED_TOKENS = ("selected_tokens", ("logits", "logsumexp"), 2)
@@ -273,14 +314,14 @@ class RowKind(enum.Enum):
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
     """Rows of one kind from one step, packed: spans that asked for the same kind share the block. ``columns``:
-    C-ordered arrays of R rows each, by name, in the order of the kind."""
+    C-ordered arrays of R rows each, by name, in the order of the kind; those that are optional may be missing."""
 
     kind: RowKind
     columns: dict[str, npt.NDArray[Any]]
 
     @classmethod
     def of(cls, kind: RowKind, *arrays: npt.NDArray[Any]) -> RowBlock:
-        """A block of the kind's columns, in their order."""
+        """A block of the kind's first columns, in their order."""
         return cls(kind, dict(zip(kind.columns, arrays, strict=False)))
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
@@ -460,7 +501,7 @@ class Limits:
 
     @property
     def max_selected_tokens_of_a_call(self) -> int:
-        """Ids of all `SelectedTokens` of a call together: reading each takes 30 ns of the event loop's time."""
+        """Ids of all `SelectedTokens` and `RowLogprobs` of a call together; each takes the event loop 30 ns."""
         return 16 * self.max_selected_tokens
 
 

@@ -131,7 +131,7 @@ class SessionStream:
             if item.output is not self._output:
                 self._output = item.output
                 self._row_bytes = item.output.row_bytes(self.capacity.vocab_size, self.capacity.hidden_size)
-            request.row_bytes = item.output.row_count(len(item.tokens)) * self._row_bytes
+            request.row_bytes = item.output.row_count(len(item.tokens), item.start) * self._row_bytes
             large = request.row_bytes > self.capacity.row_bytes
             request.kind = Kind.LARGE if large else Kind.FRAME if request.resent else Kind.SHARED
         self._number += 1

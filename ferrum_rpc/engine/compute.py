@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import Greedy, NextToken, Rows, Sample, Span, TokenArray
 from ferrum_rpc.models.base import Model, NativeModel, StepInputs
 from ferrum_rpc.sampling.draw import select_sampler
 from ferrum_rpc.sampling.rows import Request, select_rows
@@ -73,13 +73,20 @@ class Compute:
         for index, span in enumerate(spans):
             tokens, output = len(span.tokens), span.output
             end += tokens
-            count = output.row_count(tokens)
+            count = output.row_count(tokens, span.start)
             if count:
                 wanted.append(index)
-                kind, history = output.kind, None
-                if isinstance(kind, Sample) and kind.penalised:
-                    history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
-                requests.append(Request(end - count, count, kind, span.end - count + 1, history))
+                kind, first, history, scored = output.kind, end - count, None, None
+                match kind:
+                    case Greedy():  # most of them
+                        pass
+                    case Sample() if kind.penalised:
+                        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                    case NextToken(following_token=int(following)):
+                        scored = np.append(span.tokens[1:], following)[-count:]
+                    case NextToken():
+                        scored, first = span.tokens[-count:], first - 1
+                requests.append(Request(first, count, kind, span.end - count + 1, history, scored))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)

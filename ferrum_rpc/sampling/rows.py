@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,10 +23,12 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    NextToken,
     OutputKind,
     RowBlock,
     RowDType,
     RowKind,
+    RowLogprobs,
     Rows,
     Sample,
     SelectedTokens,
@@ -33,6 +36,8 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
+from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
+from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device, to_host
 
 HEAD_ROWS: Final = 256
@@ -42,6 +47,7 @@ HEAD_ROWS: Final = 256
 class Request(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
+    ``scored``: the rows' tokens, where these are given.
     """
 
     first: int
@@ -49,11 +55,10 @@ class Request(NamedTuple):
     kind: OutputKind
     position: int = 0
     history: TokenArray | None = None
+    scored: TokenArray | None = None
 
 
 _GREEDY: Final = Greedy()
-_DRAWN: Final = {logprob: Sample(logprob=logprob) for logprob in (False, True)}
-"""What stands for all draws of a step, whatever their seeds and filters: they share a block."""
 
 _TORCH: Final = TorchSampler()
 _ROWS: Final = {
@@ -63,6 +68,7 @@ _ROWS: Final = {
     SelectedTokens: RowKind.SELECTED_TOKENS,
     FullLogits: RowKind.LOGITS,
     HiddenStates: RowKind.HIDDEN_STATES,
+    NextToken: RowKind.TOKENS,
 }
 _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
 
@@ -83,36 +89,47 @@ def select_rows(
     """
     single = len(requests) == 1 and requests[0].rows == hidden.shape[0] <= HEAD_ROWS
     if single and largest is not None and requests[0].kind == _GREEDY:  # a decode: 14 µs instead of 25
-        return [Rows(_to_host(_GREEDY, (largest(hidden),)), 0, requests[0].rows)]
+        return [Rows(_to_host(RowKind.TOKENS, {"token_ids": largest(hidden)}), 0, requests[0].rows)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
     for index, (_, _, kind, *_) in enumerate(requests):
         if kind is not previous:  # spares most rows of a step a hash of 0.5 µs
-            group = _DRAWN[kind.logprob] if isinstance(kind, Sample) else kind
-            members, previous = groups.setdefault(group, []), kind
+            members, previous = groups.setdefault(_group_of(kind), []), kind
         members.append(index)
-    parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {}
+    parts: dict[OutputKind, list[Columns]] = {}
     of_head = groups
     if states := [kind for kind in groups if isinstance(kind, HiddenStates)]:
         of_head = {kind: members for kind, members in groups.items() if kind not in states}
         for kind in states:
             rows = hidden.index_select(0, to_device(_packed(groups[kind], requests), hidden.device))
-            parts[kind] = [(rows.to(_TORCH_DTYPE[kind.dtype]),)]
+            parts[kind] = [{"hidden_states": rows.to(_TORCH_DTYPE[kind.dtype])}]
     if of_head:
         parts |= _reduced(hidden, requests, of_head, head=head, largest=largest, sampler=sampler)
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
-        columns = (
-            parts[kind][0] if len(parts[kind]) == 1 else [torch.cat(each) for each in zip(*parts[kind], strict=True)]
-        )
-        block = _to_host(kind, columns)
+        columns, *others = parts[kind]
+        if others:
+            columns = {name: torch.cat([each[name] for each in parts[kind]]) for name in columns}
+        block = _to_host(_ROWS[type(kind)], columns)
         first = 0
         for index in members:
             count = requests[index].rows
             answers[index] = Rows(block, first, count)
             first += count
     return [answers[index] for index in range(len(requests))]
+
+
+def _group_of(kind: OutputKind) -> OutputKind:
+    """What stands for all of a step that share a block with ``kind``, whatever their seeds, filters and tokens."""
+    if isinstance(kind, Sample):
+        return _any_sample(kind.logprob, kind.logprobs)
+    return NextToken(logprobs=kind.logprobs) if isinstance(kind, NextToken) else kind
+
+
+@lru_cache(maxsize=256)
+def _any_sample(logprob: bool, logprobs: RowLogprobs | None) -> Sample:
+    return Sample(logprob=logprob, logprobs=logprobs)
 
 
 def _reduced(
@@ -123,18 +140,22 @@ def _reduced(
     head: Callable[[Tensor], Tensor],
     largest: Callable[[Tensor], Tensor] | None,
     sampler: Sampler,
-) -> dict[OutputKind, list[tuple[Tensor, ...]]]:
+) -> dict[OutputKind, list[Columns]]:
     """What each kind wants of its rows' logits, slice by slice of the head; ``groups``: the requests of each kind."""
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
     if largest is not None and list(groups) == [_GREEDY]:
         rows = hidden if packed is None else hidden.index_select(0, packed)
-        return {_GREEDY: [(largest(rows[low : low + HEAD_ROWS]),) for low in range(0, total, HEAD_ROWS)]}
-    draws: dict[OutputKind, Drawn] = {
-        kind: Drawn([requests[each] for each in groups[kind]], sampler) for kind in groups if isinstance(kind, Sample)
-    }
-    parts: dict[OutputKind, list[tuple[Tensor, ...]]] = {kind: [] for kind in groups}
+        return {_GREEDY: [{"token_ids": largest(rows[low : low + HEAD_ROWS])} for low in range(0, total, HEAD_ROWS)]}
+    chosen: dict[OutputKind, Drawn | Scored] = {}
+    for kind, members in groups.items():
+        if isinstance(kind, Sample):
+            chosen[kind] = Drawn([requests[each] for each in members], sampler)
+        elif isinstance(kind, NextToken):
+            scored = [each for each in (requests[index].scored for index in members) if each is not None]
+            chosen[kind] = Scored.of(scored, hidden.device)
+    parts: dict[OutputKind, list[Columns]] = {kind: [] for kind in groups}
     for low in range(0, total, HEAD_ROWS):
         high = min(low + HEAD_ROWS, total)
         if packed is None:
@@ -145,8 +166,8 @@ def _reduced(
             if first < high and last > low:
                 start, stop = max(first, low), min(last, high)
                 mine = logits if stop - start == high - low else logits[start - low : stop - low]
-                drawn = draws[kind].between(start - first, stop - first) if kind in draws else None
-                parts[kind].append(_select(mine, kind, drawn))
+                tokens = chosen[kind].between(start - first, stop - first).tokens(mine) if kind in chosen else None
+                parts[kind].append(_select(mine, kind, tokens))
     return parts
 
 
@@ -188,7 +209,7 @@ class Drawn:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
         self._penalties: list[Penalty] = []
-        for _, count, kind, position, history in requests:
+        for _, count, kind, position, history, _ in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             for row in range(count):
@@ -223,74 +244,31 @@ class Drawn:
         return self._sampler.draw(logits, self._draws)
 
 
-def _select(logits: Tensor, kind: OutputKind, drawn: Drawn | None = None) -> tuple[Tensor, ...]:
-    """What ``kind`` wants of float32 ``logits`` [r, V], still on the device. ``drawn``: of rows that are drawn."""
+def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None) -> Columns:
+    """What ``kind`` wants of float32 ``logits`` [r, V], still on the device. ``tokens`` int64 [r]: of rows that are
+    drawn or scored."""
     match kind:
-        case Sample(logprob=logprob):
-            assert drawn is not None  # noqa: S101 - the callers made it
-            tokens = drawn.tokens(logits)
-            if not logprob:
-                return (tokens,)
-            return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(dim=-1)
-        case Greedy(logprob=False):
-            return (logits.argmax(dim=-1),)
-        case Greedy():
-            best = logits.argmax(dim=-1, keepdim=True)
-            logprobs = logits.gather(-1, best).squeeze(-1) - logits.logsumexp(dim=-1)
-            return best.squeeze(-1), logprobs
+        case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
+            return token_columns(logits, tokens, logprob, beside)
+        case NextToken(logprobs=beside):
+            return token_columns(logits, tokens, True, beside)
         case TopTokens(k):
-            values, ids = top_tokens(logits, k) if logits.device.type == "cpu" else top_tokens_queued(logits, k)
-            return ids.to(torch.int32), values, logits.logsumexp(dim=-1)
+            values, ids = top_tokens(logits, k)
+            return {"token_ids": ids, "logits": values, "logsumexp": logits.logsumexp(dim=-1)}
         case SelectedTokens(token_ids):
-            ids = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
-            return logits.index_select(-1, ids), logits.logsumexp(dim=-1)
+            return {"logits": select_tokens(logits, token_ids), "logsumexp": logits.logsumexp(dim=-1)}
         case FullLogits(dtype):
-            return (logits.to(_TORCH_DTYPE[dtype]),)
+            return {"logits": logits.to(_TORCH_DTYPE[dtype])}
         case HiddenStates():
             raise AssertionError("these rows do not go through the head")
 
 
-def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of float32 [R, V] by falling logit, then rising id: values [R, k] and ids int64 [R, k].
-
-    ``torch.topk`` breaks ties as it likes. Ties are the rule in 16-bit models, so the exact order must be cheap: the k
-    candidates are sorted, stably, by id and then by value; only a row whose boundary value goes on beyond them is
-    scanned for the lowest ids that have it.
-    """
-    vocabulary = logits.shape[-1]
-    values, ids = logits.topk(min(k + 1, vocabulary), dim=-1)
-    if k < vocabulary:
-        open_rows = (values[:, k] == values[:, k - 1]).nonzero().squeeze(1).tolist()
-        values, ids = values[:, :k].contiguous(), ids[:, :k].contiguous()
-        for row in open_rows:
-            at_boundary = values[row] == values[row, -1]
-            ids[row, at_boundary] = (logits[row] == values[row, -1]).nonzero().squeeze(1)[: int(at_boundary.sum())]
-    ids = ids.sort(dim=-1).values
-    values, by_value = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
-
-
-def top_tokens_queued(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`top_tokens`, bit for bit but for NaN, in a number of launches that does not depend on what is in ``logits``: the
-    host need not look, so that a GPU's queue goes on.
-
-    A logit's bits, as an integer that orders as the logits do, stand above the id counted from the end: 64-bit keys
-    without ties, of which the k largest are taken.
-    """
-    vocabulary = logits.shape[-1]
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 equals 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    last = vocabulary - 1
-    keys = ordered * (1 << 32) + torch.arange(last, -1, -1, device=logits.device)
-    ids = last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
-    return logits.gather(-1, ids), ids
-
-
-def _to_host(kind: OutputKind, columns: Sequence[Tensor]) -> RowBlock:
+def _to_host(kind: RowKind, columns: Columns) -> RowBlock:
     """Views of the copies, which need not be there yet."""
-    if isinstance(kind, Greedy | Sample) and columns[0].device.type != "cpu":
-        columns = [columns[0].to(torch.int32), *columns[1:]]
-    return RowBlock.of(_ROWS[type(kind)], *map(_array, to_host(columns)))
+    tensors = list(columns.values())
+    if tensors[0].device.type != "cpu":
+        tensors = [each.to(torch.int32) if each.dtype is torch.int64 else each for each in tensors]
+    return RowBlock(kind, dict(zip(columns, map(_array, to_host(tensors)), strict=True)))
 
 
 def _array(column: Tensor) -> npt.NDArray[Any]:

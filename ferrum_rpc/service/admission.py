@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ferrum_rpc.core import (
+    Greedy,
     ItemOutcome,
     Limits,
     ModelInfo,
+    NextToken,
     OutputSpec,
+    RowLogprobs,
     Sample,
     SelectedTokens,
     Span,
@@ -124,10 +127,12 @@ def valid_items(
             if (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
                 raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
-                most = _answer_bytes(output, count, model, limits)
+                most = _answer_bytes(item, model, limits)
                 if count > limits.max_batch_tokens or most > max_bytes:
                     raise too_large(count, most, limits, max_bytes)
-                checked_output, checked_count, size = output, count, most
+                # Where scores begin depends on where the item stands.
+                checked_output = None if isinstance(output.kind, NextToken) else output
+                checked_count, size = count, most
         except ExecutorError as refusal:
             outcomes[index] = refusal
             continue
@@ -153,24 +158,52 @@ def _above(limits: Limits, name: str, count: int, what: str, field: str, *, advi
     return InvalidRequest(f"{count} {what} exceed the limit of {most}{advice}", field=field, metadata={name: most})
 
 
-def _answer_bytes(output: OutputSpec, tokens: int, model: ModelInfo, limits: Limits) -> int:
+def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
     """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
+    output, vocabulary = item.output, model.vocab_size
     match output.kind:
-        case Sample(bias=bias) if bias and max(bias)[0] >= model.vocab_size:
-            raise InvalidRequest(
-                f"a biased token is not below the vocabulary of {model.vocab_size}", field="output.sample.bias"
-            )
-        case TopTokens(k) if k > limits.max_top_tokens:
-            raise _above(limits, "max_top_tokens", k, "top tokens", "output.top_tokens.k")
-        case SelectedTokens(token_ids) if len(token_ids) > limits.max_selected_tokens:
-            field = "output.selected_tokens.token_ids"
-            raise _above(limits, "max_selected_tokens", len(token_ids), "selected tokens", field)
-        case SelectedTokens(token_ids) if max(token_ids) >= model.vocab_size:
-            raise InvalidRequest(
-                f"a selected token is not below the vocabulary of {model.vocab_size}",
-                field="output.selected_tokens.token_ids",
-            )
-    return ANSWER_OVERHEAD + output.row_count(tokens) * output.row_bytes(model.vocab_size, model.hidden_size)
+        case Greedy(logprobs=None):
+            pass
+        case Greedy(logprobs=RowLogprobs() as beside):
+            _check_logprobs(beside, "output.greedy.logprobs", model, limits)
+        case Sample(bias=bias, logprobs=beside):
+            if bias:
+                _check_vocabulary(max(bias)[0], "a biased token", "output.sample.bias", model)
+            if beside is not None:
+                _check_logprobs(beside, "output.sample.logprobs", model, limits)
+        case NextToken(following_token=following, logprobs=beside):
+            if following is not None:
+                _check_vocabulary(following, "the following token", "output.next_token.following_token", model)
+            if beside is not None:
+                _check_logprobs(beside, "output.next_token.logprobs", model, limits)
+        case TopTokens(k):
+            _check_top(k, "output.top_tokens.k", limits)
+        case SelectedTokens(token_ids):
+            _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
+    rows = output.row_count(len(item.tokens), item.start)
+    return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
+
+
+def _check_logprobs(beside: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:
+    _check_top(beside.top_k, f"{field}.top_k", limits)
+    if beside.token_ids:
+        _check_selected(beside.token_ids, f"{field}.token_ids", model, limits)
+
+
+def _check_top(k: int, field: str, limits: Limits) -> None:
+    if k > limits.max_top_tokens:
+        raise _above(limits, "max_top_tokens", k, "top tokens", field)
+
+
+def _check_selected(token_ids: tuple[int, ...], field: str, model: ModelInfo, limits: Limits) -> None:
+    if len(token_ids) > limits.max_selected_tokens:
+        raise _above(limits, "max_selected_tokens", len(token_ids), "selected tokens", field)
+    _check_vocabulary(max(token_ids), "a selected token", field, model)
+
+
+def _check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> None:
+    if token >= model.vocab_size:
+        raise InvalidRequest(f"{what} is not below the vocabulary of {model.vocab_size}", field=field)
 
 
 # --- an item and its sequence -----------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_DRAIN,
     info_pb2.CAPABILITY_LIST_SEQUENCES,
     info_pb2.CAPABILITY_PENALTIES,
+    info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN,
+    info_pb2.CAPABILITY_ROW_LOGPROBS,
 )
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
 

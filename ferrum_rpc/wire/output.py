@@ -10,10 +10,12 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    NextToken,
     OutputKind,
     OutputSpec,
     Positions,
     RowDType,
+    RowLogprobs,
     Sample,
     SelectedTokens,
     TopTokens,
@@ -44,8 +46,9 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
     """Domain to wire."""
     positions = _POSITIONS_TO_PROTO[spec.positions]
     match spec.kind:
-        case Greedy(logprob):
-            return output_pb2.OutputSpec(positions=positions, greedy=output_pb2.GreedyOutput(logprob=logprob))
+        case Greedy(logprob, beside):
+            greedy = output_pb2.GreedyOutput(logprob=logprob, logprobs=_logprobs_to_proto(beside))
+            return output_pb2.OutputSpec(positions=positions, greedy=greedy)
         case Sample() as kind:
             return output_pb2.OutputSpec(positions=positions, sample=_sample_to_proto(kind))
         case TopTokens(k):
@@ -59,6 +62,11 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
         case HiddenStates(dtype):
             hidden = output_pb2.HiddenStatesOutput(dtype=ROW_DTYPE_TO_PROTO[dtype])
             return output_pb2.OutputSpec(positions=positions, hidden_states=hidden)
+        case NextToken(first_position, following_token, beside):
+            scores = output_pb2.NextTokenOutput(
+                first_position=first_position, following_token=following_token, logprobs=_logprobs_to_proto(beside)
+            )
+            return output_pb2.OutputSpec(next_token=scores)
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:
@@ -73,6 +81,8 @@ def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> Output
     else:
         raise InvalidRequest(f"output.positions {spec.positions} is not known", field="output.positions")
     name = spec.WhichOneof("kind")
+    if name == "next_token":
+        return _next_token_from_proto(spec)
     if name == "top_tokens" and (k := spec.top_tokens.k):
         return _top_tokens(positions, k)
     kind = _GREEDY if name is None else _kind_from_proto(spec, name)
@@ -123,6 +133,7 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
         bias=[output_pb2.TokenBias(token_id=token_id, bias=value) for token_id, value in kind.bias],
         seed=kind.seed,
         logprob=kind.logprob,
+        logprobs=_logprobs_to_proto(kind.logprobs),
     )
     if kind.penalised:
         message.repetition_penalty = kind.repetition_penalty
@@ -134,11 +145,12 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
 def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
     """A penalty makes it a `Sample` at temperature 0."""
     _refuse_unoffered(message, "output.greedy")
+    beside = _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     if penalty != 1.0:
         _check_repetition(penalty, "output.greedy.repetition_penalty")
-        return Sample(temperature=0.0, repetition_penalty=penalty, logprob=message.logprob)
-    return Greedy(logprob=True) if message.logprob else _GREEDY
+        return Sample(temperature=0.0, repetition_penalty=penalty, logprob=message.logprob, logprobs=beside)
+    return Greedy(message.logprob, beside) if message.logprob or beside is not None else _GREEDY
 
 
 def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
@@ -177,16 +189,34 @@ def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
         message.presence_penalty,
         message.frequency_penalty,
         message.penalty_from,
+        _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
     )
+
+
+def _next_token_from_proto(spec: output_pb2.OutputSpec) -> OutputSpec:
+    if spec.positions != output_pb2.POSITIONS_UNSPECIFIED:
+        raise InvalidRequest("next_token says itself which positions have rows", field="output.positions")
+    message = spec.next_token
+    following = message.following_token if message.HasField("following_token") else None
+    kind = NextToken(message.first_position, following, _logprobs_from_proto(message.logprobs))
+    return OutputSpec(Positions.ALL, kind)
+
+
+def _logprobs_to_proto(logprobs: RowLogprobs | None) -> output_pb2.RowLogprobs | None:
+    if logprobs is None:
+        return None
+    return output_pb2.RowLogprobs(top_k=logprobs.top_k, token_ids=logprobs.token_ids)
+
+
+def _logprobs_from_proto(message: output_pb2.RowLogprobs) -> RowLogprobs | None:
+    """None where it asks for nothing."""
+    logprobs = RowLogprobs(message.top_k, tuple(message.token_ids))
+    return logprobs if logprobs.top_k or logprobs.token_ids else None
 
 
 def _refuse_unoffered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str) -> None:
     if message.token_mask_id or message.row_mask_ids or message.HasField("token_mask"):
         raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=f"{field}.token_mask_id")
-    if message.HasField("logprobs"):
-        raise NotSupported(
-            "more log-probabilities are not offered (capability ROW_LOGPROBS)", field=f"{field}.logprobs"
-        )
 
 
 def _check_repetition(penalty: float, field: str) -> None:

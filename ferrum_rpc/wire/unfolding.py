@@ -20,8 +20,8 @@ from ferrum_rpc.errors import InvalidRequest
 UNCOUNTED_BYTES: Final = 1 << 14
 """A message up to this is parsed as it is: whatever it holds takes the parser a millisecond and a few megabytes."""
 
-FIELDS_PER_ITEM: Final = 40
-"""Tags that a batch may have for each item that it may have: an item with every field and option set has 39."""
+FIELDS_PER_ITEM: Final = 48
+"""Tags that a batch may have for each item that it may have: an item with every field and option set has 46."""
 
 BIAS_FIELDS: Final = 3 * 8 * 512
 """Tags that a batch may have for biases: three each, of eight items with as many as one may have."""

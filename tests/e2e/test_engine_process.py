@@ -41,7 +41,10 @@ async def play(dialled: Dialled) -> list[Any]:
     made = await call.Prefill(pb.PrefillRequest(item=item(PROMPT, output=full(positions=ALL))))
     heard += told(made)
     handle = made.output.handle
-    outputs = [None, full(), top(7), selected, logprob]
+    beside = output_pb2.RowLogprobs(top_k=4, token_ids=[9, 0])
+    logprobs = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(logprobs=beside))
+    scores = output_pb2.OutputSpec(next_token=output_pb2.NextTokenOutput(following_token=6, logprobs=beside))
+    outputs = [None, full(), top(7), selected, logprob, logprobs, scores]
     many = await call.BatchPrefill(
         pb.BatchPrefillRequest(items=[item(PROMPT[: 5 + n], output=each) for n, each in enumerate(outputs)])
     )
@@ -88,7 +91,7 @@ async def test_every_answer_is_the_threads() -> None:
             return await play(dialled)
 
     thread, process = await asyncio.gather(heard("thread"), heard("process"))
-    assert len(thread) == 31
+    assert len(thread) == 37
     assert process == thread
 
 

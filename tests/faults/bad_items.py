@@ -118,6 +118,18 @@ OF_FORM: Final[dict[str, Callable[[World], Item]]] = {
     "a sample that is colder than nothing": lambda world: item([1], output=_sample(temperature=-1)),
     "a sample that is no number": lambda world: item([1], output=_sample(top_p=float("nan"))),
     "a sample of no tokens": lambda world: item([1], output=_sample(top_p=0)),
+    "log-probabilities above the limit": lambda world: item(
+        [1], output=_sample(logprobs=output_pb2.RowLogprobs(top_k=1 << 30))
+    ),
+    "log-probabilities beyond the vocabulary": lambda world: item(
+        [1], output=_Spec(greedy=output_pb2.GreedyOutput(logprobs=output_pb2.RowLogprobs(token_ids=[1 << 30])))
+    ),
+    "scores at positions": lambda world: item(
+        [1], output=_Spec(positions=ALL, next_token=output_pb2.NextTokenOutput())
+    ),
+    "a following token above 2^31": lambda world: item(
+        [1, 2], output=_Spec(next_token=output_pb2.NextTokenOutput(following_token=0xFFFFFFFF))
+    ),
     "an acceptance": lambda world: item([1], output=_Spec(accept=output_pb2.AcceptOutput())),
     "hidden states of no type": lambda world: item(
         [1], output=_Spec(hidden_states=output_pb2.HiddenStatesOutput(dtype=types_pb2.D_TYPE_U32))

@@ -101,6 +101,10 @@ class Script:
 OUTPUTS = {
     "greedy": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput()),
     "logprob": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(logprob=True)),
+    "logprobs": output_pb2.OutputSpec(
+        greedy=output_pb2.GreedyOutput(logprobs=output_pb2.RowLogprobs(top_k=3, token_ids=[8, 2]))
+    ),
+    "next token": output_pb2.OutputSpec(next_token=output_pb2.NextTokenOutput(first_position=2)),
     "all positions": output_pb2.OutputSpec(positions=output_pb2.POSITIONS_ALL),
     "top": top(7),
     "selected": output_pb2.OutputSpec(selected_tokens=output_pb2.SelectedTokensOutput(token_ids=[5, 1, 200])),

@@ -19,7 +19,9 @@ from ferrum_rpc.core import (
     Greedy,
     OutputSpec,
     Positions,
+    RowBlock,
     RowDType,
+    RowKind,
     Rows,
     SelectedTokens,
     Span,
@@ -89,11 +91,13 @@ def ids(*shape: int) -> st.SearchStrategy[Any]:
 @st.composite
 def blocks(draw: Callable[[Any], Any]) -> Any:
     rows, width = draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, INLINE_BYTES // 4]))
-    match draw(st.sampled_from(["tokens", "logprobs", "top", "selected", "f32", "bf16", "f16"])):
+    match draw(st.sampled_from(["tokens", "logprobs", "beside", "top", "selected", "f32", "bf16", "f16"])):
         case "tokens":
             return token_rows(draw(ids(rows)))
         case "logprobs":
             return token_rows(draw(ids(rows)), draw(floats(rows)))
+        case "beside":
+            return RowBlock(RowKind.TOKENS, {"token_ids": draw(ids(rows)), "selected_logprobs": draw(floats(rows, 4))})
         case "top":
             return top_token_rows(draw(ids(rows, 4)), draw(floats(rows, 4)), draw(floats(rows)))
         case "selected":
@@ -107,7 +111,7 @@ def blocks(draw: Callable[[Any], Any]) -> Any:
 
 
 def columns(block: Any) -> list[Any]:
-    return list(block.columns.values())
+    return list(block.columns.items())
 
 
 @given(st.data(), st.lists(blocks(), min_size=1, max_size=3), cuts, st.booleans())
@@ -144,7 +148,8 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
             block = outcome.rows.block
             assert again.setdefault(id(wanted.rows.block), block) is block
             assert type(block) is type(wanted.rows.block)
-            for column, expected in zip(columns(block), columns(wanted.rows.block), strict=True):
+            for (name, column), (wanted_name, expected) in zip(columns(block), columns(wanted.rows.block), strict=True):
+                assert name == wanted_name
                 assert column.dtype == expected.dtype and column.shape == expected.shape
                 np.testing.assert_array_equal(column, expected)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client.retry import fate_unknown
-from ferrum_rpc.core import RowBlock
+from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import Extent, RowParts, rows_from_proto
@@ -32,6 +32,11 @@ def tokens(*shape: int) -> Any:
 BLOCKS: dict[str, RowBlock] = {
     "greedy": token_rows(tokens(R)),
     "greedy with log-probabilities": token_rows(tokens(R), floats(R)),
+    "tokens with some of what may be beside them": RowBlock(
+        RowKind.TOKENS,
+        {"token_ids": tokens(R), "top_token_ids": tokens(R, K), "top_logprobs": floats(R, K)},
+    ),
+    "tokens with all": token_rows(tokens(R), floats(R), tokens(R, K), floats(R, K), floats(R, 2)),
     "top tokens": top_token_rows(tokens(R, K), floats(R, K), floats(R)),
     "selected tokens": selected_rows(floats(R, K), floats(R)),
     "logits": logit_rows(floats(R, 33)),

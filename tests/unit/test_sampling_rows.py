@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    NextToken,
     OutputKind,
+    RowBlock,
     RowDType,
+    RowLogprobs,
     Rows,
     Sample,
     SelectedTokens,
@@ -24,7 +28,8 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.draw import DRAW, TorchSampler
-from ferrum_rpc.sampling.rows import HEAD_ROWS, Request, top_tokens, top_tokens_queued
+from ferrum_rpc.sampling.rows import HEAD_ROWS, Request
+from ferrum_rpc.sampling.top import top_tokens, top_tokens_queued
 
 INF = math.inf
 
@@ -80,16 +85,10 @@ def check_rows(rows: Rows, kind: OutputKind, logits: torch.Tensor) -> None:
     exact = logits.numpy()
     logsumexp = logits.double().logsumexp(-1).numpy()
     match kind:
-        case Greedy(logprob):
-            best = [expected_order(row)[0] for row in exact]
+        case Greedy(logprob, beside):
             assert block["token_ids"].dtype == np.uint32
-            assert block["token_ids"].tolist() == best
-            assert ("logprobs" in block.columns) == logprob
-            if logprob:
-                assert block["logprobs"].dtype == np.float32
-                np.testing.assert_allclose(
-                    block["logprobs"], exact[np.arange(len(best)), best] - logsumexp, rtol=1e-5, atol=1e-5
-                )
+            assert block["token_ids"].tolist() == [expected_order(row)[0] for row in exact]
+            check_logprobs(block, exact - logsumexp[:, None], logprob, beside)
         case TopTokens(k):
             assert block["token_ids"].dtype == np.uint32
             assert block["token_ids"].tolist() == [expected_order(row)[:k] for row in exact]
@@ -104,6 +103,22 @@ def check_rows(rows: Rows, kind: OutputKind, logits: torch.Tensor) -> None:
             assert block["logits"].shape == logits.shape
             assert block["logits"].tobytes() == raw.contiguous().view(torch.uint8).numpy().tobytes()
             assert block["logits"].itemsize == dtype.itemsize
+
+
+def check_logprobs(block: RowBlock, expected: np.ndarray, logprob: bool, beside: RowLogprobs | None) -> None:
+    """``block`` has the log-probabilities that were asked for, and no others, of rows that are ``expected`` [R, V]."""
+    beside = beside or RowLogprobs()
+    columns = {"logprobs": block["token_ids"][:, None]} if logprob else {}
+    if beside.top_k:
+        assert block["top_token_ids"].tolist() == [expected_order(row)[: beside.top_k] for row in expected]
+        columns["top_logprobs"] = block["top_token_ids"]
+    if beside.token_ids:
+        columns["selected_logprobs"] = np.tile(beside.token_ids, (len(expected), 1))
+    assert set(block.columns) == {"token_ids", *columns} | ({"top_token_ids"} if beside.top_k else set())
+    for name, tokens in columns.items():
+        wanted = np.take_along_axis(expected, tokens.astype(np.int64), -1)
+        assert block[name].dtype == np.float32
+        np.testing.assert_allclose(block[name].reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-5)
 
 
 # --- the k largest ----------------------------------------------------------------------------------------------------
@@ -200,6 +215,9 @@ def test_greedy_is_the_first_of_the_top_tokens() -> None:
 KINDS: list[OutputKind] = [
     Greedy(),
     Greedy(logprob=True),
+    Greedy(logprobs=RowLogprobs(3)),
+    Greedy(logprob=True, logprobs=RowLogprobs(12, (4, 4, 0))),
+    Greedy(logprobs=RowLogprobs(0, (4, 2))),
     TopTokens(1),
     TopTokens(5),
     TopTokens(12),
@@ -309,6 +327,37 @@ def test_hidden_states_do_not_go_through_the_head() -> None:
     assert rows.block["hidden_states"].any(), "the next step's rows are written over these"
 
 
+def scores(table: torch.Tensor, asked: list[tuple[int, int, NextToken]]) -> list[Rows]:
+    """Answers to requests that score token (5 · row) mod V of each row; each head call sees `HEAD_ROWS` at most."""
+    head, vocab = Head(table), table.shape[1]
+    requests = [
+        Request(first, count, kind, scored=5 * np.arange(first, first + count, dtype=np.int32) % vocab)
+        for first, count, kind in asked
+    ]
+    answers = sampling_rows.select_rows(head.hidden, requests, head)
+    assert max(head.calls) <= sampling_rows.HEAD_ROWS and sum(head.calls) == sum(count for _, count, _ in asked)
+    for (first, count, kind), rows in zip(asked, answers, strict=True):
+        assert rows.count == count
+        block = rows.block.cut(rows.first, rows.first + count)
+        assert block["token_ids"].tolist() == (5 * np.arange(first, first + count) % vocab).tolist()
+        expected = table[first : first + count].double().log_softmax(-1).numpy()
+        check_logprobs(block, expected, True, kind.logprobs)
+    return answers
+
+
+def test_scores_share_a_block_where_they_ask_for_the_same_columns() -> None:
+    kinds = [NextToken(), NextToken(7, 3), NextToken(logprobs=RowLogprobs(2)), NextToken(0, 1, RowLogprobs(2))]
+    answers = scores(random_table(20, 12), [(5 * at, 5, kind) for at, kind in enumerate(kinds)])
+    assert answers[0].block is answers[1].block is not answers[2].block is answers[3].block
+
+
+def test_scores_of_a_long_prompt_go_through_the_head_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 8192 if HEAD_ROWS <= 256 else 32 * HEAD_ROWS
+    scores(random_table(rows, 12), [(0, rows - 1, NextToken(logprobs=RowLogprobs(2, (3,))))])
+    monkeypatch.setattr(sampling_rows, "HEAD_ROWS", 4)
+    scores(random_table(23, 12, ties=True), [(11, 6, NextToken()), (1, 9, NextToken(3, 4)), (20, 3, NextToken())])
+
+
 # --- slices of the head -----------------------------------------------------------------------------------------------
 
 
@@ -323,11 +372,9 @@ def test_a_sliced_head_is_bitwise_the_whole_one(kind: OutputKind, rows: int, mon
     monkeypatch.setattr("ferrum_rpc.sampling.rows.HEAD_ROWS", 10**9)
     [whole] = select_rows(head.hidden, [(0, rows, kind)], head)
     assert head.calls[-1] == rows
-    for name in ("token_ids", "logprobs", "logits", "logsumexp"):
-        one, other = (getattr(each.block, name, None) for each in (sliced, whole))
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    assert list(sliced.block.columns) == list(whole.block.columns)
+    for one, other in zip(sliced.block.columns.values(), whole.block.columns.values(), strict=True):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     check_rows(sliced, kind, head.table)
 
 
@@ -385,8 +432,10 @@ def test_draws_of_all_seeds_share_a_block_and_each_has_its_own_seed_position_and
     monkeypatch.setattr(sampling_rows, "HEAD_ROWS", 3)
     head = Head(random_table(16, 50))
     hot = Sample(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 1, bias=((7, 30.0), (3, 30.0)))
+    beside = replace(hot, logprob=True, logprobs=RowLogprobs(4, (9,)))
     kinds = [Greedy(), Sample(seed=5), hot, FullLogits(), Sample(seed=5, logprob=True), Sample(temperature=0, seed=1)]
-    firsts, counts, positions = (0, 1, 4, 8, 9, 11), (1, 3, 4, 1, 2, 5), (0, 40, 50, 0, 2**31, 60)
+    kinds.append(beside)
+    firsts, counts, positions = (0, 1, 4, 8, 9, 11, 12), (1, 3, 4, 1, 2, 5, 4), (0, 40, 50, 0, 2**31, 60, 5)
     answers = select_rows(head.hidden, list(zip(firsts, counts, kinds, positions, strict=True)), head)
     assert answers[1].block is answers[2].block is answers[5].block is not answers[4].block
     for first, count, kind, position, rows in zip(firsts, counts, kinds, positions, answers, strict=True):
@@ -406,9 +455,7 @@ def test_draws_of_all_seeds_share_a_block_and_each_has_its_own_seed_position_and
         assert block["token_ids"].tolist() == tokens.tolist()
         if kind.bias:
             assert set(tokens.tolist()) == {3, 7}
-        if kind.logprob:
-            expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-            np.testing.assert_allclose(block["logprobs"], expected, atol=1e-5)
+        check_logprobs(block, logits.double().log_softmax(-1).numpy(), kind.logprob, kind.logprobs)
 
 
 def test_without_a_seed_every_draw_is_another() -> None:

@@ -138,12 +138,14 @@ def make_span(sequence: int, tokens: bytes, start: int, output: bytes, *options:
 
 
 def _take_block(block: RowBlock) -> tuple[Any, ...]:
-    columns = [(each.shape, each.dtype.str, pickle.PickleBuffer(each.data)) for each in block.columns.values()]
+    columns = [
+        (name, each.shape, each.dtype.str, pickle.PickleBuffer(each.data)) for name, each in block.columns.items()
+    ]
     return block.kind.name, columns
 
 
-def _make_block(kind: str, columns: list[tuple[tuple[int, ...], str, Any]]) -> RowBlock:
-    return RowBlock.of(RowKind[kind], *[np.ndarray(*column) for column in columns])
+def _make_block(kind: str, columns: list[tuple[str, tuple[int, ...], str, Any]]) -> RowBlock:
+    return RowBlock(RowKind[kind], {name: np.ndarray(*column) for name, *column in columns})
 
 
 _PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (

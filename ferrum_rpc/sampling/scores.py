@@ -1,0 +1,68 @@
+"""Tokens with log-probabilities: what is returned beside a chosen token, and scores of tokens that are given.
+
+All of it is of the row as the model gave it, whatever chose the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import RowLogprobs, TokenArray
+from ferrum_rpc.sampling.top import top_tokens
+from ferrum_rpc.sampling.transfer import to_device
+
+Columns = dict[str, Tensor]
+"""Columns of some rows, by their names in `core.RowKind`, on the device."""
+
+
+class Scored:
+    """The given tokens of some rows, one after the other, where `rows.Drawn` would draw them."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    @classmethod
+    def of(cls, tokens: Sequence[TokenArray], device: torch.device) -> Scored:
+        """Those of several requests."""
+        return cls(to_device(torch.from_numpy(np.concatenate(tokens).astype(np.int64)), device))
+
+    def between(self, first: int, last: int) -> Scored:
+        """Those of the rows ``first .. last``."""
+        return Scored(self._tokens[first:last])
+
+    def tokens(self, logits: Tensor) -> Tensor:
+        """One for each row of ``logits``, int64 [r]."""
+        return self._tokens
+
+
+def token_columns(logits: Tensor, tokens: Tensor | None, logprob: bool, beside: RowLogprobs | None) -> Columns:
+    """The ``tokens`` int64 [r] (None: the largest) of float32 ``logits`` [r, V], their log-probabilities where
+    ``logprob`` says so, and those ``beside`` them."""
+    top_k, token_ids = (0, ()) if beside is None else (beside.top_k, beside.token_ids)
+    values = best = None
+    if top_k:
+        values, best = top_tokens(logits, top_k)
+    if tokens is None:
+        tokens = logits.argmax(dim=-1) if best is None else best[:, 0]
+    columns = {"token_ids": tokens}
+    if not logprob and beside is None:
+        return columns
+    logsumexp = logits.logsumexp(dim=-1, keepdim=True)
+    if logprob:
+        columns["logprobs"] = (logits.gather(-1, tokens[:, None]) - logsumexp).squeeze(-1)
+    if values is not None and best is not None:
+        columns["top_token_ids"], columns["top_logprobs"] = best, values - logsumexp
+    if token_ids:
+        columns["selected_logprobs"] = select_tokens(logits, token_ids) - logsumexp
+    return columns
+
+
+def select_tokens(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """Those of ``logits`` [r, V] of the given tokens, [r, n]."""
+    return logits.index_select(-1, to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device))
