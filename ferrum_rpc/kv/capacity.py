@@ -48,6 +48,33 @@ class Capacity:
         if state.promised_tokens:
             self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
+    def lacking_to_hold(self, state: SequenceState, start: int, table: int, end: int, spares: int) -> int:
+        """Blocks that the pool must give so that writes up to ``end`` find theirs once a step has written from ``start``
+        on and left ``table`` blocks; ``spares``: those that it does not use. Blocks that the step gives up come back."""
+        size, before = self._block_size, len(state.table)
+        given_up = max(0, before - table) - self._pool.count_shared(state.table.view(before)[table:])
+        lowest = self._promise_with(state, start, end)[0] // size
+        shared = self._pool.count_shared(state.table.view(min(state.shared, start // size))[lowest:])
+        return max(0, blocks_for(end, size) - table - given_up - max(0, spares - shared))
+
+    def hold(self, state: SequenceState, start: int, end: int) -> None:
+        """Promise writes from ``start`` up to ``end`` until `end_hold`, besides what was promised before."""
+        state.before_hold = state.promised_from, state.promised_tokens
+        state.promised_from, state.promised_tokens = self._promise_with(state, start, end)
+
+    def undo_hold(self, state: SequenceState, taken: int) -> None:
+        """It never was: its last ``taken`` spares go back."""
+        self._pool.release(state.spares[len(state.spares) - taken :])
+        del state.spares[len(state.spares) - taken :]
+        assert state.before_hold is not None  # noqa: S101 - it holds
+        (state.promised_from, state.promised_tokens), state.before_hold = state.before_hold, None
+
+    def end_hold(self, state: SequenceState) -> None:
+        """Only what was promised before stays, counted from the lowest length since."""
+        if state.before_hold is not None:
+            (_, state.promised_tokens), state.before_hold = state.before_hold, None
+            self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
+
     def resize(self, state: SequenceState, lowest: int, length: int) -> None:
         """Set the length, ``lowest`` having been the least on the way, and make the spares fit the promise again.
 
@@ -66,6 +93,15 @@ class Capacity:
             state.promised_tokens = max(0, whole - state.promised_from)
             wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         self._give_back(state, wanted)
+
+    @staticmethod
+    def _promise_with(state: SequenceState, start: int, end: int) -> tuple[int, int]:
+        """From where, and of how many tokens, a promise is that covers the present one and writes up to ``end``, once
+        ``start`` has been a length."""
+        if not state.promised_tokens:
+            return start, end - start
+        lowest = min(state.promised_from, start)
+        return lowest, max(state.promised_tokens, end - lowest)
 
     def _spares_for(self, state: SequenceState, start: int, tokens: int) -> int:
         """Blocks that the sequence needs beyond its own to be written from ``start`` on, up to ``tokens`` tokens: those

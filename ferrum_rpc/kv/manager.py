@@ -60,12 +60,15 @@ class KvManager:
 
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
 
-    def reserve(self, sequence: int, start: int, tokens: int, create: bool = False, *, ahead: int = 0) -> Reservation:
+    def reserve(
+        self, sequence: int, start: int, tokens: int, create: bool = False, *, ahead: int = 0, hold: int = 0
+    ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
         ``start`` is its length, or less: then the commit also forgets the old tokens from ``start`` on. ``create``
         makes the sequence; ``ahead`` then promises blocks for that many tokens more, as `ensure_capacity` would, in the
-        same transaction. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
+        same transaction. ``hold`` promises blocks for so many tokens more until `end_hold`, besides what was promised
+        before. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
         """
         if create:
             if sequence in self._sequences:
@@ -73,12 +76,12 @@ class KvManager:
             state = SequenceState()
         else:
             state = self._idle(sequence)
-        if not 0 <= start <= state.length or tokens < 1 or ahead < 0 or (ahead and not create):
+        if not 0 <= start <= state.length or tokens < 1 or min(ahead, hold) < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
         size, table, end = self.block_size, state.table, start + tokens
         whole = table.whole
         first, before, after = start // size, len(whole), blocks_for(end, size)
-        if first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
+        if not hold and first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
             # Nearly every decode: it writes within one block, which is there and the sequence's own.
             overwritten, slot = _NO_SLOTS, block * size + start % size
             if start < state.length:
@@ -96,7 +99,10 @@ class KvManager:
         promised = blocks_for(state.promised_end, size)  # what is written beyond must not use up what was promised
         within = sum(index < promised for index, _ in replaced) + max(0, min(after, promised) - before)
         spared = min(within, len(state.spares))
-        taken = self._capacity.take(needed - spared + blocks_for(end + ahead, size) - after)
+        extra = blocks_for(end + max(ahead, hold), size) - after if create else 0
+        if hold and not create:
+            extra = self._capacity.lacking_to_hold(state, start, after, end + hold, len(state.spares) - spared)
+        taken = self._capacity.take(needed - spared + extra)
         # From here on nothing fails.
         unspared = len(state.spares) - spared
         fresh = state.spares[unspared:] + taken[: needed - spared]
@@ -113,6 +119,9 @@ class KvManager:
         if create:
             state.promised_from, state.promised_tokens = end, ahead
             self._sequences[sequence] = state
+        if hold:
+            state.open.held = extra
+            self._capacity.hold(state, end if create else start, end + hold)
         return state.open
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
@@ -142,6 +151,8 @@ class KvManager:
         if reservation.created:
             self.release(reservation.sequence)
             return
+        if reservation.held is not None:
+            self._capacity.undo_hold(state, reservation.held)
         for index, block in reservation.replaced:
             state.table[index] = block
         state.table.cut(blocks_for(state.length, self.block_size))
@@ -201,6 +212,10 @@ class KvManager:
         if tokens < 0:
             raise KvMisuse(f"capacity for {tokens} tokens")
         self._capacity.promise(state, tokens)
+
+    def end_hold(self, sequence: int) -> None:
+        """Give back what was held (`reserve`) and not used; what was promised besides stays."""
+        self._capacity.end_hold(self._idle(sequence))
 
     def release(self, sequence: int) -> None:
         """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more."""

@@ -48,6 +48,8 @@ class Reservation:
     fresh: Sequence[int] = ()
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
     spares_used: int = 0
+    held: int | None = None
+    """Spares that were taken for a hold, the last of the sequence's; None: it holds nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,8 @@ class SequenceState:
     """One live sequence: ``length`` tokens in the blocks of ``table``, whose ids are in ``history``.
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
-    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). ``shared``: how many entries of
+    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). While more is held, ``before_hold``
+    is the promise that returns. ``shared``: how many entries of
     the table, from the first on, a fork may hold as well.
     """
 
@@ -65,6 +68,7 @@ class SequenceState:
     spares: list[int] = field(default_factory=list)
     promised_from: int = 0
     promised_tokens: int = 0
+    before_hold: tuple[int, int] | None = None
     shared: int = 0
     open: Reservation | None = None
 

@@ -39,8 +39,10 @@ class World:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, sequence: int, start: int, count: int, create: bool = False, ahead: int = 0) -> Write:
-        reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead)
+    def reserve(
+        self, sequence: int, start: int, count: int, create: bool = False, ahead: int = 0, hold: int = 0
+    ) -> Write:
+        reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead, hold=hold)
         assert (reservation.sequence, reservation.start, reservation.end) == (sequence, start, start + count)
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
         first = self._next_token

@@ -32,6 +32,8 @@ class KvMachine(RuleBasedStateMachine):
         self.promised: dict[int, tuple[int, int]] = {}
         """Sequence -> (from, tokens): what it was promised, unless it went below that into what a fork may share."""
         self.forked: set[int] = set()
+        self.held: dict[int, int] = {}
+        """Sequence -> the length up to which it holds blocks."""
 
     # --- choices ----------------------------------------------------------------------------------------------------
 
@@ -40,7 +42,7 @@ class KvMachine(RuleBasedStateMachine):
         return {write.reservation.sequence for write in self.open}
 
     def idle(self, data) -> int:
-        idle = sorted(set(self.world.tokens) - self.pinned)
+        idle = sorted(set(self.world.tokens) - self.pinned - set(self.held))
         assume(idle)
         return data.draw(st.sampled_from(idle), label="sequence")
 
@@ -62,10 +64,11 @@ class KvMachine(RuleBasedStateMachine):
     def reserve(self, data) -> Write | None:
         """Open one more reservation, or None where the pool is exhausted (and nothing changed)."""
         size = self.kv.block_size
-        idle = sorted(set(self.world.tokens) - self.pinned)
+        idle = sorted(set(self.world.tokens) - self.pinned - set(self.held))
         sequence = data.draw(st.sampled_from([*idle, 0]), label="sequence (0: a new one)")
         create = sequence == 0
         back = ahead = 0
+        hold = data.draw(st.sampled_from([0, 0, 1, 4, 9]), label="hold")
         if create:
             sequence = self.new()
             ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
@@ -76,12 +79,13 @@ class KvMachine(RuleBasedStateMachine):
         count = data.draw(st.sampled_from([1, 1, 1, 2, 3, size, 2 * size + 1]), label="count")
         before = everything(self.kv)
         try:
-            return self.world.reserve(sequence, start, count, create, ahead)
+            return self.world.reserve(sequence, start, count, create, ahead, hold)
         except KvBlocksExhausted as refusal:
             assert everything(self.kv) == before
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
-            assert free == self.kv.free_blocks < needed <= blocks_of(start + count + ahead, size) - start // size
-            if sequence in self.promised and (start >= self.promised[sequence][0] or sequence not in self.forked):
+            most = blocks_of(start + count + max(ahead, hold), size) - start // size
+            assert free == self.kv.free_blocks < needed <= most
+            if not hold and sequence in self.promised and (start >= self.promised[sequence][0] or sequence not in self.forked):
                 assert start + count > sum(self.promised[sequence]), "a promise was broken"
             return None
 
@@ -89,8 +93,13 @@ class KvMachine(RuleBasedStateMachine):
         r = write.reservation
         created = r.created
         before = 0 if created else self.length(r.sequence)
-        ahead = self.kv._sequences[r.sequence].promised_tokens if created else 0
+        state = self.kv._sequences[r.sequence]
+        ahead = 0
+        if created:
+            ahead = state.promised_tokens if state.before_hold is None else state.before_hold[1]
         self.world.commit(write)
+        if state.before_hold is not None:
+            self.held[r.sequence] = sum((state.promised_from, state.promised_tokens))
         if ahead:
             self.promised[r.sequence] = (r.end, ahead)
         elif r.start < before:
@@ -159,6 +168,21 @@ class KvMachine(RuleBasedStateMachine):
                 self.commit(write)
         if failed == set(step):
             assert everything(self.kv) == before
+
+    # --- a run: what it holds is there, whoever takes the rest ------------------------------------------------------
+
+    @precondition(lambda self: set(self.held) - self.pinned)
+    @rule(data=st.data(), steps=st.integers(0, 9))
+    def a_run_goes_on_and_ends(self, data, steps):
+        sequence = data.draw(st.sampled_from(sorted(set(self.held) - self.pinned)), label="running")
+        for _ in range(min(steps, self.held[sequence] - self.length(sequence))):
+            self.world.write(sequence, 1)
+        if steps:
+            del self.held[sequence]
+            self.kv.end_hold(sequence)
+            after = everything(self.kv)
+            self.kv.end_hold(sequence)
+            assert everything(self.kv) == after
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
