@@ -185,12 +185,39 @@ def _bytes_beside(logprobs: RowLogprobs | None) -> int:
 # --- the primitive --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Feed each chosen token to the next step, until ``max_tokens`` are chosen or one of ``stop_token_ids`` is.
+    ``at_context``: no more fit into the model's context."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    at_context: bool = False
+
+
+class RunEnd(enum.Enum):
+    """Why a run ended; the contract's names."""
+
+    MAX_TOKENS = "max_tokens"
+    STOP_ID = "stop_id"
+    CONTEXT = "context"
+    CUT = "cut"
+
+
+class RunEnded(NamedTuple):
+    """The end of a run, and what cut it."""
+
+    end: RunEnd
+    cause: ExecutorError | None = None
+
+
 class Span(NamedTuple):
     """``tokens`` of one sequence, to be written at positions ``start ..`` and attended causally.
 
     ``start`` is the sequence's length, or less: then the sequence is first rolled back to ``start`` in the same
     transaction. ``create`` marks a sequence that does not exist yet (``start`` is 0); ``reserve_tokens`` are tokens
-    beyond the span for which blocks are held as well, or the span is refused.
+    beyond the span for which blocks are held as well, or the span is refused. ``run``: the steps that follow by
+    themselves, for which blocks are held too.
     """
 
     sequence: int
@@ -199,6 +226,7 @@ class Span(NamedTuple):
     output: OutputSpec
     create: bool = False
     reserve_tokens: int = 0
+    run: Run | None = None
 
     @property
     def end(self) -> int:
@@ -247,10 +275,20 @@ class CreateOptions:
     lease_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Wait for the item in flight. ``feed_chosen``: feed the token that it chose last. ``creation``: the request id of
+    the creation that makes the sequence."""
+
+    feed_chosen: bool = False
+    creation: str = ""
+
+
 class WorkItem(NamedTuple):
     """The one work item behind every forward call, checked for form but not yet against any state.
 
-    ``handle`` None asks for a new sequence. ``truncate_to`` rolls back first, in the same transaction.
+    ``handle`` None asks for a new sequence. ``truncate_to`` rolls back first, in the same transaction. ``follow``: the
+    handle is the one that an item in flight will leave; without an id it is that of a creation.
     """
 
     item_id: int
@@ -260,6 +298,8 @@ class WorkItem(NamedTuple):
     output: OutputSpec
     request_id: str
     create: CreateOptions
+    run: Run | None = None
+    follow: Follow | None = None
 
     @property
     def start(self) -> int:
@@ -379,10 +419,11 @@ class StepTiming(NamedTuple):
 
 
 class SpanResult(NamedTuple):
-    """A committed span: the sequence's new length and the rows that were asked for."""
+    """A committed span: the sequence's new length and the rows that were asked for; of a run those of all its steps."""
 
     length: int
     rows: Rows | None
+    ended: RunEnded | None = None
 
 
 class ItemAnswer(NamedTuple):
@@ -393,6 +434,7 @@ class ItemAnswer(NamedTuple):
     rows: Rows | None
     replayed: bool = False
     cached_tokens: int = 0
+    ended: RunEnded | None = None
 
 
 ItemOutcome = ItemAnswer | ExecutorError
@@ -497,6 +539,9 @@ class Limits:
     caller_share: float = 0.5
     max_sequences_per_caller: int = 0
     max_blocks_per_caller: int = 0
+    max_run_tokens: int = 32
+    max_running: int = 64
+    max_followers: int = 1
     exact_span_tokens: int = 0
 
     @property
@@ -515,7 +560,7 @@ class CacheState(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """The wire's KvPressure: the block pool and the queue in front of it."""
+    """The wire's KvPressure: the block pool, the queue in front of it, and the runs under way."""
 
     free_blocks: int
     total_blocks: int
@@ -523,3 +568,4 @@ class Pressure(NamedTuple):
     queued_items: int
     queued_tokens: int
     sequences: int
+    running_items: int = 0

@@ -26,6 +26,7 @@ class Reason(enum.StrEnum):
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
     SEQUENCE_VERSION_MISMATCH = "SEQUENCE_VERSION_MISMATCH"
     SEQUENCE_BUSY = "SEQUENCE_BUSY"
+    CHAIN_BROKEN = "CHAIN_BROKEN"
     CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
     TRUNCATE_BEYOND_LENGTH = "TRUNCATE_BEYOND_LENGTH"
     KV_BLOCKS_EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
@@ -124,6 +125,11 @@ class SequenceVersionMismatch(ExecutorError):
 
 class SequenceBusy(ExecutorError):
     """Another call on the same sequence is in flight."""
+
+
+class ChainBroken(ExecutorError):
+    """The item that this one follows did not leave the sequence as was foreseen; ``version`` and ``seq_len`` are those
+    at which it stands, where it is known."""
 
 
 class ContextLengthExceeded(ExecutorError):

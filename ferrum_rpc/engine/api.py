@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Protocol
@@ -54,6 +54,9 @@ class Runner(Protocol):
     def finish(self, pending: Any) -> StepResult:
         """Complete a step, the oldest that is under way. Raises as `begin`."""
 
+    def end_hold(self, sequences: Sequence[int]) -> None:
+        """Their runs are over: give back the blocks that were held for them."""
+
     def cache_state(self) -> CacheState:
         """How full the cache is."""
 
@@ -71,6 +74,8 @@ class Submission:
     """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
     one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
     whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0.
+    ``tell`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: a list of (index of the
+    span, tokens before, token). ``runs``: how many of its spans have one; ``cuts`` what cuts them, by index or all.
     ``slot`` is its place in the memory that an engine process shares."""
 
     spans: tuple[Span, ...]
@@ -79,20 +84,35 @@ class Submission:
     deadline: float | None = None
     caller: int = 0
     arrived: float = 0.0
+    tell: Callable[[list[tuple[int, int, int]]], object] | None = None
     tokens: int = field(init=False)
+    runs: int = field(init=False)
+    cuts: dict[int | None, ExecutorError] = field(default_factory=dict)
     state: State = State.QUEUED
     slot: int = -1
 
     def __post_init__(self) -> None:
-        tokens = 0
+        tokens = runs = 0
         for span in self.spans:
             tokens += len(span.tokens)
-        self.tokens = tokens
+            if span.run is not None:
+                runs += 1
+        self.tokens, self.runs = tokens, runs
         self.arrived = self.arrived or time.monotonic()
 
     def refuse(self, error: ExecutorError) -> None:
         """Answer every span with ``error``."""
         self.done((error,) * len(self.spans), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """End the runs of a submission at the next step, or the run of the span ``index``; ``error`` says why. Without
+    effect where they are over. What has not begun is refused, where all of it is cut."""
+
+    work: Submission | None
+    index: int | None
+    error: ExecutorError
 
 
 @dataclass(slots=True, eq=False)
@@ -126,13 +146,14 @@ class Command:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Work done since the start. Written by the engine, read anywhere."""
+    """Work done since the start, and runs that are under way. Written by the engine, read anywhere."""
 
     steps: int = 0
     tokens: int = 0
     rows: int = 0
     blocks_copied: int = 0
     forward_s: float = 0.0
+    running: int = 0
 
 
 class Engine(Protocol):
@@ -161,6 +182,9 @@ class Engine(Protocol):
     def cancel(self, work: Submission | Operation) -> bool:
         """Take work back. True: it will never run and ``done`` is not called. False: it is past the point of no
         return."""
+
+    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+        """End its runs at the next step, or one of them: see `Cut`."""
 
     def trouble(self, now: float) -> str | None:
         """Why the engine does not do its work, or None; ``now`` is on `time.monotonic`."""

@@ -11,8 +11,8 @@ loop does not wait for more work to come: where there is none, the step under wa
 Steps are finished in the order in which they were begun.
 
 The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
-its subclasses' (`engine.thread`, `engine.process`). Thread-local device state (inference mode, streams) is entered
-through the runner's ``context``.
+its subclasses' (`engine.thread`, `engine.process`). Runs go on from step to step by themselves (`engine.runs`).
+Thread-local device state (inference mode, streams) is entered through the runner's ``context``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from functools import partial
 from queue import Empty
 from typing import Any, Protocol
 
-from ferrum_rpc.core import CacheState, Span, SpanResult, Step, StepTiming
-from ferrum_rpc.engine.api import EngineCounters, Finished, Operation, Runner, Submission, ended, lost
+from ferrum_rpc.core import CacheState, SpanResult, Step, StepTiming
+from ferrum_rpc.engine.api import Cut, EngineCounters, Finished, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
+from ferrum_rpc.engine.runs import Running, Runs
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, ExecutorError, StepFailed
 
-Work = Submission | Operation | None
+Work = Submission | Operation | Cut | None
 """What an inbox holds; None asks the loop to end when it has done what came before."""
 
 
@@ -61,6 +62,7 @@ class EngineLoop(ABC):
         lock: AbstractContextManager[object],
         max_step_items: int,
         max_step_tokens: int,
+        max_running: int,
         on_ready: Callable[[Runner], object],
         on_failed: Callable[[BaseException], object],
     ) -> None:
@@ -72,7 +74,8 @@ class EngineLoop(ABC):
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._backlog = Backlog(max_step_items, max_step_tokens)
-        self._under_way: deque[tuple[list[Submission], Any]] = deque()  # with what the runner's `begin` returned
+        self._runs = Runs(max_running)
+        self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
         self._overlap = Overlap()
         self._failure: BaseException | None = None
         self.counters = EngineCounters()
@@ -94,8 +97,8 @@ class EngineLoop(ABC):
         """It waits no longer and cannot be cancelled any more. Called with the lock held."""
 
     @abstractmethod
-    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
-        """Delivered after a step's answers: its timings, one per submission."""
+    def _on_step_done(self, step: StepTiming, waits: Sequence[float]) -> None:
+        """Delivered after a step's answers: its timing, and the seconds that each submission in it had waited."""
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -112,27 +115,31 @@ class EngineLoop(ABC):
 
     def _serve(self, runner: Runner) -> None:
         stopping = False
-        while not stopping or self._backlog or self._under_way:
+        while not stopping or self._backlog or self._runs or self._under_way:
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
                 continue
             finished: Finished = []
-            stopping |= self._drain_inbox(runner, finished, wait=not (self._backlog or self._under_way))
+            stopping |= self._drain_inbox(runner, finished, wait=not (self._backlog or self._runs or self._under_way))
+            going: list[Running] = []
+            if self._runs:
+                going = self._runs.take(time.monotonic())
+                self._end_runs(runner, finished)
             claimed = self._claim(finished)
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
-            if claimed:
-                self._begin(runner, claimed)
+            if going or claimed:
+                self._begin(runner, going, claimed)
 
     def _next_is_due(self, runner: Runner) -> bool:
         """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
         if len(self._under_way) >= runner.depth:
             return False
-        _, oldest = self._under_way[0]
+        *_, oldest = self._under_way[0]
         while not runner.ready(oldest):
             if self._overlap.due(time.monotonic()):
-                return bool(self._backlog) or not self._inbox.empty()
+                return bool(self._backlog or self._runs) or not self._inbox.empty()
             time.sleep(LOOK_S)
         return False
 
@@ -151,6 +158,9 @@ class EngineLoop(ABC):
                     stopping = True
                 elif isinstance(work, Submission):
                     self._backlog.add(work)
+                elif isinstance(work, Cut):
+                    if work.work is not None:
+                        work.work.cuts.setdefault(work.index, work.error)
                 elif self._claim_one(work):
                     finished.append(self._operate(runner, work))
         except BaseException:
@@ -182,29 +192,38 @@ class EngineLoop(ABC):
         claimed: list[Submission] = []
         items = tokens = 0
         now = time.monotonic()
+        runs, backlog = self._runs, self._backlog
         with self._lock:
-            while (work := self._backlog.first()) is not None:
+            while (work := runs.first_waiting() or backlog.first()) is not None:
+                waited = bool(runs.waiting) and work is runs.waiting[0]
+                take = runs.waiting.popleft if waited else partial(backlog.take, counted=False)
                 if self._cancelled(work):
-                    self._backlog.take(counted=False)
+                    take()
+                    continue
+                if work.runs and not runs.has_room(work):
+                    runs.waiting.append(backlog.take())
                     continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
                 ):
                     break
                 self._claimed(work)
+                late: ExecutorError | None = work.cuts.get(None)
                 if work.deadline is not None and now >= work.deadline:
-                    self._backlog.take(counted=False)
                     late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
+                if late is not None:
+                    take()
                     finished.append(partial(work.refuse, late))
                     continue
                 items += len(work.spans)
                 tokens += work.tokens
-                claimed.append(self._backlog.take())
+                runs.count += work.runs
+                claimed.append(take() if waited else backlog.take())
         return claimed
 
-    def _begin(self, runner: Runner, claimed: list[Submission]) -> None:
+    def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
         """Begin their step; a step that cannot be begun is answered."""
-        spans: list[Span] = []
+        spans = [each.span for each in going]
         atomic: list[range] = []
         for work in claimed:
             if work.all_or_nothing:
@@ -218,31 +237,32 @@ class EngineLoop(ABC):
             pending = runner.begin(Step(tuple(spans), tuple(atomic)))
         except BaseException as error:
             self.cache = runner.cache_state()
-            self._deliver(self._refused(error, claimed))
+            self._deliver(self._refused(runner, error, going, claimed))
             return
         self._overlap.begun(began, time.monotonic(), idle=idle)
-        self._under_way.append((claimed, pending))
+        self._under_way.append((going, claimed, pending))
 
     def _finish(self, runner: Runner) -> Finished:
         """The answers of the oldest step under way."""
-        claimed, pending = self._under_way.popleft()
+        going, claimed, pending = self._under_way.popleft()
         turn = self._overlap.turn
         try:
             result = runner.finish(pending)
         except BaseException as error:
-            return self._refused(error, claimed)
+            return self._refused(runner, error, going, claimed)
         finally:
             self.busy_since = time.monotonic()
             self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
         ran = tokens = rows = 0
-        outcomes = iter(result.outcomes)
+        spans = [each.span for each in going]
         for work in claimed:
-            for span, outcome in zip(work.spans, outcomes, strict=False):
-                if isinstance(outcome, SpanResult):
-                    ran += 1
-                    tokens += len(span.tokens)
-                    rows += 0 if outcome.rows is None else outcome.rows.count
+            spans += work.spans
+        for span, outcome in zip(spans, result.outcomes, strict=True):
+            if isinstance(outcome, SpanResult):
+                ran += 1
+                tokens += len(span.tokens)
+                rows += 0 if outcome.rows is None else outcome.rows.count
         counters = self.counters
         if ran:
             counters.steps += 1
@@ -251,24 +271,54 @@ class EngineLoop(ABC):
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s
         finished: Finished = []
-        timings: list[StepTiming] = []
-        first = 0
+        waits: list[float] = []
+        for each, outcome in zip(going, result.outcomes, strict=False):
+            if each.call.timing.step != counters.steps:  # once for all runs of a call
+                queue_s, forward_s = each.call.timing.queue_s, each.call.timing.forward_s + result.forward_s
+                each.call.timing = StepTiming(counters.steps, ran, tokens, queue_s, forward_s)
+            self._runs.stepped(each, outcome)
+        first = len(going)
         for work in claimed:
             last = first + len(work.spans)
             timing = None
             if ran:
                 timing = StepTiming(counters.steps, ran, tokens, turn - work.arrived, result.forward_s)
-                timings.append(timing)
-            finished.append(partial(work.done, result.outcomes[first:last], timing))
+                waits.append(timing.queue_s)
+            if not work.runs or not self._runs.begun(work, result.outcomes[first:last], timing):
+                finished.append(partial(work.done, result.outcomes[first:last], timing))
             first = last
-        if timings:
-            finished.append(partial(self._on_step_done, timings))
+        if self._runs.calls:
+            self._end_runs(runner, finished)
+        if ran:
+            step = StepTiming(counters.steps, ran, tokens, 0.0, result.forward_s)
+            finished.append(partial(self._on_step_done, step, waits))
         return finished
 
-    def _refused(self, error: BaseException, claimed: Sequence[Submission]) -> Finished:
+    def _end_runs(self, runner: Runner, finished: Finished) -> None:
+        """The answers of runs that are over, and what the others have chosen."""
+        for call in self._runs.calls:
+            if call.told:
+                assert call.work.tell is not None  # noqa: S101 - or there were none
+                finished.append(partial(call.work.tell, call.told))
+                call.told = []
+        ended, over = self._runs.take_ended()
+        if ended:
+            runner.end_hold(ended)
+            self.cache = runner.cache_state()
+        finished += [partial(call.work.done, tuple(call.outcomes), call.timing) for call in over]
+        self.counters.running = self._runs.count
+
+    def _refused(
+        self, runner: Runner, error: BaseException, going: Sequence[Running], claimed: Sequence[Submission]
+    ) -> Finished:
         """The answers of a step that was rolled back. Any other failure ends the loop."""
         if isinstance(error, StepFailed):
-            return [partial(work.refuse, error) for work in claimed]
+            finished: Finished = [partial(work.refuse, error) for work in claimed]
+            self._runs.count -= sum([work.runs for work in claimed])
+            for each in going:
+                self._runs.stepped(each, error)
+            self._end_runs(runner, finished)
+            return finished
         self._broken(error, [partial(work.refuse, lost(error)) for work in claimed])
         raise error
 
@@ -276,7 +326,8 @@ class EngineLoop(ABC):
         """The loop is about to end, and with it what is under way. ``on_failed`` comes before the answers, so that a
         caller that is answered finds the server's state changed."""
         self._failure = error
-        cut_off = [work for claimed, _ in self._under_way for work in claimed]
+        cut_off = [work for _, claimed, _ in self._under_way for work in claimed]
+        cut_off += [call.work for call in self._runs.calls]
         self._under_way.clear()
         answers += [partial(work.refuse, lost(error)) for work in cut_off]
         self._deliver([partial(self._on_failed, error), *answers])
@@ -287,8 +338,12 @@ class EngineLoop(ABC):
         refused: Finished = []
         try:
             while True:
-                work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
-                if work is not None and self._claim_one(work):
+                work: Work
+                if self._runs.waiting:
+                    work = self._runs.waiting.popleft()
+                else:
+                    work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
+                if isinstance(work, Submission | Operation) and self._claim_one(work):
                     refused.append(partial(work.refuse, error))
         except Empty:
             self._deliver(refused)

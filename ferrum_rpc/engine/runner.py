@@ -200,13 +200,14 @@ class TorchRunner:
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
         stage, reserve = self._stage, self.kv.reserve
-        for index, (sequence, tokens, start, _, create, ahead) in enumerate(step.spans):
+        for index, (sequence, tokens, start, _, create, ahead, run) in enumerate(step.spans):
             if index in refused:
                 continue
             try:
                 if stage is not None:
                     stage("reserve")
-                reservations[index] = reserve(sequence, start, len(tokens), create, ahead=ahead)
+                hold = 0 if run is None else run.max_tokens - 1
+                reservations[index] = reserve(sequence, start, len(tokens), create, ahead=ahead, hold=hold)
             except ExecutorError as error:
                 group = next((each for each in step.atomic if index in each), range(index, index + 1))
                 error.position = index - group.start
@@ -330,6 +331,11 @@ class TorchRunner:
                 self._stage("release")
             for sequence in sequences:
                 self.kv.release(sequence)
+
+    def end_hold(self, sequences: Sequence[int]) -> None:
+        """Their runs are over: give back the blocks that were held for them."""
+        for sequence in sequences:
+            self.kv.end_hold(sequence)
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:

@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ferrum_rpc.core import StepTiming
-from ferrum_rpc.engine.api import LOOK_EVERY_S, Finished, Operation, Runner, State, Submission, deliver
+from ferrum_rpc.engine.api import LOOK_EVERY_S, Cut, Finished, Operation, Runner, State, Submission, deliver
 from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
+from ferrum_rpc.errors import ExecutorError
 
 
 class ModelThread(EngineLoop):
     """An `Engine`. ``build`` is called in the thread (loading does not block the loop); ``on_ready(runner)``,
-    ``on_failed(error)`` and, after each step's answers, ``on_step(timings)`` with one timing per submission, are called
-    on the loop."""
+    ``on_failed(error)`` and, after each step's answers, ``on_step(step, waits)`` with its timing and the seconds that
+    each submission had waited, are called on the loop."""
 
     def __init__(
         self,
@@ -31,9 +32,10 @@ class ModelThread(EngineLoop):
         loop: asyncio.AbstractEventLoop,
         max_step_items: int,
         max_step_tokens: int,
+        max_running: int = 1,
         on_ready: Callable[[Runner], None],
         on_failed: Callable[[BaseException], None],
-        on_step: Callable[[Sequence[StepTiming]], None] = lambda timings: None,
+        on_step: Callable[[StepTiming, Sequence[float]], None] = lambda step, waits: None,
         liveness: Liveness | None = None,
     ) -> None:
         self._arrived: SimpleQueue[Work] = SimpleQueue()
@@ -43,6 +45,7 @@ class ModelThread(EngineLoop):
             lock=threading.Lock(),  # also guards the queue's sums and `_closed`
             max_step_items=max_step_items,
             max_step_tokens=max_step_tokens,
+            max_running=max_running,
             on_ready=on_ready,
             on_failed=on_failed,
         )
@@ -75,6 +78,9 @@ class ModelThread(EngineLoop):
                 return False
             self._claimed(work, State.CANCELLED)
             return True
+
+    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+        self._arrived.put(Cut(work, index, error))
 
     def trouble(self, now: float) -> str | None:
         """Never waits."""
@@ -110,8 +116,8 @@ class ModelThread(EngineLoop):
         self.queued_items -= len(work.spans)
         self.queued_tokens -= work.tokens
 
-    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
-        self._loop.call_soon(self._on_step, timings)  # behind whatever the answers wake: callers do not wait for it
+    def _on_step_done(self, step: StepTiming, waits: Sequence[float]) -> None:
+        self._loop.call_soon(self._on_step, step, waits)  # behind whatever the answers wake: callers do not wait for it
 
     def _deliver(self, finished: Finished) -> None:
         if finished and not self._loop.is_closed():

@@ -49,8 +49,9 @@ class Capacity:
             self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
     def lacking_to_hold(self, state: SequenceState, start: int, table: int, end: int, spares: int) -> int:
-        """Blocks that the pool must give so that writes up to ``end`` find theirs once a step has written from ``start``
-        on and left ``table`` blocks; ``spares``: those that it does not use. Blocks that the step gives up come back."""
+        """Blocks that the pool must give so that writes up to ``end`` find theirs, once a step has written from
+        ``start`` on and left ``table`` blocks; ``spares``: those that it does not use. What the step gives up comes
+        back."""
         size, before = self._block_size, len(state.table)
         given_up = max(0, before - table) - self._pool.count_shared(state.table.view(before)[table:])
         lowest = self._promise_with(state, start, end)[0] // size

@@ -57,9 +57,9 @@ class SequenceState:
     """One live sequence: ``length`` tokens in the blocks of ``table``, whose ids are in ``history``.
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
-    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). While more is held, ``before_hold``
-    is the promise that returns. ``shared``: how many entries of
-    the table, from the first on, a fork may hold as well.
+    ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). While more is held,
+    ``before_hold`` is the promise that returns. ``shared``: how many entries of the table, from the first on, a fork
+    may hold as well.
     """
 
     table: BlockTable = field(default_factory=BlockTable)

@@ -6,25 +6,34 @@ trace.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from ferrum_rpc.core import (
     Greedy,
+    HandleRef,
+    ItemAnswer,
     ItemOutcome,
     Limits,
     ModelInfo,
     NextToken,
     OutputSpec,
     RowLogprobs,
+    Run,
     Sample,
     SelectedTokens,
     Span,
+    TokenArray,
     TopTokens,
     WorkItem,
     named,
 )
 from ferrum_rpc.errors import (
+    ChainBroken,
     ContextLengthExceeded,
     ExecutorError,
     InvalidRequest,
@@ -114,17 +123,17 @@ def valid_items(
     if not items:
         raise InvalidRequest("the call has no items", field="items")
     valid: list[Valid] = []
-    size = checked_count = 0
+    size = checked_count = runs = 0
     checked_output: OutputSpec | None = None  # nearly always the same for all of a batch
     for index, item in enumerate(items):
         if isinstance(item, ExecutorError):
             outcomes[index] = item
             continue
-        tokens, output = item.tokens, item.output
+        tokens, output, run = item.tokens, item.output, item.run
         count = len(tokens)
         try:
             # numpy's maximum takes 2 µs
-            if (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
+            if count and (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
                 raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
                 most = _answer_bytes(item, model, limits)
@@ -133,10 +142,19 @@ def valid_items(
                 # Where scores begin depends on where the item stands.
                 checked_output = None if isinstance(output.kind, NextToken) else output
                 checked_count, size = count, most
+            if run is not None:
+                runs += 1
+                most = _run_bytes(run, output, model, limits)
+                if most > max_bytes:
+                    raise too_large(count, most, limits, max_bytes)
+                valid.append((index, item, most))
+                continue
         except ExecutorError as refusal:
             outcomes[index] = refusal
             continue
         valid.append((index, item, size))
+    if runs > limits.max_running:
+        raise _above(limits, "max_running", runs, "runs", "items.run")
     return valid
 
 
@@ -180,7 +198,7 @@ def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             _check_top(k, "output.top_tokens.k", limits)
         case SelectedTokens(token_ids):
             _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
-    rows = output.row_count(len(item.tokens), item.start)
+    rows = output.row_count(len(item.tokens) or 1, item.start)
     return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
 
 
@@ -206,6 +224,15 @@ def _check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> No
         raise InvalidRequest(f"{what} is not below the vocabulary of {model.vocab_size}", field=field)
 
 
+def _run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) -> int:
+    """Bytes of a run's answer, at most. Refuses runs beyond the limits."""
+    if run.max_tokens > limits.max_run_tokens:
+        raise _above(limits, "max_run_tokens", run.max_tokens, "tokens of a run", "run.max_tokens")
+    if run.stop_token_ids and max(run.stop_token_ids) >= model.vocab_size:
+        raise InvalidRequest(f"a stop id is not below the vocabulary of {model.vocab_size}", field="run.stop_token_ids")
+    return ANSWER_OVERHEAD + run.max_tokens * output.row_bytes(model.vocab_size, model.hidden_size)
+
+
 # --- an item and its sequence -----------------------------------------------------------------------------------------
 
 
@@ -221,27 +248,106 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
     having changed nothing. ``now``: on `time.monotonic`."""
     replay, owner = state.replay, account.caller.name
-    _, handle, tokens, truncate_to, output, request_id, create = item
+    _, handle, tokens, _, output, request_id, create, run, _ = item
     if request_id:
         scope = replay.scope(scope_of(owner, b"" if handle is None else handle.id, request_id))
         fingerprint = item_fingerprint(item)
         if (known := scope.get(request_id)) is not None:
             return known.repeated(fingerprint)
     if handle is None:
-        room, start = len(tokens) + create.reserve_tokens, 0
+        count = len(tokens)
+        room = count + create.reserve_tokens
         check_length(0, None, room, model)
+        if run is not None:
+            run, output = _fitted(run, output, count, model)
+            room = max(room, count + run.max_tokens - 1)
         lease = state.leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
-        [record] = state.mint(1, account, lease, room, origin, room if create.reserve_tokens else 0)
+        held_to = count + create.reserve_tokens if create.reserve_tokens else 0
+        [record] = state.mint(1, account, lease, room, origin, held_to)
+        record.creation = request_id
+        span = named(Span, (record.sequence, tokens, 0, output, True, create.reserve_tokens, run))
     else:
         record = state.handles.claim(handle, owner, now=now)
-        try:
-            start = check_length(record.length, truncate_to, len(tokens), model)
-            state.quotas.charge(record, start + len(tokens))
-        except ExecutorError:
-            record.busy = False
-            raise
-    span = named(Span, (record.sequence, tokens, start, output, handle is None, create.reserve_tokens))
+        span = claimed_span(state, record, item, tokens, model)
+    record.followable = True
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
+    return named(Admitted, (index, record, span, entry))
+
+
+def claimed_span(
+    state: ServerState, record: SequenceRecord, item: WorkItem, tokens: TokenArray, model: ModelInfo
+) -> Span:
+    """The span of an item that has claimed ``record``, which is free again where it is refused."""
+    run, output = item.run, item.output
+    try:
+        start = check_length(record.length, item.truncate_to, len(tokens), model)
+        end = start + len(tokens)
+        if run is not None:
+            run, output = _fitted(run, output, end, model)
+            end += run.max_tokens - 1
+        state.quotas.charge(record, end)
+    except ExecutorError:
+        record.busy = False
+        raise
+    return named(Span, (record.sequence, tokens, start, output, False, 0, run))
+
+
+def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:
+    """A run as the context allows it once its item has been fed, which leaves ``length`` tokens; and the output of all
+    its steps, which share a seed."""
+    most = model.max_context - length + 1
+    if most < run.max_tokens:
+        run = replace(run, max_tokens=most, at_context=True)
+    kind = output.kind
+    if isinstance(kind, Sample) and kind.seed is None:
+        output = OutputSpec(output.positions, replace(kind, seed=random.getrandbits(64)))
+    return run, output
+
+
+# --- an item behind one that is in flight -----------------------------------------------------------------------------
+
+
+def followed(state: ServerState, item: WorkItem, owner: str) -> tuple[SequenceRecord, WorkItem]:
+    """The sequence that an item follows on, and the item with its id. Raises `ChainBroken` where no such creation is
+    known, and what the handle of a sequence that is gone is answered with."""
+    handle, follow = item.handle, item.follow
+    assert handle is not None and follow is not None  # noqa: S101 - the wire floor looked
+    if not follow.creation:
+        return state.handles.find(handle, owner), item
+    record = state.creation(owner, follow.creation)
+    if record is None:
+        entry = state.replay.scope(scope_of(owner, b"", follow.creation)).get(follow.creation)
+        made = None if entry is None else entry.answer
+        if not isinstance(made, ItemAnswer):
+            raise ChainBroken("no creation with this request id is in flight or recorded", field="follow.creation")
+        record = state.handles.find(made.handle, owner)
+    return record, item._replace(handle=named(HandleRef, (record.id, handle.seq_len, handle.version)))
+
+
+def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, entry: Entry | None) -> Admitted:
+    """Admit an item that follows, now that nothing is in flight on its sequence. Raises `ChainBroken` where that is not
+    as the item foresaw, and what `admit` raises."""
+    handle, follow = item.handle, item.follow
+    assert handle is not None and follow is not None  # noqa: S101 - the wire floor looked
+    record = state.handles.find(handle, account.caller.name)
+    stands = {"version": record.version, "seq_len": record.length}
+    if (record.version, record.length) != (handle.version, handle.seq_len):
+        raise ChainBroken(
+            f"the sequence stands at version {record.version} with {record.length} tokens, "
+            f"not at version {handle.version} with {handle.seq_len}",
+            metadata=stands,
+        )
+    tokens = item.tokens
+    if follow.feed_chosen:
+        version, token, stop = record.chosen or (0, 0, False)
+        if version != record.version:
+            raise ChainBroken("the item before chose no token that could be fed", metadata=stands)
+        if stop:
+            raise ChainBroken("the run before ended with a stop id", metadata=stands)
+        tokens = np.array((token,), np.int32)
+    state.handles.claim(handle, account.caller.name)
+    span = claimed_span(state, record, item, tokens, state.model)
+    record.followable = True
     return named(Admitted, (index, record, span, entry))
 
 

@@ -42,6 +42,7 @@ from ferrum_rpc.wire.items import (
     pressure_to_proto,
     request_id_from_proto,
 )
+from ferrum_rpc.wire.output import MAX_BIASES
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
@@ -188,6 +189,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 info_pb2.Limits,
                 self.state.quotas.limits(self.state.limits, CALLER.get()),
                 exact_span_tokens=self.state.device.exact_span_tokens,
+                max_forks=self.state.limits.max_batch_items,
+                max_biases=MAX_BIASES,
             ),
             capabilities=CAPABILITIES,
             device=device_to_proto(self.state.device),

@@ -18,14 +18,45 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ferrum_rpc.core import ItemAnswer, ItemOutcome, Span, SpanOutcome, StepTiming, WorkItem, named
+from ferrum_rpc.core import (
+    Greedy,
+    ItemAnswer,
+    ItemOutcome,
+    RunEnd,
+    Sample,
+    Span,
+    SpanOutcome,
+    StepTiming,
+    WorkItem,
+    named,
+)
 from ferrum_rpc.engine.api import Submission
-from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvBlocksExhausted, QueueFull
-from ferrum_rpc.service.admission import Admitted, Valid, admit, has_room, queue_full, too_large, valid_items
+from ferrum_rpc.errors import (
+    Cancelled,
+    ChainBroken,
+    ExecutorError,
+    HandleUnknown,
+    InternalError,
+    InvalidRequest,
+    KvBlocksExhausted,
+    QueueFull,
+    SequenceBusy,
+)
+from ferrum_rpc.service.admission import (
+    Admitted,
+    Valid,
+    admit,
+    follow_up,
+    followed,
+    has_room,
+    queue_full,
+    too_large,
+    valid_items,
+)
 from ferrum_rpc.service.auth import ARRIVED
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
-from ferrum_rpc.service.records import Account, Ending, Resource
-from ferrum_rpc.service.replay import Entry, Outcome
+from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
+from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED, Transaction
@@ -39,13 +70,15 @@ class ForwardCall(Transaction["ForwardCall"]):
     An item that is an error already (malformed on the wire) refuses itself only. The call as a whole is refused for its
     size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on `time.monotonic`.
     ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that creates
-    sequences. ``peer()`` names the connection, which a large answer takes room of before anything is submitted; call
-    ``give_back`` once, when the answer has left or the call is over.
+    sequences. ``tell`` is called with what runs choose, step by step: a list of (item, tokens before, token).
+    ``peer()`` names the connection, which a large answer takes room of before anything is submitted; call ``give_back``
+    once, when the answer has left or the call is over.
     """
 
     _submission: Submission | None = None  # what waits or runs for it now, and counts in its account
     _submitted = False
     _waits = 0  # what has to end before it has
+    _tokens = _bytes = 0  # of all its items, at most
     _abandoned = False  # its caller was cancelled after the point of no return
     _culprit: int | None = None  # the item whose refusal refused the others, where the engine refused an atomic group
     timing: StepTiming | None = None
@@ -62,7 +95,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         max_bytes: int | None = None,
         origin: object | None = None,
         peer: Callable[[], str] | None = None,
+        tell: Callable[[list[tuple[int, int, int]]], object] | None = None,
     ) -> None:
+        self._tell = tell
         self._state = state
         self._account = account
         self._all_or_nothing = all_or_nothing
@@ -70,38 +105,22 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._admitted: list[Admitted] = []
         self._spans: list[Span] = []
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
+        self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
-            model, limits, outcomes, admitted = state.model, state.limits, self.outcomes, self._admitted
+            limits = state.limits
             max_bytes = max_bytes or limits.max_response_bytes
-            valid = valid_items(items, model, limits, max_bytes, outcomes)
+            valid = valid_items(items, state.model, limits, max_bytes, self.outcomes)
             if len(valid) > 1:
                 self._check_distinct(valid)
-            repeated: list[tuple[int, Entry]] = []
-            now = time.monotonic()
-            tokens = size = 0
-            for index, item, most in valid:
-                try:
-                    found = admit(state, account, index, item, model, origin, now)
-                except ExecutorError as error:
-                    outcomes[index] = error
-                    continue
-                size += most
-                tokens += len(item.tokens)
-                if isinstance(found, Admitted):
-                    admitted.append(found)
-                    self._spans.append(found.span)
-                elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                    self._echoes[index] = twin.place  # a repetition within the call waits for no other call
-                else:
-                    repeated.append((index, found))
-            if self._all_or_nothing and (refusal := _first_refusal(outcomes)) is not None:
+            repeated = self._claim(valid, origin)
+            if self._all_or_nothing and (refusal := _first_refusal(self.outcomes)) is not None:
                 raise refusal
-            if tokens > limits.max_batch_tokens or size > max_bytes:
-                raise too_large(tokens, size, limits, max_bytes)
-            if peer is not None and size > UNCOUNTED_BYTES:
+            if self._tokens > limits.max_batch_tokens or self._bytes > max_bytes:
+                raise too_large(self._tokens, self._bytes, limits, max_bytes)
+            if peer is not None and self._bytes > UNCOUNTED_BYTES:
                 try:
-                    self.give_back = state.unread.take(peer(), account, size)
+                    self.give_back = state.unread.take(peer(), account, self._bytes)
                 except QueueFull:
                     state.counters.queue_full += 1
                     raise
@@ -110,10 +129,39 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self._waits += 1
                     self._wait_for(entry, partial(self._on_repeated, index))
                 else:
-                    outcomes[index] = state.replay.repeat(entry.answer)
+                    self.outcomes[index] = state.replay.repeat(entry.answer)
             self._proceed()
         except Exception as error:
             self._refuse(error)
+
+    def _claim(self, valid: Sequence[Valid], origin: object | None) -> list[tuple[int, Entry]]:
+        """Claim the sequences of the items, or refuse them. Returns those that repeat an earlier call."""
+        state, account, admitted, model = self._state, self._account, self._admitted, self._state.model
+        repeated: list[tuple[int, Entry]] = []
+        now = time.monotonic()
+        for index, item, most in valid:
+            try:
+                if item.follow is None:
+                    found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now)
+                else:
+                    found = self._follow(index, item)
+            except ExecutorError as error:
+                self.outcomes[index] = error
+                continue
+            self._bytes += most
+            self._tokens += len(item.tokens) or 1
+            if isinstance(found, Admitted):
+                admitted.append(found)
+                self._spans.append(found.span)
+            elif found is None:
+                self._waits += 1
+            elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
+                self._echoes[index] = twin.place  # a repetition within the call waits for no other call
+            elif (place := next((at for at, each in self._following.items() if each[1] is found), None)) is not None:
+                self._echoes[index] = place
+            else:
+                repeated.append((index, found))
+        return repeated
 
     def _check_distinct(self, valid: Sequence[Valid]) -> None:
         """Refuse a call that names one sequence twice. Handles that name no sequence refuse their own items only."""
@@ -124,14 +172,52 @@ class ForwardCall(Transaction["ForwardCall"]):
         if any(count > 1 and has(each, owner) for each, count in Counter(ids).items()):
             raise InvalidRequest("the same sequence occurs twice in the call", field="items.handle")
 
+    def _follow(self, index: int, item: WorkItem) -> Admitted | Entry | None:
+        """Admit an item that follows another, find its recorded answer, or have it wait (None)."""
+        state, owner = self._state, self._account.caller.name
+        record, item = followed(state, item, owner)
+        scope, fingerprint = state.replay.scope(scope_of(owner, record.id, item.request_id)), item_fingerprint(item)
+        if (known := scope.get(item.request_id)) is not None:
+            return known.repeated(fingerprint)
+        if not record.busy:
+            each = follow_up(state, self._account, index, item, None)
+            return each._replace(entry=state.replay.begin(scope, item.request_id, fingerprint))
+        if not record.followable or record.follower is not None:
+            raise SequenceBusy("another item follows the one in flight, or what is in flight cannot be followed")
+        entry = state.replay.begin(scope, item.request_id, fingerprint)
+        record.follower = partial(self.settle, self._on_followed, index, item, entry)
+        self._following[index] = record, entry
+        return None
+
+    def _on_followed(self, index: int, item: WorkItem, entry: Entry) -> None:
+        """What an item follows is over."""
+        del self._following[index]
+        self._waits -= 1
+        refusal: ExecutorError | None = None
+        try:
+            each = follow_up(self._state, self._account, index, item, entry)
+            self._admitted.append(each)
+            self._spans.append(each.span)
+        except HandleUnknown:
+            refusal = ChainBroken("the creation that this item follows was refused")
+        except ExecutorError as error:
+            refusal = error
+        if refusal is not None:
+            self.outcomes[index] = refusal
+            self._state.replay.finish(entry, refusal)
+            if self._all_or_nothing:
+                self._refuse(_first_refusal([refusal], index))
+                return
+        self._proceed()
+
     def _proceed(self) -> None:
-        """Submit what was admitted, or end the call where nothing is left to wait for. An ``all_or_nothing`` call first
-        waits for the calls in flight that it repeats: one of them that is refused refuses it. They began earlier than
-        it did, so no two calls wait for each other."""
+        """Submit what was admitted, or end the call where nothing is left to wait for. A call first waits for the items
+        in flight that its own follow, an ``all_or_nothing`` one also for those that it repeats: one of them that is
+        refused refuses it. They began earlier than it did, so no two calls wait for each other."""
         if not self._admitted or self._submitted:
             if not self._waits:
                 self._finish()
-        elif not (self._all_or_nothing and self._waits):
+        elif not self._following and not (self._all_or_nothing and self._waits):
             state, account = self._state, self._account
             submission = Submission(
                 tuple(self._spans),
@@ -140,6 +226,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 self._deadline,
                 account.number,
                 ARRIVED.get(),
+                None if self._tell is None else self._on_told,
             )
             if not has_room(state, account, len(self._spans), submission.tokens):
                 self._refuse(queue_full(state, account))
@@ -147,9 +234,17 @@ class ForwardCall(Transaction["ForwardCall"]):
             account.held[Resource.QUEUED_ITEMS] += len(self._spans)
             account.held[Resource.QUEUED_TOKENS] += submission.tokens
             self._submission = submission
+            if submission.runs:
+                for index, each in enumerate(self._admitted):
+                    if each.span.run is not None:
+                        each.record.cut = partial(state.engine.cut, submission, index)
             state.engine.submit(submission)
             self._submitted = True
             self._waits += 1
+
+    def _on_told(self, chosen: list[tuple[int, int, int]]) -> None:
+        if self._tell is not None and not self._abandoned:
+            self._tell([(self._admitted[index].place, first, token) for index, first, token in chosen])
 
     def _on_repeated(self, index: int, outcome: Outcome) -> None:
         """A call that an item repeats has ended."""
@@ -195,20 +290,32 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self._culprit = self._admitted[outcome.position].place
                 answer = outcome
             else:
-                length, rows = outcome
+                length, rows, ended = outcome
                 if record.length != span.start:
                     state.counters.tokens_truncated += record.length - span.start
                 record.length = length
                 record.version += 1
+                record.chosen = None
+                if rows is not None and isinstance(span.output.kind, Greedy | Sample):
+                    token = int(rows.block["token_ids"][rows.first + rows.count - 1])
+                    record.chosen = record.version, token, ended is not None and ended.end is RunEnd.STOP_ID
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
                     record.pending_end = record.pending_end or Ending.ABANDONED
-                answer = named(ItemAnswer, (record.handle, rows, False, 0))
+                answer = named(ItemAnswer, (record.handle, rows, False, 0, ended))
             answers[place] = end_item(state, each, answer, now, present=present)
         self.timing = timing
         self._waits -= 1
         if not self._waits:
             self._finish()
+        self._call_followers()
+
+    def _call_followers(self) -> None:
+        """Items that waited for those of this call go on; it was answered before them."""
+        for each in self._admitted:
+            follower, each.record.follower = each.record.follower, None
+            if follower is not None:
+                follower()
 
     def _finish(self) -> None:
         outcomes = self.outcomes
@@ -222,17 +329,26 @@ class ForwardCall(Transaction["ForwardCall"]):
         outcome = error if isinstance(error, ExecutorError) else InternalError(FAILED)
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
+        for record, entry in self._following.values():
+            record.follower = None
+            self._state.supervisor.attempt(self._state.replay.finish, entry, outcome)
+        self._following.clear()
         for each in self._admitted:
             end_item(self._state, each, outcome, now, present=present)
         self.end(error)
+        self._call_followers()
 
     # --- its caller was cancelled, or something failed --------------------------------------------------------------
 
     def take_back(self) -> bool:
-        """A call that only repeats others has nothing to take back."""
-        if self.ended or not self._admitted or any(each.entry and each.entry.waiters for each in self._admitted):
+        """A call that only repeats others has nothing to take back. Runs that have begun are cut."""
+        entries = [*(each.entry for each in self._admitted), *(entry for _, entry in self._following.values())]
+        if self.ended or not entries or any(entry and entry.waiters for entry in entries):
             return False
         if self._submitted and (self._submission is None or not self._state.engine.cancel(self._submission)):
+            if self._submission is not None and self._submission.runs:
+                cause = Cancelled("the call was cancelled; these are the tokens until then")
+                self._state.engine.cut(self._submission, None, cause)
             return False
         self._refuse(Cancelled("the call was cancelled before its step; nothing happened"))
         return True
@@ -247,11 +363,15 @@ class ForwardCall(Transaction["ForwardCall"]):
                 if self.outcomes[each.place] is None:
                     self.outcomes[each.place] = fail_item(self._state, each)
         self.end(error)
+        if self._submission is None:
+            self._call_followers()
 
     def abandon(self) -> None:
         self._abandoned = True
         super().abandon()
-        if self._submitted or not self._admitted:  # else a duplicate waits for what this one waits for
+        if self._submitted or not (
+            self._admitted or self._following
+        ):  # else a duplicate waits for what this one waits for
             self._leave_repeated()
 
 
@@ -264,7 +384,8 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
     _, record, span, entry = each
     refused = isinstance(outcome, ExecutorError)
     try:
-        record.busy = False
+        record.busy = record.followable = False
+        record.cut = None
         if span.create and refused:
             state.discard(record)
         else:
@@ -289,7 +410,8 @@ def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> I
     """
     (_, record, span, entry), attempt = each, state.supervisor.attempt
     outcome = InternalError(FAILED)
-    record.busy = False
+    record.busy = record.followable = False
+    record.cut = None
     if not span.create:
         attempt(state.quotas.settle, record)
         if record.pending_end is not None:

@@ -42,6 +42,12 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
 """The answer to the handle of a sequence that is gone."""
 
 
+def gone(ending: Ending) -> ExecutorError:
+    """The refusal of a handle whose sequence has ended so."""
+    error, message = ANSWERS[ending]
+    return error(message)
+
+
 class HandleTable:
     """``live`` sequences by handle id, and the tombstones of the last ones that were released."""
 
@@ -98,8 +104,7 @@ class HandleTable:
             )
         ending, whose = self._gone.get(handle.id, (None, ""))
         if ending is not None and whose == owner:
-            error, message = ANSWERS[ending]
-            raise error(message)
+            raise gone(ending)
         if handle.id[:INSTANCE_BYTES] != self.instance:
             raise InstanceMismatch("the handle is of another process lifetime; prefill the sequence again")
         raise HandleUnknown("no such sequence")

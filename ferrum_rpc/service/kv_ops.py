@@ -217,7 +217,7 @@ def release(
     def claim() -> SequenceRecord:
         record = state.handles.find(handle, caller.name)
         if record.busy:
-            record.pending_end = record.pending_end or Ending.RELEASED
+            state.end([record], Ending.RELEASED)
             return record
         return state.handles.claim(handle, caller.name, any_version=True)
 

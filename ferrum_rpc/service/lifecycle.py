@@ -123,6 +123,7 @@ class Drain:
         if state.lifecycle is not Lifecycle.FAILED:
             await self._lame_duck()
         state.close()
+        state.cut_runs(Draining("the executor has finished", retry_after_s=RETRY_ELSEWHERE_S))
         left = len(state.handles)
         log.info(
             "drained",

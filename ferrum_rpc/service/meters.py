@@ -55,13 +55,13 @@ class StepMeter:
         self.sequences = Histogram(POWERS)
         self.queue_seconds = Histogram(SECONDS)
 
-    def observe(self, timings: Sequence[StepTiming]) -> None:
-        """A step has run; ``timings`` has one entry per submission in it."""
-        _, sequences, tokens, _, forward_s = timings[0]
+    def observe(self, step: StepTiming, waits: Sequence[float]) -> None:
+        """A step has run; ``waits``: the seconds that each submission in it had waited."""
+        _, sequences, tokens, _, forward_s = step
         for histogram, value in ((self.seconds, forward_s), (self.tokens, tokens), (self.sequences, sequences)):
             histogram.counts[bisect_left(histogram.bounds, value)] += 1
             histogram.total += value
         queued = self.queue_seconds
-        for each in timings:
-            queued.counts[bisect_left(queued.bounds, each.queue_s)] += 1
-            queued.total += each.queue_s
+        for each in waits:
+            queued.counts[bisect_left(queued.bounds, each)] += 1
+            queued.total += each

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrum_rpc.core import Caller, HandleRef, named
-from ferrum_rpc.errors import QuotaExceeded
+from ferrum_rpc.errors import ExecutorError, QuotaExceeded
 
 RENEWALS_PER_TTL: Final = 6
 
@@ -83,8 +83,8 @@ class Lease:
 
     @property
     def pinned(self) -> bool:
-        """Whether a call on one of its sequences is in flight."""
-        return any(record.busy for record in self.members)
+        """Whether a call on one of its sequences is in flight. A run is none: it can be cut at its next step."""
+        return any(record.busy and record.cut is None for record in self.members)
 
 
 class Ending(enum.Enum):
@@ -106,6 +106,10 @@ class SequenceRecord:
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
     (monotonic seconds). ``charged``: the blocks that its owner's ``account`` pays for. ``held_to``: the length up to
     which blocks were reserved. ``origin``: the session that created it.
+
+    While a forward on it is in flight, ``followable`` says whether another item may wait for it, ``follower`` is called
+    when it is over, and ``cut`` ends its run. ``chosen``: the version at which a forward left it, the token that this
+    chose last, and whether that is a stop id of its run. ``creation``: the request id that made it.
     """
 
     sequence: int
@@ -121,6 +125,11 @@ class SequenceRecord:
     charged: int = 0
     held_to: int = 0
     origin: object | None = None
+    followable: bool = False
+    follower: Callable[[], object] | None = None
+    cut: Callable[[ExecutorError], object] | None = None
+    chosen: tuple[int, int, bool] | None = None
+    creation: str = ""
     on_freed: list[Callable[[], None]] = field(default_factory=list)
 
     def touch(self, now: float | None = None) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, WorkItem
+from ferrum_rpc.core import HandleRef, ItemAnswer, RowBlock, RowKind, Rows, WorkItem
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
 
 ENTRIES: Final = 65_536
@@ -224,10 +224,17 @@ class ReplayLog:
         entry.rows_bytes = 0
 
     def _shed(self, entry: Entry) -> None:
-        """Keep the answer, without its rows."""
+        """Keep the answer, without its rows. Of a run its tokens stay: nothing can compute them again for a caller that
+        has shown them."""
         self._unlink(entry)
-        if isinstance(entry.answer, ItemAnswer):
-            entry.answer = entry.answer._replace(rows=None)
+        answer = entry.answer
+        if isinstance(answer, ItemAnswer):
+            rows = None
+            if answer.ended is not None and answer.rows is not None:
+                first, count = answer.rows.first, answer.rows.count
+                tokens = answer.rows.block["token_ids"][first : first + count].copy()
+                rows = Rows(RowBlock.of(RowKind.TOKENS, tokens), 0, count)
+            entry.answer = answer._replace(rows=rows)
 
 
 _answers: Final = attrgetter("answers")
@@ -237,14 +244,14 @@ _bytes: Final = attrgetter("bytes")
 def item_fingerprint(item: WorkItem) -> Hashable:
     """What makes two work items of one scope the same call. The item id is not part of it; the handle's
     id is the scope's."""
-    _, handle, tokens, truncate_to, output, _, create = item
+    _, handle, tokens, truncate_to, output, _, create, run, follow = item
     content = tokens.tobytes()
     if len(content) >= DIGEST_BYTES:
         content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
     if handle is None:
-        return (content, output, create)
+        return (content, output, create, run)
     _, length, version = handle
-    return (length, version, content, truncate_to, output)
+    return (length, version, content, truncate_to, output, run, follow is not None and follow.feed_chosen)
 
 
 def scope_of(owner: str, handle_id: bytes, request_id: str = "") -> Key:

@@ -166,6 +166,7 @@ class ExecutorServer:
             "loop": asyncio.get_running_loop(),
             "max_step_items": self._limits.max_batch_items,
             "max_step_tokens": self._limits.max_batch_tokens,
+            "max_running": self._limits.max_running,
             "on_ready": self._on_ready,
             "on_failed": self._on_failed,
             "on_step": self.steps.observe,

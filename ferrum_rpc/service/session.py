@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
 
-from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, NotSupported, QueueFull, SequencesExhausted
+from ferrum_rpc.core import ItemOutcome
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import ARRIVED, CALLER
@@ -75,6 +76,8 @@ class Session:
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._open: dict[int, Step] = {}
         self._ended: deque[Step] = deque()
+        self._told: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
+        self._tells = False
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
         self._idle: asyncio.Future[None] | None = None  # the reader waits until all are answered
         self._leaving = False  # the last message of an answer is being written: its client may know before we do
@@ -162,6 +165,7 @@ class Session:
             raise InvalidRequest("the first frame of a session is `hello`", field="frame")
         hello, limits, leases = frame.hello, self._state.limits, self._state.leases
         self._last = frame.step_id
+        self._tells = hello.tokens
         self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
             LEAST_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
@@ -195,6 +199,8 @@ class Session:
         match kind:
             case "forward":
                 await self._begin(step, self._begin_forward, frame.forward)
+            case "reserve":
+                await self._begin(step, self._cache.reserve, frame.reserve)
             case "truncate":
                 await self._begin(step, self._cache.truncate, frame.truncate)
             case "fork":
@@ -204,9 +210,7 @@ class Session:
             case "keep_alive":
                 await self._answer(Step(step, reply=self._on_keep_alive), leaving=False)
             case "cancel":
-                cancelled = self._open.get(frame.cancel.step_id)
-                for call in () if cancelled is None else cancelled.calls:
-                    call.take_back()
+                self._cancel(frame.cancel)
             case "close":
                 await self._until_idle()
                 await self._write(await self._on_close(step, frame.close))
@@ -215,12 +219,26 @@ class Session:
                 raise InvalidRequest("a frame is empty, or a second `hello`", field="frame")
         return True
 
+    def _cancel(self, request: session_pb2.SessionCancel) -> None:
+        """Take back the calls of a step, or those of some of its items, which are then calls of their own."""
+        step, items = self._open.get(request.step_id), set(request.item_indexes)
+        if step is not None:
+            for index, call in enumerate(step.calls):
+                if not items or (step.parts is not None and index in items):
+                    call.take_back()
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     async def _begin(self, number: int, begin: Callable[[Step, Any], None], request: Any) -> None:
         """Begin a step in the turn of the event loop that read its frame, without a task of its own: ``begin`` sets its
         ``calls``, which have claimed their sequences, and its ``reply``. What it raises is the answer; so is a refusal
         where too many steps are in flight."""
+        if isinstance(request, session_pb2.SessionForward) and request.release:
+            try:
+                self._cache.release_before(request)
+            except InvalidRequest as error:
+                await self._write(self._refusal(number, error))
+                return
         in_flight = len(self._open) - self._leaving
         if in_flight >= self._most:
             refusal = QueueFull(
@@ -234,37 +252,64 @@ class Session:
         try:
             begin(step, request)
         except Exception as error:
-            step.calls, step.reply = (), partial(_raise, error)
+            step.calls, step.reply, step.parts = (), partial(_raise, error), None
         step.waits = len(step.calls) or 1
-        for call in step.calls:
-            call.when_ended(partial(self._one_ended, step))
+        for index, call in enumerate(step.calls):
+            call.when_ended(partial(self._one_ended, step, index))
         if not step.calls:
-            self._one_ended(step)
+            self._one_ended(step, 0)
 
-    def _one_ended(self, step: Step) -> None:
+    def _one_ended(self, step: Step, index: int) -> None:
         step.waits -= 1
-        if not step.waits:
+        if step.parts is not None:
+            step.parts.append(index)
+        if (not step.waits) if step.parts is None else len(step.parts) == 1:
             self._ended.append(step)
-            if self._wake is not None and not self._wake.done():
-                self._wake.set_result(None)
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _on_told(self, number: int, chosen: list[tuple[int, int, int]], item: int | None = None) -> None:
+        """Runs of a step have chosen tokens. ``item``: whose they are, where each item is a call of its own."""
+        runs = self._told.setdefault(number, {})
+        for index, first, token in chosen:
+            runs.setdefault(index if item is None else item, (first, []))[1].append(token)
+        self._wake_writer()
 
     def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
-        if request.apart or request.release:
-            raise NotSupported("`apart` and `release` are not offered (capability STEP_FRAMES)", field="forward")
         check_room(self._state, self._account, messages)
-        call = ForwardCall(
+        items = items_from_proto(messages, Shape.FRAME, self._lease.id)
+        call = partial(
+            ForwardCall,
             self._state,
             self._account,
-            items_from_proto(messages, Shape.ANY, self._lease.id),
-            all_or_nothing=request.all_or_nothing,
             deadline=time.monotonic() + seconds(request.timeout) if request.HasField("timeout") else None,
             max_bytes=self._max_bytes,
             origin=self._origin,
             peer=self._context.peer,
         )
-        step.calls, step.reply, step.give_back = (call,), partial(self._on_forward, request, call), call.give_back
+        tell = partial(self._on_told, step.number) if self._tells else None
+        if not request.apart:
+            whole = call(items, all_or_nothing=request.all_or_nothing, tell=tell)
+            step.calls, step.reply, step.give_back = (
+                (whole,),
+                partial(self._on_forward, request, whole),
+                whole.give_back,
+            )
+            return
+        if request.all_or_nothing:
+            raise InvalidRequest("items that are apart do not succeed or fail together", field="all_or_nothing")
+        if not items:
+            raise InvalidRequest("the call has no items", field="items")
+        calls = [
+            call([item], tell=None if tell is None else partial(tell, item=index)) for index, item in enumerate(items)
+        ]
+        step.calls, step.reply, step.parts = calls, partial(self._on_part, request, calls, step), []
+        step.give_back = partial(_give_back, calls)
 
     def _on_forward(self, request: session_pb2.SessionForward, call: ForwardCall, response: Answer) -> Iterable[Answer]:
         outcomes = call.answer().outcomes
@@ -272,6 +317,23 @@ class Session:
         forward = response.forward
         rows = RowParts(forward.row_blocks, fill_results(forward, request.items, outcomes), self._inline)
         fill_step(forward, self._state.pressure(), call.timing)
+        return rows.frames(response.step_id)
+
+    def _on_part(
+        self, request: session_pb2.SessionForward, calls: Sequence[ForwardCall], step: Step, response: Answer
+    ) -> Iterable[Answer]:
+        """The items that have ended since the last part."""
+        ended, step.parts = step.parts or [], []
+        outcomes = [_only_outcome(calls[index]) for index in ended]
+        self._calls.refused_items(METHOD, outcomes, self._context)
+        forward = response.forward
+        rows = RowParts(
+            forward.row_blocks, fill_results(forward, [request.items[index] for index in ended], outcomes), self._inline
+        )
+        for index, result in zip(ended, forward.results, strict=True):
+            result.item_index = index
+        forward.more = bool(step.waits)
+        fill_step(forward, self._state.pressure(), calls[ended[-1]].timing)
         return rows.frames(response.step_id)
 
     def _on_keep_alive(self, response: Answer) -> Iterable[Answer]:
@@ -299,24 +361,42 @@ class Session:
     async def _answer_ended(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""
         while True:
-            while self._ended:
+            while self._ended or self._told:
+                if self._told:  # first: they are of steps that end later, or are answered next
+                    await self._write_told()
+                    continue
                 step = self._ended.popleft()
+                more = bool(step.waits)
                 try:
-                    await self._answer(step)
+                    await self._answer(step, more=more)
                 finally:
                     self._leaving = False
-                    if self._open.pop(step.number, None) is not None and step.give_back is not None:
+                    if not more and self._open.pop(step.number, None) is not None and step.give_back is not None:
                         step.give_back()
                     if not self._open and self._idle is not None and not self._idle.done():
                         self._idle.set_result(None)
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
 
-    async def _answer(self, step: Step, leaving: bool = True) -> None:
+    async def _write_told(self) -> None:
+        """What runs have chosen since the last time, a frame a step."""
+        told, self._told = self._told, {}
+        for number, runs in told.items():
+            answer = Answer(step_id=number)
+            for item, (first, token_ids) in runs.items():
+                answer.tokens.runs.add(item_index=item, first=first, token_ids=token_ids)
+            try:
+                await self._write(answer)
+            except grpc.aio.BaseError as error:  # the stream is over
+                log.debug("session_tokens_not_written", step=number, error=repr(error))
+
+    async def _answer(self, step: Step, leaving: bool = True, more: bool = False) -> None:
         """Write the answer of a step that has ended, the frames of its rows ahead of it. ``leaving``: it counted as in
-        flight. The step refers to its reply no more: rows that are written part by part must not stay until the last.
-        """
-        reply, step.calls, step.reply = step.reply, (), None
+        flight. ``more``: it is a part, and not the last. The step refers to its reply no more after the last: rows that
+        are written part by part must not stay until then."""
+        reply = step.reply
+        if not more:
+            step.calls, step.reply = (), None
         assert reply is not None  # noqa: S101 - it has ended, and is answered once
         response = Answer(step_id=step.number)
         rows: Iterable[Answer] = ()
@@ -330,7 +410,7 @@ class Session:
         try:
             for part in rows:
                 await self._write(part)
-            await self._write(response, leaving)
+            await self._write(response, leaving and not more)
         except grpc.aio.BaseError as error:  # the stream is over
             log.debug("session_answer_not_written", step=step.number, error=repr(error))
 
@@ -346,6 +426,22 @@ class Session:
     def _refusal(self, step: int, error: ExecutorError, cause: Exception | None = None) -> Answer:
         self._calls.refusals.note(METHOD, error, self._context, cause=cause)
         return Answer(step_id=step, error=status_from_error(error))
+
+
+def _only_outcome(call: ForwardCall) -> ItemOutcome:
+    """What became of the one item of a call; what refused the call refused it."""
+    try:
+        [outcome] = call.answer().outcomes
+    except ExecutorError as error:
+        return error
+    found: ItemOutcome = outcome
+    return found
+
+
+def _give_back(calls: Iterable[ForwardCall]) -> None:
+    for call in calls:
+        if call.give_back is not None:
+            call.give_back()
 
 
 def _raise(error: Exception, _: Answer) -> NoReturn:

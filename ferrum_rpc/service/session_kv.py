@@ -14,7 +14,7 @@ from typing import Any
 from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.service.kv_ops import OperationCall, fork, release, truncate
+from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import Transaction
 from ferrum_rpc.wire.items import (
@@ -33,13 +33,15 @@ refuses the frame."""
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``give_back`` gives back the room of a
-    large answer."""
+    """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``parts``: those that have and are not
+    answered, where it is answered in parts; None where it is answered as a whole. ``give_back`` gives back the room of
+    large answers."""
 
     number: int
     calls: Sequence[Transaction[Any]] = ()
     reply: Reply | None = None
     waits: int = 0
+    parts: list[int] | None = None
     give_back: Callable[[], object] | None = None
 
 
@@ -71,8 +73,28 @@ class SessionKv:
         step.calls, step.reply = calls, partial(self._answer, calls, handles)
 
     def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
-        call = fork(self.state, *fork_from_proto(request), caller=self.caller, origin=self.origin)
+        lease_id, origin = request.lease_id, self.origin
+        call = fork(self.state, *fork_from_proto(request), caller=self.caller, lease_id=lease_id, origin=origin)
         step.calls, step.reply = (call,), partial(self._forked, call)
+
+    def reserve(self, step: Step, request: session_pb2.SessionReserve) -> None:
+        call = reserve(self.state, handle_from_proto(request.handle), request.tokens, caller=self.caller)
+        step.calls, step.reply = (call,), partial(self._answer, (call,), ())
+
+    def release_before(self, request: session_pb2.SessionForward) -> None:
+        """Release what a forward frame lets go of, whatever becomes of the frame. Raises `InvalidRequest`."""
+        own = {item.handle.id for item in request.items}
+        if any(handle.id in own for handle in request.release):
+            raise InvalidRequest("a frame cannot release a sequence that it feeds", field="release")
+        if len(request.release) > (most := self.state.limits.max_batch_items):
+            raise InvalidRequest(f"{len(request.release)} handles exceed the limit of {most}", field="release")
+        for handle in map(handle_from_proto, request.release):
+            call = release(self.state, handle, any_version=True, caller=self.caller)
+            call.when_ended(partial(self._note, call))
+
+    def _note(self, call: OperationCall) -> None:
+        if call.refusal is not None:
+            self.refused([call.refusal])
 
     def _handles(self, request: session_pb2.SessionTruncate | session_pb2.SessionRelease) -> list[HandleRef]:
         count, most = len(request.handles), self.state.limits.max_batch_items

@@ -18,7 +18,7 @@ from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.service.handles import HandleTable
+from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
@@ -126,7 +126,8 @@ class ServerState:
         engine = self.engine
         size, total, free, _ = engine.cache
         sequences = len(self.handles.live)
-        return named(Pressure, (free, total, size, engine.queued_items, engine.queued_tokens, sequences))
+        waiting, running = (engine.queued_items, engine.queued_tokens), engine.counters.running
+        return named(Pressure, (free, total, size, *waiting, sequences, running))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
@@ -219,10 +220,23 @@ class ServerState:
             _call_on_freed(record)
 
     def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
-        """Release sequences: idle ones now, those with a call in flight when it ends."""
+        """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""
         for record in records:
             record.pending_end = record.pending_end or ending
+            if record.cut is not None:
+                record.cut(gone(ending))
         self.release([record for record in records if not record.busy], ending)
+
+    def cut_runs(self, error: ExecutorError) -> None:
+        """End all runs at their next step."""
+        for record in (*self._creating, *self.handles.records()):
+            if record.cut is not None:
+                record.cut(error)
+
+    def creation(self, owner: str, request_id: str) -> SequenceRecord | None:
+        """The sequence that a caller's creation in flight makes, if its request id is this."""
+        found = (each for each in self._creating if each.creation == request_id and each.owner == owner)
+        return next(found, None)
 
     async def ended(self, records: Sequence[SequenceRecord], ending: Ending) -> int:
         """`end`, and wait until their blocks are free. Returns how many there were."""

@@ -10,12 +10,17 @@ import numpy as np
 
 from ferrum_rpc.core import (
     CreateOptions,
+    Follow,
+    Greedy,
     HandleRef,
     ItemAnswer,
     ItemOutcome,
     OutputSpec,
     Positions,
     Pressure,
+    Run,
+    RunEnd,
+    Sample,
     StepTiming,
     WorkItem,
     named,
@@ -31,6 +36,11 @@ MAX_REQUEST_ID_BYTES: Final = 128
 SHORT_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES // 4
 """Characters, of at most four bytes each: such an id need not be encoded to know that it is short enough."""
 
+MAX_STOP_IDS: Final = 256
+"""Of one run."""
+
+RUN_END_TO_PROTO: Final[dict[RunEnd, Any]] = {each: forward_pb2.RunEnd.Value(f"RUN_END_{each.name}") for each in RunEnd}
+
 _NO_OPTIONS: Final = CreateOptions()
 _U32_MAX: Final = 0xFFFFFFFF
 _ONE_TOKEN: Final = np.zeros(1, np.int32)
@@ -43,6 +53,7 @@ class Shape(enum.Enum):
     DECODE = "Decode"
     VERIFY = "ForwardVerify"
     ANY = "UnifiedForward"
+    FRAME = "Session"
 
 
 _DECODE, _VERIFY = Shape.DECODE, Shape.VERIFY  # a member costs 0.1 µs to look up, and every item asks for it
@@ -81,7 +92,8 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
     count, handle_id = len(token_ids), message.id
     has_handle = handle_id != b"" or item.HasField("handle")
     has_create = item.HasField("create")
-    if count == 0:
+    has_follow = item.HasField("follow")
+    if count == 0 and not (has_follow and item.follow.feed_chosen):
         raise InvalidRequest("token_ids is empty; an item feeds at least one token", field="token_ids")
     if shape is _DECODE and not (has_handle and count == 1):
         raise InvalidRequest(
@@ -91,15 +103,13 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
         raise InvalidRequest("ForwardVerify takes a handle", field="handle")
     if item.needs:
         _check_needs(item.needs)
-    if item.HasField("run") or item.HasField("follow"):
-        name = "run" if item.HasField("run") else "follow"
-        raise NotSupported(f"`{name}` is not offered (capability {name.upper()})", field=name)
     if has_handle and has_create:
         if item.create.fork:
             raise NotSupported("forks within a step are not offered (capability STEP_FORK)", field="create.fork")
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
+    output = output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST)
     try:
         if count == 1:  # in a third of the time of np.array
             tokens = _ONE_TOKEN.copy()
@@ -115,11 +125,48 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
             named(HandleRef, (handle_id, message.seq_len, message.version)) if has_handle else None,
             tokens,
             item.truncate_to if has_handle and item.HasField("truncate_to") else None,
-            output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST),
+            output,
             request_id_from_proto(item.request_id) if len(item.request_id) > SHORT_REQUEST_ID else item.request_id,
             _options_from_proto(item.create, lease_id) if has_create or not has_handle else _NO_OPTIONS,
+            _run_from_proto(item, output) if item.HasField("run") else None,
+            _follow_from_proto(item, shape) if has_follow else None,
         ),
     )
+
+
+def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
+    run = item.run
+    if not item.request_id:
+        raise InvalidRequest("a run needs a request id: its tokens cannot be computed again", field="request_id")
+    if not isinstance(output.kind, Greedy | Sample) or output.positions is not Positions.LAST:
+        raise InvalidRequest("a run chooses the next token: greedy or sample, of the last position", field="output")
+    if run.max_tokens < 1:
+        raise InvalidRequest("run.max_tokens must be at least 1", field="run.max_tokens")
+    if len(run.stop_token_ids) > MAX_STOP_IDS:
+        raise InvalidRequest(
+            f"{len(run.stop_token_ids)} stop ids exceed {MAX_STOP_IDS}",
+            field="run.stop_token_ids",
+            metadata={"max_stop_ids": MAX_STOP_IDS},
+        )
+    return Run(run.max_tokens, tuple(run.stop_token_ids))
+
+
+def _follow_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> Follow:
+    follow, handle = item.follow, item.handle
+    if shape is not Shape.FRAME:
+        raise InvalidRequest("items follow each other in sessions only", field="follow")
+    if not item.request_id:
+        raise InvalidRequest("an item that follows needs a request id", field="request_id")
+    if not item.HasField("handle") or bool(handle.id) == bool(follow.creation):
+        raise InvalidRequest(
+            "an item follows the handle that will be: with the id of the sequence, or behind a `creation` without one",
+            field="handle",
+        )
+    if follow.creation and handle.version != 1:
+        raise InvalidRequest("a creation leaves a sequence at version 1", field="handle.version")
+    if follow.feed_chosen and item.token_ids:
+        raise InvalidRequest("`feed_chosen` stands in place of token_ids", field="token_ids")
+    return Follow(follow.feed_chosen, follow.creation)
 
 
 def _check_needs(needs: Iterable[int]) -> None:
@@ -200,13 +247,17 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
     extents: dict[int, Extent] = {}
     ranges: list[tuple[output_pb2.RowRange, Extent, int]] = []
     extent: Extent | None = None
-    for output, (reference, rows, replayed, cached_tokens) in answered:
+    for output, (reference, rows, replayed, cached_tokens, ended) in answered:
         handle = output.handle
         handle.id, handle.seq_len, handle.version = reference
         if replayed:
             output.replayed = True
         if cached_tokens:
             output.cached_tokens = cached_tokens
+        if ended is not None:
+            output.run_end = RUN_END_TO_PROTO[ended.end]
+            if ended.cause is not None:
+                output.run_cause.CopyFrom(status_from_error(ended.cause))
         if rows is None:
             continue
         block, first = rows.block, rows.first
@@ -233,7 +284,7 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
 def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:
     """Write how full the executor is into its message."""
     message.free_blocks, message.total_blocks, message.block_size = pressure[:3]
-    message.queued_items, message.queued_tokens, message.sequences = pressure[3:]
+    message.queued_items, message.queued_tokens, message.sequences, message.running_items = pressure[3:]
 
 
 def pressure_to_proto(pressure: Pressure) -> types_pb2.KvPressure:
@@ -263,6 +314,7 @@ def pressure_from_proto(message: types_pb2.KvPressure) -> Pressure:
         message.queued_items,
         message.queued_tokens,
         message.sequences,
+        message.running_items,
     )
 
 

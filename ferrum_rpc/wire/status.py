@@ -37,6 +37,7 @@ CODE_BY_REASON: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.INSTANCE_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.SEQUENCE_VERSION_MISMATCH: grpc.StatusCode.ABORTED,
     Reason.SEQUENCE_BUSY: grpc.StatusCode.ABORTED,
+    Reason.CHAIN_BROKEN: grpc.StatusCode.ABORTED,
     Reason.CONTEXT_LENGTH_EXCEEDED: grpc.StatusCode.OUT_OF_RANGE,
     Reason.TRUNCATE_BEYOND_LENGTH: grpc.StatusCode.OUT_OF_RANGE,
     Reason.KV_BLOCKS_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,

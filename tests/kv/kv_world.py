@@ -39,7 +39,7 @@ class World:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def reserve(
+    def reserve(  # noqa: PLR0917
         self, sequence: int, start: int, count: int, create: bool = False, ahead: int = 0, hold: int = 0
     ) -> Write:
         reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead, hold=hold)

@@ -85,8 +85,9 @@ class KvMachine(RuleBasedStateMachine):
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
             most = blocks_of(start + count + max(ahead, hold), size) - start // size
             assert free == self.kv.free_blocks < needed <= most
-            if not hold and sequence in self.promised and (start >= self.promised[sequence][0] or sequence not in self.forked):
-                assert start + count > sum(self.promised[sequence]), "a promise was broken"
+            promised = () if hold else self.promised.get(sequence, ())
+            if promised and (start >= promised[0] or sequence not in self.forked):
+                assert start + count > sum(promised), "a promise was broken"
             return None
 
     def commit(self, write: Write) -> None:

@@ -60,7 +60,7 @@ class Harness:
             max_step_tokens=tokens,
             on_ready=self.ready.set_result,
             on_failed=self.failures.append,
-            on_step=self.timings.extend,
+            on_step=lambda step, waits: self.timings.append((step, waits)),
             **more,
         )
 
@@ -112,7 +112,10 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path:
     for (outcome,), timing in answers[:3]:
         assert outcome.length == 1 and outcome.rows.block["token_ids"][outcome.rows.first] == 5
         assert (timing.step, timing.sequences, timing.tokens) == (1, 3, 3) and timing.queue_s >= 0
-    assert made.timings == [timing for _, timing in answers]
+    assert [each for _, waits in made.timings for each in waits] == [timing.queue_s for _, timing in answers]
+    assert [step._replace(queue_s=0.0) for step, _ in made.timings] == list(
+        dict.fromkeys(timing._replace(queue_s=0.0) for _, timing in answers)
+    )
     assert await made.engine.stop()
 
 

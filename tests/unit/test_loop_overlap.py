@@ -70,6 +70,7 @@ class Loop(EngineLoop):
             lock=threading.Lock(),
             max_step_items=items,
             max_step_tokens=1 << 20,
+            max_running=1,
             on_ready=lambda _: None,
             on_failed=lambda error: self.told.append(("failed", error)),
         )
@@ -92,7 +93,7 @@ class Loop(EngineLoop):
     def _claimed(self, work: Submission | Operation) -> None:
         work.state = State.CLAIMED
 
-    def _on_step_done(self, timings: Sequence[Any]) -> None:
+    def _on_step_done(self, step: Any, waits: Sequence[float]) -> None:
         pass
 
 

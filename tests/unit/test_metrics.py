@@ -58,7 +58,7 @@ def observed() -> tuple[ServerState, CallLog, StepMeter, CollectorRegistry]:
     count = calls.methods[METHOD]
     count.items, count.codes["OK"] = 2, 2
     count.seconds.observe(0.5)
-    steps.observe([StepTiming(1, 2, 20, 0.001, 0.01), StepTiming(1, 2, 20, 0.002, 0.01)])
+    steps.observe(StepTiming(1, 2, 20, 0.0, 0.01), [0.001, 0.002])
     return state, calls, steps, registry_of(Metrics(state, calls, steps, {"before_reply": 1}))
 
 

@@ -15,14 +15,14 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from queue import Empty
 from typing import Any, Final
 
 from ferrum_rpc.core import StepTiming
-from ferrum_rpc.engine.api import Described, EngineCounters, Finished, Operation, Runner, State, Submission
+from ferrum_rpc.engine.api import Cut, Described, EngineCounters, Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, make_span
 
@@ -50,6 +50,9 @@ class ChildLoop(EngineLoop):
         self._poll.register(connection, select.POLLIN)
         self._arrived: deque[Work] = deque()
         self._answers: list[tuple[int, tuple[Any, ...]]] = []
+        self._chosen: list[tuple[int, Any]] = []
+        self._steps: list[tuple[StepTiming, Sequence[float]]] = []
+        self._with_runs: dict[int, Submission] = {}  # by slot, for what cuts them
         self._reported: object = None
 
     @property
@@ -89,7 +92,18 @@ class ChildLoop(EngineLoop):
             return None
         slot, what, *rest = message
         done = partial(self._answer, slot)
-        work = Submission(tuple([make_span(*span) for span in what]), done, *rest) if rest else Operation(what, done)
+        work: Submission | Operation
+        if isinstance(what, Cut):
+            return replace(what, work=self._with_runs.get(slot))
+        if rest:
+            spans = tuple([make_span(*span) for span in what])
+            atomic, deadline, caller, arrived, tells = rest
+            tell = partial(self._tell, slot) if tells else None
+            work = Submission(spans, done, atomic, deadline, caller, arrived, tell)
+            if work.runs:
+                self._with_runs[slot] = work
+        else:
+            work = Operation(what, done)
         work.slot = slot
         return work
 
@@ -105,11 +119,15 @@ class ChildLoop(EngineLoop):
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _on_step_done(self, timings: Sequence[StepTiming]) -> None:
-        pass  # the server has them with the answers
+    def _on_step_done(self, step: StepTiming, waits: Sequence[float]) -> None:
+        self._steps.append((step, waits))
 
     def _answer(self, slot: int, *answer: Any) -> None:
+        self._with_runs.pop(slot, None)
         self._answers.append((slot, answer))
+
+    def _tell(self, slot: int, chosen: Any) -> None:
+        self._chosen.append((slot, chosen))
 
     def _deliver(self, finished: Finished) -> None:
         for each in finished:
@@ -121,13 +139,15 @@ class ChildLoop(EngineLoop):
         news = self._news()
         if news == self._reported:
             news = None
-        if self._answers or news is not None:
+        if self._answers or self._chosen or self._steps or news is not None:
             self._send_turn(news)
             self._reported = news or self._reported
 
     def _send_turn(self, news: object = None) -> None:
         answers, self._answers = self._answers, []
-        self._send((answers, COUNTERS(self.counters), tuple(self.cache), news))
+        chosen, self._chosen = self._chosen, []
+        steps, self._steps = self._steps, []
+        self._send(((chosen, answers, steps), COUNTERS(self.counters), tuple(self.cache), news))
 
     def _report(self, runner: Runner) -> None:
         self._send_turn()

@@ -21,6 +21,7 @@ from typing import Any, Final
 from ferrum_rpc.core import CacheState, StepTiming
 from ferrum_rpc.engine.api import (
     LOOK_EVERY_S,
+    Cut,
     Described,
     EngineCounters,
     Finished,
@@ -32,6 +33,7 @@ from ferrum_rpc.engine.api import (
 )
 from ferrum_rpc.engine.liveness import Liveness, process_clock
 from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, take_span
+from ferrum_rpc.errors import ExecutorError
 
 READ_BYTES: Final = 64 << 10
 DYING_S: Final = 0.1
@@ -63,14 +65,19 @@ class EngineProcess:
         loop: asyncio.AbstractEventLoop,
         max_step_items: int,
         max_step_tokens: int,
+        max_running: int = 1,
         on_ready: Callable[[Described], None],
         on_failed: Callable[[BaseException], None],
-        on_step: Callable[[Sequence[StepTiming]], None] = lambda timings: None,
+        on_step: Callable[[StepTiming, Sequence[float]], None] = lambda step, waits: None,
         liveness: Liveness | None = None,
         slots: int = 1 << 17,
     ) -> None:
         self._program = program
-        self._limits = {"max_step_items": max_step_items, "max_step_tokens": max_step_tokens}
+        self._limits = {
+            "max_step_items": max_step_items,
+            "max_step_tokens": max_step_tokens,
+            "max_running": max_running,
+        }
         self._loop = loop
         self._on_ready, self._on_failed, self._on_step = on_ready, on_failed, on_step
         self._liveness = liveness or Liveness()
@@ -128,7 +135,8 @@ class EngineProcess:
             self._send((slot, work.run))
         else:
             spans = [take_span(span) for span in work.spans]
-            self._send((slot, spans, work.all_or_nothing, work.deadline, work.caller, work.arrived))
+            options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.tell is not None
+            self._send((slot, spans, *options))
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Never waits: while the engine claims its next step it is too late."""
@@ -141,6 +149,10 @@ class EngineProcess:
         self._submitted[0] -= len(work.spans)
         self._submitted[1] -= work.tokens
         return True
+
+    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+        if self._open.get(work.slot) is work:
+            self._send((work.slot, Cut(None, index, error)))
 
     def trouble(self, now: float) -> str | None:
         if self._ended.is_set():
@@ -219,12 +231,17 @@ class EngineProcess:
             self._process.kill()
             self._on_end()
 
-    def _on_turn(self, answers: Sequence[Any], counters: Sequence[Any], cache: Sequence[int], news: object) -> None:
+    def _on_turn(self, done: Sequence[Any], counters: Sequence[Any], cache: Sequence[int], news: object) -> None:
+        chosen, answers, steps = done
         self.counters, self.cache = EngineCounters(*counters), CacheState(*cache)
         self._progress_at = time.monotonic()
         finished: Finished = []
         if news is not None:
             finished.append(partial(self._program.on_news, news))
+        for slot, tokens in chosen:
+            running = self._open[slot]
+            assert isinstance(running, Submission) and running.tell is not None  # noqa: S101 - it asked
+            finished.append(partial(running.tell, tokens))
         for slot, answer in answers:
             work = self._open.pop(slot)
             self._slots.append(slot)
@@ -232,9 +249,8 @@ class EngineProcess:
                 work.state = State.CLAIMED
                 finished.append(partial(work.done, *answer))
         deliver(self._loop, finished)
-        timings = [timing for _, answer in answers for timing in answer[1:] if timing is not None]
-        if timings:  # behind whatever the answers wake: callers do not wait for the meters
-            self._loop.call_soon(self._on_step, timings)
+        for step in steps:  # behind whatever the answers wake: callers do not wait for the meters
+            self._loop.call_soon(self._on_step, *step)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

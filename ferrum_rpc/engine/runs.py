@@ -1,0 +1,155 @@
+"""Runs: items that go on by themselves, each step with the token that the one before chose.
+
+A run that is under way has its place in every step, ahead of what waits and outside of the step's budget; others join
+and leave between its steps, which are steps like all others. It is in the loop, and not in front of it, because a
+token's way to the event loop and back is longer than a small model's step.
+
+Blocks for the whole of a run are held by its first step (`Span.run`). At a step's boundary a run may be cut: by the
+caller, the deadline, the lease. What it has chosen until then is its answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ferrum_rpc.core import RowBlock, Rows, Run, RunEnd, RunEnded, Span, SpanOutcome, SpanResult, StepTiming
+from ferrum_rpc.engine.api import Submission
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
+
+
+@dataclass(slots=True, eq=False)
+class RunCall:
+    """A submission whose runs are under way: ``outcomes`` so far, ``left`` runs that are not over, and what is to be
+    ``told`` of the present step (see `Submission.tell`). ``timing``: of its last step, but for the time in the forward
+    pass, which is of all, and in the queue, which is the first's."""
+
+    work: Submission
+    outcomes: list[SpanOutcome]
+    timing: StepTiming
+    left: int = 0
+    told: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One run: ``span`` is its next step, ``rows`` those of the steps behind it."""
+
+    call: RunCall
+    index: int
+    run: Run
+    span: Span
+    rows: list[Rows]
+
+    @property
+    def cut(self) -> ExecutorError | None:
+        """What cuts it, if anything does."""
+        cuts = self.call.work.cuts
+        return cuts.get(self.index) or cuts.get(None)
+
+
+class Runs:
+    """The runs of a loop, at most ``most`` of them. ``count``: those that have a place, those being begun included.
+    ``calls``: whose they are. ``waiting``: submissions that wait for places."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._ready: list[Running] = []
+        self.calls: dict[RunCall, None] = {}
+        self._over: list[RunCall] = []
+        self._ended: list[int] = []
+        self.waiting: deque[Submission] = deque()
+        self.count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._ready or self.waiting)
+
+    def has_room(self, work: Submission) -> bool:
+        """Whether all its runs find a place."""
+        return self.count + work.runs <= self._most
+
+    def first_waiting(self) -> Submission | None:
+        """The first that waits, where there is room for it."""
+        return self.waiting[0] if self.waiting and self.has_room(self.waiting[0]) else None
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def take(self, now: float) -> list[Running]:
+        """The runs of the next step. Those that are cut, or whose deadline has passed at ``now``, have ended."""
+        going: list[Running] = []
+        for each in self._ready:
+            work = each.call.work
+            cause = each.cut if work.cuts else None
+            if cause is None and work.deadline is not None and now >= work.deadline:
+                cause = DeadlineExceeded("the deadline passed; these are the tokens until then")
+            if cause is None:
+                going.append(each)
+            else:
+                self._end(each, RunEnd.CUT, cause)
+        self._ready = []
+        return going
+
+    def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:
+        """The first step of a submission with runs has ended, and with it those that were refused. False: none of them
+        goes on, and the submission is to be answered."""
+        going = [i for i, each in enumerate(outcomes) if work.spans[i].run and isinstance(each, SpanResult)]
+        self.count += len(going) - work.runs
+        if not going or timing is None:
+            return False
+        call = RunCall(work, list(outcomes), timing, len(going))
+        self.calls[call] = None
+        for index in going:
+            span = work.spans[index]
+            assert span.run is not None  # noqa: S101 - it goes on
+            self.stepped(Running(call, index, span.run, span, []), outcomes[index])
+        return True
+
+    def stepped(self, each: Running, outcome: SpanOutcome) -> None:
+        """A step of a run has ended."""
+        if not isinstance(outcome, SpanResult) or outcome.rows is None:
+            assert isinstance(outcome, ExecutorError)  # noqa: S101 - a run has a row a step
+            self._end(each, RunEnd.CUT, outcome)
+            return
+        call, rows = each.call, outcome.rows
+        token = int(rows.block["token_ids"][rows.first])
+        if call.work.tell is not None:
+            call.told.append((each.index, len(each.rows), token))
+        each.rows.append(rows)
+        sequence, _, _, output, *_ = each.span
+        each.span = Span(sequence, np.array((token,), np.int32), outcome.length, output)
+        if token in each.run.stop_token_ids:
+            self._end(each, RunEnd.STOP_ID)
+        elif len(each.rows) == each.run.max_tokens:
+            self._end(each, RunEnd.CONTEXT if each.run.at_context else RunEnd.MAX_TOKENS)
+        else:
+            self._ready.append(each)
+
+    def _end(self, each: Running, end: RunEnd, cause: ExecutorError | None = None) -> None:
+        call = each.call
+        rows = each.rows[0] if len(each.rows) == 1 else _joined(each.rows)
+        call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause))
+        call.left -= 1
+        self.count -= 1
+        self._ended.append(each.span.sequence)
+        if not call.left:
+            self._over.append(call)
+
+    def take_ended(self) -> tuple[list[int], list[RunCall]]:
+        """Sequences whose runs have ended since the last time, and the calls that are over."""
+        ended, over = self._ended, self._over
+        self._ended, self._over = [], []
+        for call in over:
+            del self.calls[call]
+        return ended, over
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Rows of several steps in one block."""
+    columns = {
+        name: np.concatenate([rows.block[name][rows.first : rows.first + rows.count] for rows in parts])
+        for name in parts[0].block.columns
+    }
+    return Rows(RowBlock(parts[0].block.kind, columns), 0, sum([rows.count for rows in parts]))

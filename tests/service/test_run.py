@@ -1,0 +1,636 @@
+"""Runs and followers over the wire: the tokens of single decodes, every way in which a run ends, and exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.service.records import Ending
+from ferrum_rpc.wire.rows import rows_from_proto
+from ferrum_rpc.wire.status import error_from_status
+from tests.service.test_session import Stream, opened
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import item, pb, prefill, refused, top, until
+
+PROMPT = [3, 1, 4, 1, 5]
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+MAX_TOKENS, STOP_ID, CONTEXT, CUT = 1, 2, 3, 4
+SAMPLE = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(seed=5, temperature=3.0, repetition_penalty=1.3))
+"""The identity model's greedy tokens soon repeat; these do not."""
+
+_ids = itertools.count(1)
+
+
+def running(
+    tokens: list[int], handle: types_pb2.KvHandle | None = None, *, most: int, stop: tuple[int, ...] = (), **fields: Any
+) -> forward_pb2.ForwardItem:
+    fields.setdefault("request_id", f"run-{next(_ids)}")
+    fields.setdefault("output", SAMPLE)
+    return item(tokens, handle, run=forward_pb2.Run(max_tokens=most, stop_token_ids=stop), **fields)
+
+
+def chosen(answer: Any, output: forward_pb2.ForwardOutput | None = None) -> list[int]:
+    output = answer.output if output is None else output
+    block = rows_from_proto(answer.row_blocks)[output.rows.block]
+    return block["token_ids"][output.rows.first : output.rows.first + output.rows.count].tolist()
+
+
+def results(answer: Any) -> list[tuple[list[int], int, int]]:
+    """Of each item: its tokens, the sequence's length after it, and why its run ended."""
+    found = []
+    for result in answer.results:
+        assert not result.HasField("error"), result
+        found.append((chosen(answer, result.output), result.output.handle.seq_len, result.output.run_end))
+    return found
+
+
+async def single_decodes(
+    served: Served, tokens: list[int], count: int, output: output_pb2.OutputSpec = SAMPLE
+) -> list[int]:
+    """What ``count`` calls choose, one after the other."""
+    answer: Any = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, output=output)))
+    found = chosen(answer)
+    while len(found) < count:
+        one = item(found[-1:], answer.output.handle, output=output)
+        answer = await served.executor.Decode(pb.DecodeRequest(item=one))
+        found += chosen(answer)
+    await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 32])
+@pytest.mark.parametrize("output", [SAMPLE, output_pb2.OutputSpec()], ids=["sample", "greedy"])
+async def test_runs_of_any_length_choose_what_single_decodes_do(
+    served: Served, length: int, output: output_pb2.OutputSpec
+) -> None:
+    expected = await single_decodes(served, PROMPT, 64, output)
+    found: list[int] = []
+    handle, tokens = None, PROMPT
+    while len(found) < 64:
+        most = min(length, 64 - len(found))
+        call = served.executor.Prefill if handle is None else served.executor.Decode
+        kind = pb.PrefillRequest if handle is None else pb.DecodeRequest
+        answer = await call(kind(item=running(tokens, handle, most=most, output=output)))
+        assert answer.output.run_end == MAX_TOKENS and not answer.output.HasField("run_cause")
+        found += chosen(answer)
+        handle, tokens = answer.output.handle, found[-1:]
+        assert handle.seq_len == len(PROMPT) + len(found) - 1
+    assert found == expected and handle is not None and handle.version == -(-64 // length)
+    await served.check()
+
+
+async def test_runs_and_others_share_their_steps(served: Served) -> None:
+    """A batch of runs of several lengths beside plain items: one call, as many steps as the longest."""
+    expected = await single_decodes(served, PROMPT, 9)
+    before = served.server.state.engine.counters.steps
+    items = [running(PROMPT, most=9), item(PROMPT, output=top(3)), running(PROMPT, most=4), running(PROMPT, most=1)]
+    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    assert served.server.state.engine.counters.steps == before + 9
+    assert [chosen(answer, answer.results[at].output) for at in (0, 2, 3)] == [expected[:9], expected[:4], expected[:1]]
+    assert [each.output.run_end for each in answer.results] == [MAX_TOKENS, 0, MAX_TOKENS, MAX_TOKENS]
+    assert [each.output.handle.seq_len for each in answer.results] == [13, 5, 8, 5]
+    await served.check()
+
+
+async def test_a_stop_id_ends_a_run_and_is_its_last_token(served: Served) -> None:
+    expected = await single_decodes(served, PROMPT, 20)
+    at = next(i for i in range(5, 20) if expected[i] not in expected[:i])
+    answer = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=20, stop=(expected[at],))))
+    assert (chosen(answer), answer.output.run_end) == (expected[: at + 1], STOP_ID)
+    assert answer.output.handle.seq_len == len(PROMPT) + at
+
+
+async def test_a_run_is_cut_to_the_context(served: Served) -> None:
+    """The last token that is chosen needs no place."""
+    long = [1] * 125
+    answer = await served.executor.Prefill(pb.PrefillRequest(item=running(long, most=32)))
+    assert (len(chosen(answer)), answer.output.handle.seq_len, answer.output.run_end) == (4, 128, CONTEXT)
+
+
+async def test_a_run_holds_its_blocks_and_gives_back_what_it_does_not_use() -> None:
+    async with serve_identity(kv_blocks=10, block_size=4) as served:  # 10 that can be had
+        state = served.server.state
+        handle = await prefill(served, [1] * 4)
+        other = await prefill(served, [2] * 20)  # 6 in use
+        too_long = running([1], handle, most=32)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await refused(served.executor.Decode(pb.DecodeRequest(item=too_long)), Reason.KV_BLOCKS_EXHAUSTED, code)
+        assert state.engine.cache.free_blocks == 4
+        stop = chosen(await served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=SAMPLE))))
+        handle.version, handle.seq_len = 2, 5
+        answer = await served.executor.Decode(
+            pb.DecodeRequest(item=running([1], handle, truncate_to=4, most=13, stop=(stop[0],)))
+        )
+        assert (answer.output.run_end, answer.output.handle.seq_len) == (STOP_ID, 5)
+        assert state.engine.cache.free_blocks == 3  # of the 3 that were held besides, none is left
+        held = await served.executor.ReserveKv(pb.ReserveKvRequest(handle=answer.output.handle, tokens=4))
+        answer = await served.executor.Decode(pb.DecodeRequest(item=running([1], held.handle, most=2)))
+        assert state.engine.cache.free_blocks == 2  # what ReserveKv holds stays
+        await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+        await served.executor.Release(pb.ReleaseRequest(handle=other))
+        await served.check()
+        assert state.engine.cache.free_blocks == 10
+
+
+async def test_all_or_nothing_is_decided_by_the_first_step() -> None:
+    async with serve_identity(kv_blocks=10, block_size=4) as served:
+        items = [running([1] * 4, most=2), running([2] * 20, most=20)]
+        call = served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items, all_or_nothing=True))
+        error = await refused(call, Reason.KV_BLOCKS_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert error.metadata["item"] == "1"
+        assert served.server.state.engine.cache.free_blocks == 10 and not served.server.state.handles.live
+
+
+BAD = {
+    "request_id": {"request_id": ""},
+    "run.max_tokens": {"most": 0},
+    "output": {"output": top(3)},
+    "run.stop_token_ids": {"stop": tuple(range(257))},
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+async def test_a_bad_run_is_refused_by_its_field(served: Served, field: str) -> None:
+    request = pb.PrefillRequest(item=running(PROMPT, **{"most": 2, **BAD[field]}))
+    error = await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+    assert error.field == field and not served.server.state.handles.live
+
+
+async def test_runs_beyond_the_limits_are_refused(served: Served) -> None:
+    limits = (await served.executor.GetInfo(pb.GetInfoRequest())).limits
+    assert (limits.max_run_tokens, limits.max_running, limits.max_followers) == (32, 64, 1)
+    for most, stop in ((33, ()), (2, (256,))):
+        request = pb.PrefillRequest(item=running(PROMPT, most=most, stop=stop))
+        await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+    everywhere = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_ALL)
+    request = pb.PrefillRequest(item=running(PROMPT, most=2, output=everywhere))
+    await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+    items = [running(PROMPT, most=2) for _ in range(65)]
+    error = await refused(
+        served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items)), Reason.INVALID_REQUEST, INVALID
+    )
+    assert error.metadata["max_running"] == "64"
+
+
+async def test_a_run_happens_once(served: Served) -> None:
+    """A retry gets the recorded tokens; one that meets it in flight shares them; other content is refused. The tokens
+    stay when the rows' budget is used up."""
+    expected = await single_decodes(served, PROMPT, 6)
+    request = pb.PrefillRequest(item=running(PROMPT, most=6))
+    first, second = await asyncio.gather(served.executor.Prefill(request), served.executor.Prefill(request))
+    assert chosen(first) == chosen(second) == expected
+    assert first.output.replayed != second.output.replayed and first.output.handle == second.output.handle
+    replay = served.server.state.replay
+    replay._budget = 0
+    await prefill(served, [1], request_id="another")
+    again = await served.executor.Prefill(request)
+    assert again.output.replayed and chosen(again) == expected and again.output.run_end == MAX_TOKENS
+    request.item.run.max_tokens = 7
+    await refused(served.executor.Prefill(request), Reason.REQUEST_ID_REUSED, INVALID)
+
+
+async def test_without_a_seed_a_replay_still_has_the_tokens_that_were_drawn(served: Served) -> None:
+    output = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(temperature=5.0))
+    request = pb.PrefillRequest(item=running(PROMPT, most=8, output=output))
+    first = await served.executor.Prefill(request)
+    assert chosen(first) == chosen(await served.executor.Prefill(request))
+    other = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=8, output=output)))
+    assert chosen(other) != chosen(first)
+
+
+# --- cut --------------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A stage hook that lets as many steps run as were allowed, and holds the model thread at the next."""
+
+    def __init__(self, count: int) -> None:
+        self._allowed = threading.Semaphore(count)
+        self._free = False
+        self._held = threading.Event()
+
+    def __call__(self, stage: str) -> None:
+        if stage == "forward" and not self._free and not self._allowed.acquire(blocking=False):
+            self._held.set()
+            assert self._allowed.acquire(timeout=30)
+            self._held.clear()
+
+    async def held(self) -> None:
+        assert await asyncio.to_thread(self._held.wait, 30)
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
+
+    def free(self) -> None:
+        self._free = True
+        self._allowed.release()
+
+
+async def cut_at_the_third_step(cut: Callable[[Served, Any, Any], Awaitable[object]]) -> tuple[Any, list[int]]:
+    """A run of which the third step is under way when ``cut(served, handle, call)`` is awaited: its answer, and the
+    tokens of one that was left to itself."""
+    steps = Steps(3)
+    async with serve_identity(stage=steps) as served:
+        handle = await prefill(served, PROMPT)
+        request = pb.DecodeRequest(item=running([9], handle, most=10))
+        call = asyncio.ensure_future(served.executor.Decode(request))
+        await steps.held()
+        await cut(served, handle, call)
+        steps.free()
+        await asyncio.wait([call])
+        answer = await served.executor.Decode(request) if call.cancelled() else call.result()
+        await served.check()
+        return answer, await single_decodes(served, [*PROMPT, 9], 10)
+
+
+def cause(answer: Any) -> Reason:
+    return error_from_status(answer.output.run_cause).reason
+
+
+async def test_a_released_sequence_ends_its_run_with_the_tokens_so_far() -> None:
+    async def release(served: Served, handle: Any, call: Any) -> None:
+        asyncio.ensure_future(served.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True)))  # noqa: RUF006
+        await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
+
+    answer, expected = await cut_at_the_third_step(release)
+    assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:3], CUT, Reason.HANDLE_RELEASED)
+    assert answer.output.handle.seq_len == len(PROMPT) + 3
+
+
+async def test_a_caller_that_goes_cuts_its_run_which_can_be_asked_for_again() -> None:
+    async def leave(served: Served, handle: Any, call: Any) -> None:
+        call.cancel()
+        await until(lambda: served.server.state.engine._arrived.qsize() > 0)
+
+    answer, expected = await cut_at_the_third_step(leave)
+    assert answer.output.replayed
+    assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:3], CUT, Reason.CANCELLED)
+
+
+async def test_a_duplicate_keeps_a_run_going_when_its_caller_goes() -> None:
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served:
+        request = pb.PrefillRequest(item=running(PROMPT, most=5))
+        first = asyncio.ensure_future(served.executor.Prefill(request))
+        await steps.held()
+        second = asyncio.ensure_future(served.executor.Prefill(request))
+        calls = served.server.calls.methods["ferrum_rpc.executor.v1.ModelExecutor/Prefill"]
+        await until(lambda: calls.items == 2)
+        first.cancel()
+        await until(first.done)
+        steps.free()
+        answer = await second
+        assert len(chosen(answer)) == 5 and answer.output.run_end == MAX_TOKENS
+
+
+async def test_the_end_of_a_lease_cuts_a_run_and_frees_the_sequence() -> None:
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served:
+        lease = await served.executor.AcquireLease(pb.AcquireLeaseRequest())
+        create = forward_pb2.CreateOptions(lease_id=lease.lease_id)
+        call = asyncio.ensure_future(
+            served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10, create=create)))
+        )
+        await steps.held()
+        [found] = served.server.state.leases.due(float("inf"))  # a run does not keep it alive
+        state = served.server.state
+        state.end(state.end_lease(found, expired=True), Ending.EXPIRED)
+        steps.free()
+        answer = await call
+        assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.LEASE_EXPIRED)
+        gone = served.executor.Decode(pb.DecodeRequest(item=item([1], answer.output.handle)))
+        await refused(gone, Reason.LEASE_EXPIRED, grpc.StatusCode.NOT_FOUND)
+        await served.check()
+        assert served.server.state.engine.cache.sequences == 0
+
+
+async def test_a_deadline_cuts_a_run() -> None:
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served, opened(served) as stream:
+        timeout = duration_pb2.Duration(seconds=60)
+        await stream.send(forward=session_pb2.SessionForward(items=[running(PROMPT, most=10)], timeout=timeout))
+        await steps.held()
+        engine: Any = served.server.state.engine
+        [call] = engine._runs.calls
+        call.work.deadline = 0.0
+        steps.free()
+        answer = (await stream.read()).forward
+        output = answer.results[0].output
+        assert (len(chosen(answer, output)), output.run_end) == (3, CUT)
+        assert error_from_status(output.run_cause).reason is Reason.DEADLINE_EXCEEDED
+
+
+async def test_the_end_of_a_drain_cuts_a_run() -> None:
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served:
+        call = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10))))
+        await steps.held()
+        served.server.drain(0.0)
+        await until(lambda: served.server.state._closed)
+        steps.free()
+        answer = await call
+        assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.DRAINING)
+
+
+async def test_a_step_that_fails_cuts_a_run_and_refuses_one_that_has_not_begun() -> None:
+    async with serve_identity() as served:
+        expected = await single_decodes(served, PROMPT, 10)
+        count = itertools.count()
+
+        def fail_third(stage: str) -> None:
+            if stage == "select" and next(count) == 2:
+                raise RuntimeError("as asked")
+
+        served.runner._stage = fail_third
+        answer = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10)))
+        assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:2], CUT, Reason.STEP_FAILED)
+        handle = answer.output.handle
+
+        def fail(stage: str) -> None:
+            if stage == "select":
+                raise RuntimeError("as asked")
+
+        served.runner._stage = fail
+        call = served.executor.Decode(pb.DecodeRequest(item=running(expected[1:2], handle, most=4)))
+        await refused(call, Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
+        served.runner._stage = None
+        on = await served.executor.Decode(pb.DecodeRequest(item=running(expected[1:2], handle, most=4)))
+        assert chosen(on) == expected[2:6]
+        await served.check()
+
+
+# --- beside others ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_running_sequence_is_busy_and_others_join_its_steps() -> None:
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served:
+        handle = await prefill(served, PROMPT)
+        call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=running([9], handle, most=5))))
+        await steps.held()
+        busy = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+        await refused(busy, Reason.SEQUENCE_BUSY, grpc.StatusCode.ABORTED)
+        pressure = (await served.executor.GetStatus(pb.GetStatusRequest())).pressure
+        assert pressure.running_items == 1
+        other = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1, 2]))))
+        await until(lambda: served.server.state.engine.queued_items == 1)
+        steps.free()
+        assert (await other).timing.step_sequences == 2
+        assert len(chosen(await call)) == 5
+        assert (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.running_items == 0
+
+
+async def test_more_runs_than_may_run_wait_for_their_places() -> None:
+    async with serve_identity(kv_blocks=512, max_running=4) as served:
+        expected = await single_decodes(served, PROMPT, 8)
+        calls = [served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=8))) for _ in range(13)]
+        for answer in await asyncio.gather(*calls):
+            assert chosen(answer) == expected and answer.timing.step_sequences <= 4
+        await served.check()
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+async def read_parts(stream: Stream) -> tuple[list[Any], list[tuple[int, int, list[int]]]]:
+    """The parts of the next step's answer, and the tokens that were told before each."""
+    parts, told = [], []
+    while True:
+        answer = await stream.read()
+        if answer.WhichOneof("frame") == "tokens":
+            told += [(each.item_index, each.first, list(each.token_ids)) for each in answer.tokens.runs]
+            continue
+        parts.append(answer.forward)
+        if not answer.forward.more:
+            return parts, told
+
+
+async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> None:
+    expected = await single_decodes(served, PROMPT, 12)
+    async with opened(served, tokens=True) as stream:
+        items = [
+            running(PROMPT, most=12),
+            running(PROMPT, most=3),
+            item(PROMPT, output=top(2)),
+            item([999], output=top(2)),
+        ]
+        await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
+        parts, told = await read_parts(stream)
+        order = [result.item_index for part in parts for result in part.results]
+        assert sorted(order) == [0, 1, 2, 3] and order.index(1) < order.index(0) == 3
+        for part in parts:
+            for result in part.results:
+                if result.item_index == 3:
+                    assert error_from_status(result.error).reason is Reason.INVALID_REQUEST
+                elif result.item_index < 2:
+                    assert chosen(part, result.output) == expected[: [12, 3][result.item_index]]
+        for index, most in enumerate([12, 3]):
+            tokens: list[int] = []
+            for _, first, each in [entry for entry in told if entry[0] == index]:
+                assert first == len(tokens)
+                tokens += each
+            assert tokens == expected[:most]
+
+
+async def test_one_item_of_a_step_is_cancelled() -> None:
+    steps = Steps(0)
+    async with serve_identity(stage=steps) as served, opened(served) as stream:
+        first = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        await steps.held()
+        items = [running(PROMPT, most=6), running(PROMPT, most=6)]
+        step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
+        await until(lambda: served.server.state.engine.queued_items == 2)
+        steps.allow(3)
+        await first
+        await steps.held()
+        await stream.send(cancel=session_pb2.SessionCancel(step_id=step, item_indexes=[1]))
+        await until(lambda: served.server.state.engine._arrived.qsize() > 0)
+        steps.free()
+        parts, _ = await read_parts(stream)
+        ends = {r.item_index: (r.output.run_end, r.output.rows.count) for part in parts for r in part.results}
+        assert ends == {0: (MAX_TOKENS, 6), 1: (CUT, 3)}
+
+
+async def test_a_step_lets_go_of_sequences_first(served: Served) -> None:
+    async with opened(served) as stream:
+        old = await stream.prefill(PROMPT)
+        kept = await stream.prefill(PROMPT)
+        await stream.ask(forward=session_pb2.SessionForward(items=[item([999])], release=[old]))
+        with pytest.raises(AssertionError, match="error"):
+            await stream.forward(item([1], kept), release=[kept])
+        await stream.forward(item([1], kept))
+        gone = await stream.forward(item([1], old))
+        assert error_from_status(gone.results[0].error).reason is Reason.HANDLE_RELEASED
+        held = await stream.ask(reserve=session_pb2.SessionReserve(handle=kept, tokens=4))
+        assert error_from_status(held.handles.results[0].error).reason is Reason.SEQUENCE_VERSION_MISMATCH
+        await served.check()
+
+
+def frame(*items: forward_pb2.ForwardItem, **fields: Any) -> session_pb2.SessionForward:
+    return session_pb2.SessionForward(items=items, **fields)
+
+
+def ahead(handle: types_pb2.KvHandle, grown: int, versions: int = 1) -> types_pb2.KvHandle:
+    """The handle that a step in flight will leave."""
+    return types_pb2.KvHandle(id=handle.id, seq_len=handle.seq_len + grown, version=handle.version + versions)
+
+
+def following(handle: types_pb2.KvHandle, creation: str = "", **fields: Any) -> forward_pb2.ForwardItem:
+    """Feed what the run before chose last."""
+    fields.setdefault("request_id", f"follow-{next(_ids)}")
+    fields.setdefault("output", SAMPLE)
+    return item([], handle, follow=forward_pb2.Follow(feed_chosen=True, creation=creation), **fields)
+
+
+async def test_runs_follow_each_other_without_waiting_for_answers(served: Served) -> None:
+    expected = await single_decodes(served, PROMPT, 32)
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT[:-1])
+        first = running(PROMPT[-1:], handle, most=8)
+        await stream.send(forward=frame(first))
+        found: list[int] = []
+        at = ahead(handle, 8)
+        for _ in range(3):
+            await stream.send(forward=frame(following(at, run=forward_pb2.Run(max_tokens=8))))
+            found += chosen((answer := (await stream.read()).forward), answer.results[0].output)
+            assert answer.results[0].output.handle == at
+            at = ahead(at, 8)
+        found += chosen((answer := (await stream.read()).forward), answer.results[0].output)
+        assert found == expected
+
+
+async def test_a_follower_behind_a_creation_and_chunks_of_a_prompt(served: Served) -> None:
+    expected = await single_decodes(served, PROMPT, 6)
+    async with opened(served) as stream:
+        none = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_NONE)
+        await stream.send(forward=frame(item(PROMPT[:2], output=none, request_id="made")))
+        behind = types_pb2.KvHandle(seq_len=2, version=1)
+        chunk = item(PROMPT[2:], behind, output=SAMPLE, request_id="c", follow=forward_pb2.Follow(creation="made"))
+        await stream.send(forward=frame(chunk))
+        made, fed = (await stream.read()).forward, (await stream.read()).forward
+        handle = fed.results[0].output.handle
+        assert handle.id == made.results[0].output.handle.id and handle.seq_len == 5
+        more = (
+            await stream.ask(forward=frame(following(ahead(handle, 0, 0), run=forward_pb2.Run(max_tokens=5))))
+        ).forward
+        assert chosen(fed, fed.results[0].output) + chosen(more, more.results[0].output) == expected
+        again = (await stream.ask(forward=frame(chunk))).forward  # the same bytes, long after
+        assert again.results[0].output.replayed and again.results[0].output.handle == handle
+
+
+async def broken(stream: Stream, sent: forward_pb2.ForwardItem, reason: Reason = Reason.CHAIN_BROKEN) -> Any:
+    answer = (await stream.ask(forward=frame(sent))).forward
+    error = error_from_status(answer.results[0].error)
+    assert error.reason is reason, error
+    return error
+
+
+async def test_a_chain_that_is_not_as_foreseen_is_broken_and_changes_nothing(served: Served) -> None:
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        for wrong in (ahead(handle, 1), ahead(handle, 0), ahead(handle, 1, 0)):
+            error = await broken(stream, following(wrong))
+            assert (error.number("version"), error.number("seq_len")) == (1, 5)
+        unknown = types_pb2.KvHandle(seq_len=5, version=1)
+        await broken(stream, following(unknown, creation="never"))
+        none = await stream.prefill(PROMPT, output=output_pb2.OutputSpec(positions=output_pb2.POSITIONS_NONE))
+        await broken(stream, following(none))
+        expected = await single_decodes(served, PROMPT, 3)
+        stopped = await stream.forward(running(PROMPT, most=5, stop=(expected[2],)))
+        await broken(stream, following(stopped.results[0].output.handle))
+        await stream.forward(item([1], handle))
+        await served.check()
+
+
+async def test_a_follower_of_what_is_refused_is_refused_and_one_is_enough() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        gate.closed = True
+        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
+        await asyncio.to_thread(gate.reached.wait, 30)
+        await stream.send(forward=frame(following(ahead(handle, 2))))  # a length that does not come
+        second = await stream.ask(forward=frame(following(ahead(handle, 1))))
+        assert error_from_status(second.forward.results[0].error).reason is Reason.SEQUENCE_BUSY
+        gate.open()
+        first, follower = await stream.read(), await stream.read()
+        assert first.forward.results[0].output.handle.seq_len == 6
+        error = error_from_status(follower.forward.results[0].error)
+        assert error.reason is Reason.CHAIN_BROKEN and error.number("seq_len") == 6
+        await served.check()
+
+
+async def test_what_waits_is_taken_back_with_its_step_and_with_its_stream() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        async with opened(served) as stream:
+            handle = await stream.prefill(PROMPT, output=SAMPLE)
+            gate.closed = True
+            await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
+            await asyncio.to_thread(gate.reached.wait, 30)
+            sent = following(ahead(handle, 1))
+            step = await stream.send(forward=frame(sent))
+            await stream.send(cancel=session_pb2.SessionCancel(step_id=step))
+            answer = await stream.read()
+            assert answer.step_id == step and error_from_status(answer.error).reason is Reason.CANCELLED
+            await stream.send(forward=frame(sent))
+            [record] = served.server.state.handles.records()
+            await until(lambda: record.follower is not None)
+        await until(lambda: record.follower is None)  # the stream is gone
+        gate.open()
+        async with opened(served) as stream:
+            answer = (await stream.ask(forward=frame(sent))).forward  # as if it had never been sent
+            assert answer.results[0].output.handle == ahead(handle, 2, 2)
+        await served.check()
+
+
+async def test_a_released_sequence_has_no_followers() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        gate.closed = True
+        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
+        await asyncio.to_thread(gate.reached.wait, 30)
+        await stream.send(forward=frame(following(ahead(handle, 1))))
+        await stream.send(release=session_pb2.SessionRelease(handles=[handle], any_version=True))
+        await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
+        gate.open()
+        answers = [await stream.read() for _ in range(3)]
+        [error] = [
+            error_from_status(each.forward.results[0].error)
+            for each in answers
+            if each.WhichOneof("frame") == "forward" and each.forward.results[0].HasField("error")
+        ]
+        assert error.reason is Reason.HANDLE_RELEASED
+        await served.check()
+
+
+BAD_FOLLOWERS = {
+    "request_id": {"request_id": ""},
+    "handle": {"creation": "x"},
+    "token_ids": {"token_ids": [1]},
+}
+
+
+@pytest.mark.parametrize("field", BAD_FOLLOWERS)
+async def test_a_bad_follower_is_refused_by_its_field(served: Served, field: str) -> None:
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        changes: dict[str, Any] = dict(BAD_FOLLOWERS[field])
+        token_ids = changes.pop("token_ids", [])
+        sent = following(handle, **changes)
+        sent.token_ids.extend(token_ids)
+        error = await broken(stream, sent, Reason.INVALID_REQUEST)
+        assert error.field == field
+    unary = pb.UnifiedForwardRequest(items=[following(handle)])
+    answer = await served.executor.UnifiedForward(unary)
+    assert error_from_status(answer.results[0].error).field == "follow"
