@@ -38,6 +38,12 @@ class Capability(enum.Enum):
     RESET = 22
     DRAIN = 23
     LIST_SEQUENCES = 24
+    OUTPUT_NEXT_TOKEN = 25
+    ROW_LOGPROBS = 26
+    RUN = 27
+    FOLLOW = 28
+    STEP_FORK = 29
+    STEP_FRAMES = 30
 
 
 class _Open(enum.Enum):
