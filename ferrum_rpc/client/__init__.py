@@ -26,6 +26,7 @@ numpy; loads no torch, no server code.
                 async for token in sequence.generate([results[0].token], max_tokens=8):  # a stream
                     print(token)
                 await client.release([sequence, branch])        # many in one call, an outcome for each
+            print((await client.score(b"In the beginning", first=2)).logprobs)  # of each token behind "In"
 
     asyncio.run(main())
 
@@ -60,10 +61,12 @@ from ferrum_rpc.core import (
     Greedy,
     HandleRef,
     HiddenStates,
+    NextToken,
     OutputSpec,
     Positions,
     Pressure,
     RowDType,
+    RowLogprobs,
     Sample,
     SelectedTokens,
     StepTiming,
@@ -93,12 +96,14 @@ __all__ = [
     "LeaseState",
     "LeaseTrouble",
     "MethodCount",
+    "NextToken",
     "NoSuchRowsError",
     "OutputSpec",
     "Positions",
     "Pressure",
     "ResendPolicy",
     "RowDType",
+    "RowLogprobs",
     "Sample",
     "SelectedTokens",
     "Sequence",

@@ -13,12 +13,20 @@ from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTi
 from ferrum_rpc.wire.rows import float_rows
 
 _OUTPUT_NAMES: Final = {
-    RowKind.TOKENS: "Greedy or Sample",
+    RowKind.TOKENS: "Greedy, Sample or NextToken",
     RowKind.TOP_TOKENS: "TopTokens",
     RowKind.SELECTED_TOKENS: "SelectedTokens",
     RowKind.LOGITS: "FullLogits",
     RowKind.HIDDEN_STATES: "HiddenStates",
 }
+
+
+class TopLogprobs(NamedTuple):
+    """The k best tokens of each row by falling log-probability, then rising id: ``token_ids`` uint32 [R, k],
+    ``logprobs`` float32 [R, k]."""
+
+    token_ids: npt.NDArray[np.uint32]
+    logprobs: npt.NDArray[np.float32]
 
 
 class TopTokenRows(NamedTuple):
@@ -51,7 +59,7 @@ class Answer:
     (None where no step ran for this answer).
 
     The row accessors raise `NoSuchRowsError` where other rows were requested. R is the number of rows: 1 for LAST, the
-    item's tokens for ALL. Arrays are read-only views of the answer's bytes.
+    item's tokens for ALL, those that are scored for `NextToken`. Arrays are read-only views of the answer's bytes.
     """
 
     handle: HandleRef
@@ -76,16 +84,25 @@ class Answer:
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """Chosen tokens (`Greedy`, `Sample`), uint32 [R]."""
+        """Chosen tokens (`Greedy`, `Sample`), or those that were scored (`NextToken`), uint32 [R]."""
         return self._columns(RowKind.TOKENS)["token_ids"]
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Log-probabilities of `tokens`, float32 [R]; requested with ``logprob=True``."""
-        columns = self._columns(RowKind.TOKENS)
-        if "logprobs" not in columns:
-            raise NoSuchRowsError("the answer has no log-probabilities: ask with logprob=True")
-        return columns["logprobs"]
+        """Log-probabilities of `tokens`, float32 [R]; requested with ``logprob=True``, or with `NextToken`."""
+        return self._beside_token("logprobs", "logprob=True")
+
+    @property
+    def top_logprobs(self) -> TopLogprobs:
+        """The best tokens of the rows of `tokens`, with their log-probabilities; requested with
+        ``logprobs=RowLogprobs(k)``. As the model gave the row, whatever chose its token."""
+        ids = self._beside_token("top_token_ids", "logprobs=RowLogprobs(k)")
+        return TopLogprobs(ids, self._beside_token("top_logprobs", "logprobs=RowLogprobs(k)"))
+
+    @property
+    def selected_logprobs(self) -> npt.NDArray[np.float32]:
+        """Log-probabilities float32 [R, n] of ``logprobs=RowLogprobs(token_ids=(id, ...))``, in their order."""
+        return self._beside_token("selected_logprobs", "logprobs=RowLogprobs(token_ids=(id, ...))")
 
     @property
     def top_tokens(self) -> TopTokenRows:
@@ -107,6 +124,12 @@ class Answer:
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """What the output head reads, float32 [R, hidden size], whatever type it travelled as."""
         return float_rows(self._columns(RowKind.HIDDEN_STATES)["hidden_states"])
+
+    def _beside_token(self, name: str, ask_with: str) -> npt.NDArray[Any]:
+        columns = self._columns(RowKind.TOKENS)
+        if name not in columns:
+            raise NoSuchRowsError(f"the answer has no such log-probabilities: ask with {ask_with}")
+        return columns[name]
 
     def _columns(self, kind: RowKind) -> dict[str, npt.NDArray[Any]]:
         if self.rows is None:

@@ -17,10 +17,12 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    NextToken,
     OutputKind,
     OutputSpec,
     Positions,
     RowDType,
+    RowLogprobs,
     Sample,
     SelectedTokens,
     TopTokens,
@@ -93,15 +95,26 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
 
 
 def as_output(output: Output, positions: Positions) -> OutputSpec:
-    """A kind stands at the call's usual ``positions``. Raises `InvalidRequest` for what is no output."""
+    """A kind stands at the call's usual ``positions``, `NextToken` at all. Raises `InvalidRequest` for what is no
+    output."""
     if output is GREEDY and positions is Positions.LAST:
         return _LAST_GREEDY
+    if isinstance(output, NextToken):
+        positions = Positions.ALL
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
     if not isinstance(spec.positions, Positions):
         raise InvalidRequest(f"positions are one of Positions, not {spec.positions!r}", field="output.positions")
     kind: object = spec.kind
     match kind:
-        case Greedy(logprob=bool()) | FullLogits(dtype=RowDType()) | HiddenStates(dtype=RowDType()):
+        case Greedy(logprob=bool(), logprobs=beside):
+            _check_logprobs(beside, "output.greedy.logprobs")
+        case NextToken(first_position, following_token, beside):
+            if spec.positions is not Positions.ALL:
+                raise InvalidRequest("NextToken says itself which positions have rows", field="output.positions")
+            as_number(first_position, "output.next_token.first_position")
+            as_optional(following_token, "output.next_token.following_token")
+            _check_logprobs(beside, "output.next_token.logprobs")
+        case FullLogits(dtype=RowDType()) | HiddenStates(dtype=RowDType()):
             pass
         case Sample():
             _check_sample(kind)
@@ -117,8 +130,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         case _:
             raise InvalidRequest(
                 f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
-                f"FullLogits() or HiddenStates(), not "
-                f"{kind!r}",
+                f"FullLogits(), HiddenStates() or NextToken(), not {kind!r}",
                 field="output",
             )
     return spec
@@ -134,9 +146,20 @@ def _check_sample(sample: Sample) -> None:
         raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field="output.sample.logprob")
     if sample.seed is not None:
         as_number(sample.seed, "output.sample.seed", most=2**64 - 1)
+    _check_logprobs(sample.logprobs, "output.sample.logprobs")
     for token_id, value in sample.bias:
         as_number(token_id, "output.sample.bias.token_id")
         _check_float(value, "output.sample.bias.bias")
+
+
+def _check_logprobs(beside: object, field: str) -> None:
+    if beside is None:
+        return
+    if not isinstance(beside, RowLogprobs) or not isinstance(beside.token_ids, tuple):
+        raise InvalidRequest(f"logprobs are None or RowLogprobs(k, (id, ...)), not {beside!r}", field=field)
+    as_number(beside.top_k, f"{field}.top_k")
+    if beside.token_ids:
+        as_tokens(beside.token_ids, f"{field}.token_ids")
 
 
 def _check_float(value: float, field: str) -> None:

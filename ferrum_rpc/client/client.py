@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import as_list, as_number
+from ferrum_rpc.client.arguments import Tokens, as_list, as_number, as_tokens
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
     KEEPALIVE_TIMEOUT_S,
@@ -36,7 +36,7 @@ from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed, Transport
-from ferrum_rpc.core import Pressure
+from ferrum_rpc.core import NextToken, Pressure, RowLogprobs
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
 from ferrum_rpc.wire.info import duration, from_proto
@@ -252,6 +252,22 @@ class ExecutorClient:
             raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._connection, state, rebuild=rebuild)
+
+    async def score(
+        self,
+        tokens: Tokens,
+        first: int = 1,
+        *,
+        logprobs: RowLogprobs | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Scores of ``tokens[first:]``, each after all that stands before it: `Answer.logprobs` float32 [n - first] of
+        `Answer.tokens`, and what ``logprobs`` asks for of their rows. ``first`` is 1 or more: with that of a prompt's
+        length, what follows the prompt is scored. A sequence is made for it, fed in chunks, and released."""
+        *fed, last = as_tokens(tokens)
+        first = as_number(first, "first", least=1, most=len(fed))
+        async with self.sequence() as sequence:
+            return await sequence.prefill(fed, NextToken(first - 1, last, logprobs), timeout_s=timeout_s)
 
     async def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

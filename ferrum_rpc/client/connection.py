@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, Rows
-from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.errors import ExecutorError, NotSupported, SequenceBusy
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1.model_executor_pb2 import ForkKvRequest, ReleaseRequest, TruncateKvRequest
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
@@ -53,6 +54,9 @@ class Connection:
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
         whose lease is gone go out again with another, once."""
+        for item in items:
+            if item.needs:
+                await self._check_offered(item.needs, deadline)
         while True:
             for item in items:
                 if item.handle is None:
@@ -94,6 +98,14 @@ class Connection:
                 results[index] = result
         return await self._with_rows(items, results, deadline) if replayed else results
 
+    async def _check_offered(self, needs: Iterable[int], deadline: Deadline) -> None:
+        """Raise `NotSupported` where a capability is missing. An executor of an older revision would not: it does not
+        know the field that tells it."""
+        offered = (await self.context.info(deadline)).capabilities
+        for need in map(Capability, needs):
+            if need not in offered:
+                raise NotSupported(f"the executor does not offer this output (capability {need.name})", field="output")
+
     def _answer(
         self, item: Item, output: forward_pb2.ForwardOutput, forwarded: Forwarded, pressure: Pressure
     ) -> Answer:
@@ -117,7 +129,7 @@ class Connection:
         for index, (item, answer) in enumerate(zip(items, results, strict=True)):
             if not isinstance(answer, Answer) or not answer.replayed or answer.rows is not None:
                 continue
-            if item.output.positions is not Positions.NONE:
+            if item.output.row_count(len(item.tokens), item.start):
                 tokens = item.tokens if item.output.positions is Positions.ALL else item.tokens[-1:]
                 number, truncate_to = next(self.context.item_ids), answer.length - len(tokens)
                 fed.append(item.state.item(number, tokens, item.output, truncate_to))

@@ -20,7 +20,7 @@ from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
-from ferrum_rpc.core import Greedy, HandleRef, OutputSpec, Positions, Pressure, Sample
+from ferrum_rpc.core import Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Sample
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
@@ -130,7 +130,8 @@ class Sequence:
         """Feed a prompt, or the next part of one. L becomes L + n.
 
         A prompt longer than ``chunk`` tokens (default: what the executor takes in one call) goes in several calls, of
-        which the last returns rows; with positions ALL every one does, and the answer holds all n rows.
+        which the last returns rows; with positions ALL every one does, and the answer holds all n rows. Scores
+        (`NextToken`) are those of one call: each chunk names the next one's first token.
         ``timeout_s`` bounds the whole. If a chunk fails, the ones before it stay; calling again with the same tokens
         goes on where it stopped.
 
@@ -252,6 +253,8 @@ class Sequence:
         same build with the same choices the cache is the same to the last bit. Where that limit is 0 it is so within
         rounding, and everything goes in pieces as large as the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
+        if isinstance(spec.kind, NextToken):
+            raise InvalidRequest("rebuild gives no scores: ask for them in prefill", field="output")
         deadline = self._context.deadline(timeout_s)
         connection = self._connection
         with self._state.claim("rebuild"):
@@ -351,6 +354,9 @@ class Sequence:
             part = tokens[prompt.fed : prompt.fed + chunk]
             last = prompt.fed + len(part) == len(tokens)
             spec = output if last or output.positions is Positions.ALL else silent
+            if isinstance(output.kind, NextToken) and not last:
+                following = tokens[prompt.fed + len(part)]
+                spec = replace(output, kind=replace(output.kind, following_token=following))
             prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
             prompt.fed += len(part)
             prompt.length = self.length

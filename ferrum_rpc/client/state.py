@@ -15,8 +15,8 @@ from typing import Final
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
-from ferrum_rpc.wire.output import output_to_proto
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2
+from ferrum_rpc.wire.output import needs_of, output_to_proto
 
 Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
 """Sends a doubtful call again; returns the handles of the sequences that it created."""
@@ -40,7 +40,7 @@ class Item:
     """A work item of a batch call: ``tokens`` to feed to a sequence after rolling it back to ``truncate_to``.
 
     Made by `Sequence.item`. It carries a request id and the handle it was built on, so sending the *same* item again
-    after a failure is safe.
+    after a failure is safe. ``needs``: capabilities that the executor must have.
     """
 
     state: SequenceState
@@ -50,6 +50,7 @@ class Item:
     truncate_to: int | None
     request_id: str
     proto: forward_pb2.ForwardItem
+    needs: tuple[info_pb2.Capability, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Item of {len(self.tokens)} tokens at {self.start}>"
@@ -101,7 +102,7 @@ def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseExcep
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
-    message, which is only ever copied from."""
+    message, which is only ever copied from, and what it needs of the executor."""
 
     create: forward_pb2.CreateOptions
     handle: HandleRef | None = None
@@ -113,6 +114,7 @@ class SequenceState:
     pieces: Pieces = field(default_factory=Pieces)
     output: OutputSpec | None = None
     output_message: output_pb2.OutputSpec = field(default_factory=output_pb2.OutputSpec)
+    output_needs: tuple[info_pb2.Capability, ...] = ()
     doubt: UnknownOutcome | None = None
     creation: UnknownOutcome | None = None
     fork: UnknownOutcome | None = None
@@ -174,12 +176,14 @@ class SequenceState:
         else:
             request_id = self.request_id(("forward", handle, tokens, output, truncate_to))
         if output is not self.output:
-            self.output, self.output_message = output, output_to_proto(output)
+            self.output, self.output_message, self.output_needs = output, output_to_proto(output), needs_of(output)
         proto = forward_pb2.ForwardItem()  # filled field by field: two thirds of the constructor's time
         proto.item_id = item_id
         proto.token_ids.extend(tokens)
         proto.output.CopyFrom(self.output_message)
         proto.request_id = request_id
+        if self.output_needs:
+            proto.needs.extend(self.output_needs)
         if truncate_to is not None:
             proto.truncate_to = truncate_to
         if handle is not None:
@@ -187,7 +191,7 @@ class SequenceState:
             message.id, message.seq_len, message.version = handle
         elif self.create.ByteSize():
             proto.create.CopyFrom(self.create)
-        return Item(self, handle, tokens, output, truncate_to, request_id, proto)
+        return Item(self, handle, tokens, output, truncate_to, request_id, proto, self.output_needs)
 
     def check(self, item: Item) -> None:
         """Refuse an item that the sequence has left behind; the last one sent may be sent again."""

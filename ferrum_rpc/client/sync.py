@@ -109,6 +109,7 @@ class ExecutorClient(ClientFacade):
     keep_alive = blocking(async_client.ExecutorClient.keep_alive)
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)
     sequence = making(Sequence, async_client.ExecutorClient.sequence)
+    score = blocking(async_client.ExecutorClient.score)
 
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

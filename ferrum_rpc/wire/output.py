@@ -21,7 +21,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import info_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO
 
 MAX_BIASES: Final = 512
@@ -67,6 +67,16 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
                 first_position=first_position, following_token=following_token, logprobs=_logprobs_to_proto(beside)
             )
             return output_pb2.OutputSpec(next_token=scores)
+
+
+def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
+    """The capabilities without which an executor would answer something else, or less, instead of a refusal."""
+    kind = spec.kind
+    if isinstance(kind, NextToken):
+        scores = (info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN,)
+        return scores if kind.logprobs is None else (*scores, info_pb2.CAPABILITY_ROW_LOGPROBS)
+    beside = isinstance(kind, Greedy | Sample) and kind.logprobs is not None
+    return (info_pb2.CAPABILITY_ROW_LOGPROBS,) if beside else ()
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:

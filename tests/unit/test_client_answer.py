@@ -7,7 +7,7 @@ import pytest
 
 from ferrum_rpc.client import Answer, HandleRef, NoSuchRowsError, Pressure
 from ferrum_rpc.client.answer import joined
-from ferrum_rpc.core import RowBlock, Rows
+from ferrum_rpc.core import RowBlock, RowKind, Rows
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 PRESSURE = Pressure(1, 2, 3, 0, 0, 0)
@@ -18,6 +18,15 @@ def f32(*values: float) -> np.ndarray:
 
 
 TOKENS = token_rows(np.array([5, 6, 7], np.uint32), f32(-1, -2, -3))
+BESIDE = RowBlock(
+    RowKind.TOKENS,
+    {
+        "token_ids": TOKENS["token_ids"],
+        "top_token_ids": np.arange(6, dtype=np.uint32).reshape(3, 2),
+        "top_logprobs": -np.arange(6, dtype=np.float32).reshape(3, 2),
+        "selected_logprobs": f32(-7, -8, -9).reshape(3, 1),
+    },
+)
 TOP = top_token_rows(np.arange(6, dtype=np.uint32).reshape(3, 2), np.ones((3, 2), np.float32), f32(1, 2, 3))
 SELECTED = selected_rows(np.ones((3, 4), np.float32), f32(1, 2, 3))
 LOGITS = logit_rows(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -68,11 +77,21 @@ def test_one_token_is_read_of_one_row_only() -> None:
 
 
 def test_log_probabilities_must_be_asked_for() -> None:
-    with pytest.raises(NoSuchRowsError, match="logprob=True"):
-        _ = answer(token_rows(TOKENS.columns["token_ids"])).logprobs
+    tokens = answer(token_rows(TOKENS.columns["token_ids"]))
+    for name, ask_with in (("logprobs", "logprob=True"), ("top_logprobs", "k"), ("selected_logprobs", "token_ids")):
+        with pytest.raises(NoSuchRowsError, match=f"ask with .*{ask_with}"):
+            getattr(tokens, name)
 
 
-@pytest.mark.parametrize("block", [TOKENS, token_rows(TOKENS.columns["token_ids"]), TOP, SELECTED, LOGITS])
+def test_log_probabilities_beside_tokens_are_those_of_the_items_rows() -> None:
+    both = answer(BESIDE, 1, 2)
+    assert both.top_logprobs.token_ids.tolist() == [[2, 3], [4, 5]]
+    assert both.top_logprobs.logprobs.tolist() == [[-2, -3], [-4, -5]]
+    assert both.selected_logprobs.tolist() == [[-8], [-9]]
+    assert both.tokens.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("block", [TOKENS, BESIDE, token_rows(TOKENS.columns["token_ids"]), TOP, SELECTED, LOGITS])
 def test_chunks_joined_are_the_whole(block: RowBlock) -> None:
     rows = joined([answer(None), answer(block, 0, 1), answer(block, 1, 2)]).rows
     assert rows is not None

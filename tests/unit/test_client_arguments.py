@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.client import FullLogits, Greedy, HandleRef, OutputSpec, Positions, SelectedTokens, TopTokens
+from ferrum_rpc.client import (
+    FullLogits,
+    Greedy,
+    HandleRef,
+    NextToken,
+    OutputSpec,
+    Positions,
+    RowLogprobs,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+)
 from ferrum_rpc.client.arguments import MOST, as_list, as_number, as_output, as_tokens
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import InvalidRequest
@@ -83,6 +94,7 @@ def test_a_kind_alone_stands_at_the_usual_positions_of_the_call() -> None:
     assert as_output(TopTokens(4), Positions.ALL) == OutputSpec(Positions.ALL, TopTokens(4))
     spec = OutputSpec(Positions.NONE, Greedy())
     assert as_output(spec, Positions.ALL) is spec
+    assert as_output(NextToken(), Positions.LAST) == OutputSpec(Positions.ALL, NextToken())
 
 
 WRONG_OUTPUTS: list[tuple[Any, str]] = [
@@ -94,6 +106,14 @@ WRONG_OUTPUTS: list[tuple[Any, str]] = [
     (TopTokens(-1), "output.top_tokens.k"),
     (TopTokens(True), "output.top_tokens.k"),
     (TopTokens(2.0), "output.top_tokens.k"),  # type: ignore[arg-type]
+    (Greedy(logprobs=5), "output.greedy.logprobs"),  # type: ignore[arg-type]
+    (Greedy(logprobs=RowLogprobs(-1)), "output.greedy.logprobs.top_k"),
+    (Greedy(logprobs=RowLogprobs(1, [2])), "output.greedy.logprobs"),  # type: ignore[arg-type]
+    (Sample(logprobs=RowLogprobs(0, (-2,))), "output.sample.logprobs.token_ids"),
+    (NextToken(-1), "output.next_token.first_position"),
+    (NextToken(0, 1 << 32), "output.next_token.following_token"),
+    (NextToken(logprobs=RowLogprobs(True)), "output.next_token.logprobs.top_k"),
+    (OutputSpec(Positions.LAST, NextToken()), "output.positions"),
     (Greedy, "output"),
     (Greedy(1), "output"),  # type: ignore[arg-type]
     (FullLogits("f32"), "output"),  # type: ignore[arg-type]

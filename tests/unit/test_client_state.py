@@ -12,8 +12,12 @@ from ferrum_rpc.client import (
     Greedy,
     HandleRef,
     HiddenStates,
+    NextToken,
     OutputSpec,
+    Positions,
     RowDType,
+    RowLogprobs,
+    Sample,
     SelectedTokens,
     SequenceMisuseError,
     TopTokens,
@@ -177,8 +181,28 @@ def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
         FullLogits(),
         FullLogits(RowDType.F16),
         HiddenStates(RowDType.BF16),
+        Greedy(logprobs=RowLogprobs(3, (1, 2))),
+        Sample(logprob=True, logprobs=RowLogprobs(3)),
+        NextToken(),
+        NextToken(logprobs=RowLogprobs(0, (7,))),
     ]
-    assert [OutputSpec(kind=kind).row_bytes(100, 30) for kind in kinds] == [4, 8, 44, 12, 400, 200, 60]
+    expected = [4, 8, 44, 12, 400, 200, 60, 36, 32, 8, 12]
+    assert [OutputSpec(kind=kind).row_bytes(100, 30) for kind in kinds] == expected
+
+
+def test_outputs_that_an_older_executor_would_take_for_others_name_what_they_need() -> None:
+    sequence = state()
+    for kind, needs in (
+        (Greedy(), []),
+        (Greedy(logprobs=RowLogprobs(1)), [26]),
+        (Sample(), []),
+        (NextToken(), [25]),
+        (NextToken(logprobs=RowLogprobs(1)), [25, 26]),
+    ):
+        made = sequence.item(1, [1], OutputSpec(Positions.ALL, kind))
+        assert list(made.needs) == list(made.proto.needs) == needs
+        output = made.proto.output
+        assert output.HasField("next_token") == (output.positions == 0) == isinstance(kind, NextToken)
 
 
 async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
