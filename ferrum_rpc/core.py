@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import ExecutorError, InvalidRequest
 
 TokenArray = npt.NDArray[np.int32]
 """Token ids of one span, int32 [n]."""
@@ -145,7 +145,76 @@ class NextToken:
         return max(0, tokens - (self.following_token is None) - max(0, self.first_position - start))
 
 
-OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates | NextToken
+@dataclass(frozen=True, slots=True, init=False)
+class Accept:
+    """Of [last, d0 … dN-1] the longest prefix of the draft that holds, and the token after it; the cache keeps ``last``
+    and what was accepted. ``sampling``: how the tokens are chosen; None: greedily. They have the distribution that it
+    gives them alone, however bad the draft is, if what is said of the draft is true: that each of its tokens was drawn
+    from k candidates by their probabilities, or, where k is 0, that it is a guess.
+
+    Made of ``draft_token_ids`` uint32 [N, k] and ``draft_probabilities`` float32 [N, k], array-likes both; kept as
+    bytes, so that outputs can be compared and hashed. Raises `InvalidRequest` for arrays that do not agree."""
+
+    sampling: Sample | None
+    candidates: int
+    token_ids: bytes
+    probabilities: bytes
+
+    def __init__(
+        self,
+        sampling: Sample | None = None,
+        draft_token_ids: npt.ArrayLike | None = None,
+        draft_probabilities: npt.ArrayLike | None = None,
+    ) -> None:
+        ids, probabilities = np.zeros((0, 0), np.uint32), np.zeros((0, 0), np.float32)
+        if draft_token_ids is not None:
+            ids = _matrix(draft_token_ids, np.dtype(np.uint32), "draft_token_ids")
+        if draft_probabilities is not None:
+            probabilities = _matrix(draft_probabilities, np.dtype(np.float32), "draft_probabilities")
+        if ids.shape != probabilities.shape:
+            raise InvalidRequest(
+                f"draft_token_ids {[*ids.shape]} and draft_probabilities {[*probabilities.shape]} are not of one shape",
+                field="output.accept.draft_probabilities",
+            )
+        put = object.__setattr__  # it is frozen
+        put(self, "sampling", sampling)
+        put(self, "candidates", ids.shape[1] if ids.size else 0)
+        put(self, "token_ids", ids.tobytes())
+        put(self, "probabilities", probabilities.tobytes())
+
+    @property
+    def draft_token_ids(self) -> npt.NDArray[np.uint32]:
+        """The candidates, uint32 [N, k], where there are any."""
+        return np.frombuffer(self.token_ids, np.uint32).reshape(-1, self.candidates)
+
+    @property
+    def draft_probabilities(self) -> npt.NDArray[np.float32]:
+        """Their probabilities, float32 [N, k], where there are any."""
+        return np.frombuffer(self.probabilities, np.float32).reshape(-1, self.candidates)
+
+    @property
+    def choice(self) -> Greedy | Sample:
+        """How the token of each row is chosen."""
+        return _GREEDY if self.sampling is None else self.sampling
+
+
+def _matrix(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """Numbers [N, k] as ``dtype`` that holds them. Raises `InvalidRequest`."""
+    try:
+        given = np.asarray(values)
+    except ValueError:
+        given = np.zeros(0)
+    if given.ndim != 2 or not given.size or given.dtype.kind not in ("iu" if dtype.kind == "u" else "iuf"):
+        message = f"{name}: {'integers' if dtype.kind == 'u' else 'numbers'} [N, k] are wanted, not {[*given.shape]}"
+        raise InvalidRequest(message, field=f"output.accept.{name}")
+    if dtype.kind == "u" and not 0 <= given.min() <= given.max() < 1 << 32:
+        raise InvalidRequest(f"{name}: a token id is not of 32 bits", field=f"output.accept.{name}")
+    return given.astype(dtype, copy=False)
+
+
+_GREEDY: Final = Greedy()
+
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates | NextToken | Accept
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +232,8 @@ class OutputSpec:
 
     def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
         """Bytes of one row on the wire."""
-        match self.kind:
+        kind = self.kind
+        match kind.choice if isinstance(kind, Accept) else kind:
             case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
                 return (8 if logprob else 4) + _bytes_beside(beside)
             case NextToken(logprobs=beside):
@@ -537,6 +607,8 @@ class Limits:
     max_leases: int = 1024
     max_sessions: int = 4096
     caller_share: float = 0.5
+    max_draft_tokens: int = 64
+    max_draft_candidates: int = 64
     max_sequences_per_caller: int = 0
     max_blocks_per_caller: int = 0
     max_run_tokens: int = 32

@@ -46,13 +46,13 @@ class LateCompute(Compute):
         self.marks: list[LateMark] = []
         self.last: LateMark | None = None
 
-    def select(self, *step: Any) -> list[Rows | None]:
-        rows = super().select(*step)
+    def select(self, *step: Any) -> tuple[list[Rows | None], list[int]]:
+        rows, drafts = super().select(*step)
         for block in {id(each.block): each.block for each in rows if each is not None}.values():
             for shown in block.columns.values():
                 self._rows.append((shown, shown.copy()))
                 shown[...] = np.nan if shown.dtype.kind == "f" else -1 & 0xFFFF
-        return rows
+        return rows, drafts
 
     def mark(self) -> LateMark:
         rows, self._rows = self._rows, []

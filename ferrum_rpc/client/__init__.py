@@ -57,6 +57,7 @@ from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HandleRef,
@@ -76,6 +77,7 @@ from ferrum_rpc.core import (
 __all__ = [
     "NEVER_RESEND",
     "SEQUENCE_GONE",
+    "Accept",
     "Answer",
     "CacheMode",
     "Capability",

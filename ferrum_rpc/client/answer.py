@@ -13,7 +13,7 @@ from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTi
 from ferrum_rpc.wire.rows import float_rows
 
 _OUTPUT_NAMES: Final = {
-    RowKind.TOKENS: "Greedy, Sample or NextToken",
+    RowKind.TOKENS: "Greedy, Sample, Accept or NextToken",
     RowKind.TOP_TOKENS: "TopTokens",
     RowKind.SELECTED_TOKENS: "SelectedTokens",
     RowKind.LOGITS: "FullLogits",
@@ -59,7 +59,8 @@ class Answer:
     (None where no step ran for this answer).
 
     The row accessors raise `NoSuchRowsError` where other rows were requested. R is the number of rows: 1 for LAST, the
-    item's tokens for ALL, those that are scored for `NextToken`. Arrays are read-only views of the answer's bytes.
+    item's tokens for ALL, those that are scored for `NextToken`, those that are emitted for `Accept`. Arrays are
+    read-only views of the answer's bytes.
     """
 
     handle: HandleRef
@@ -84,7 +85,8 @@ class Answer:
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """Chosen tokens (`Greedy`, `Sample`), or those that were scored (`NextToken`), uint32 [R]."""
+        """Chosen tokens (`Greedy`, `Sample`), emitted ones (`Accept`), or those that were scored (`NextToken`),
+        uint32 [R]."""
         return self._columns(RowKind.TOKENS)["token_ids"]
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HiddenStates,
@@ -95,11 +96,11 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
 
 
 def as_output(output: Output, positions: Positions) -> OutputSpec:
-    """A kind stands at the call's usual ``positions``, `NextToken` at all. Raises `InvalidRequest` for what is no
-    output."""
+    """A kind stands at the call's usual ``positions``, `NextToken` and `Accept` at all. Raises `InvalidRequest` for
+    what is no output."""
     if output is GREEDY and positions is Positions.LAST:
         return _LAST_GREEDY
-    if isinstance(output, NextToken):
+    if isinstance(output, NextToken | Accept):
         positions = Positions.ALL
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
     if not isinstance(spec.positions, Positions):
@@ -117,7 +118,12 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         case FullLogits(dtype=RowDType()) | HiddenStates(dtype=RowDType()):
             pass
         case Sample():
-            _check_sample(kind)
+            _check_sample(kind, "output.sample")
+        case Accept(sampling=None | Sample() as sampling):
+            if spec.positions is not Positions.ALL:
+                raise InvalidRequest("Accept() returns what it emits: it has no positions", field="output.positions")
+            if sampling is not None:
+                _check_sample(sampling, "output.accept.sampling")
         case TopTokens(k):
             as_number(k, "output.top_tokens.k", least=1)
         case SelectedTokens(tuple() as token_ids):
@@ -130,26 +136,26 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         case _:
             raise InvalidRequest(
                 f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
-                f"FullLogits(), HiddenStates() or NextToken(), not {kind!r}",
+                f"FullLogits(), HiddenStates(), NextToken() or Accept(...), not {kind!r}",
                 field="output",
             )
     return spec
 
 
-def _check_sample(sample: Sample) -> None:
+def _check_sample(sample: Sample, field: str) -> None:
     """Raise `InvalidRequest` for what the contract's fields cannot hold; the executor checks what they mean."""
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        _check_float(getattr(sample, name), f"output.sample.{name}")
+        _check_float(getattr(sample, name), f"{field}.{name}")
     for name in ("top_k", "penalty_from"):
-        as_number(getattr(sample, name), f"output.sample.{name}")
+        as_number(getattr(sample, name), f"{field}.{name}")
     if not isinstance(sample.logprob, bool):
-        raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field="output.sample.logprob")
+        raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field=f"{field}.logprob")
     if sample.seed is not None:
-        as_number(sample.seed, "output.sample.seed", most=2**64 - 1)
-    _check_logprobs(sample.logprobs, "output.sample.logprobs")
+        as_number(sample.seed, f"{field}.seed", most=2**64 - 1)
+    _check_logprobs(sample.logprobs, f"{field}.logprobs")
     for token_id, value in sample.bias:
-        as_number(token_id, "output.sample.bias.token_id")
-        _check_float(value, "output.sample.bias.bias")
+        as_number(token_id, f"{field}.bias.token_id")
+        _check_float(value, f"{field}.bias.bias")
 
 
 def _check_logprobs(beside: object, field: str) -> None:

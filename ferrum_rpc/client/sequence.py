@@ -20,7 +20,7 @@ from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
-from ferrum_rpc.core import Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Sample
+from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Sample
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
@@ -138,6 +138,7 @@ class Sequence:
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
         listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
+        _check_fed(spec)
         chunk = as_optional(chunk, "chunk", least=1)
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("prefill"):
@@ -166,7 +167,11 @@ class Sequence:
         timeout_s: float | None = None,
     ) -> Answer:
         """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
-        back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip."""
+        back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip.
+
+        With `Accept` the executor does it: of [last, d0 … dN-1], ``last`` being the token that was chosen last, it
+        keeps what it accepts. `Answer.tokens` are those that it emits, the accepted ones and one more, and L becomes
+        L + their number: the last of them is not in the cache, and is the next call's ``last``."""
         listed, spec = as_tokens(tokens), as_output(output, Positions.ALL)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
         with self._claim("verify"):
@@ -255,6 +260,7 @@ class Sequence:
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         if isinstance(spec.kind, NextToken):
             raise InvalidRequest("rebuild gives no scores: ask for them in prefill", field="output")
+        _check_fed(spec)
         deadline = self._context.deadline(timeout_s)
         connection = self._connection
         with self._state.claim("rebuild"):
@@ -458,3 +464,9 @@ class Sequence:
         self._lost = None
         answer = joined(answers)  # there is at least one piece
         return replace(answer, handle=state.handle or answer.handle)
+
+
+def _check_fed(output: OutputSpec) -> None:
+    """Refuse an output for tokens of which all are to stay."""
+    if isinstance(output.kind, Accept):
+        raise InvalidRequest("Accept() is of a draft: verify it, or make an item of it", field="output")

@@ -208,10 +208,13 @@ class SequenceState:
         if self.handle is None or (handle.id == self.handle.id and handle.version > self.handle.version):
             self.handle = handle
             self.last_request_id = item.request_id
-            start = item.start
-            self.pieces.fed(start, len(item.tokens), exact_span_tokens)
+            start, fed = item.start, item.tokens
+            self.pieces.fed(start, len(fed), exact_span_tokens)
+            if handle.seq_len < start + len(fed):  # of a draft, what was accepted
+                fed = fed[: handle.seq_len - start]
+                self.pieces.cut(handle.seq_len)
             if self.tokens is not None:
-                self.tokens[start:] = item.tokens
+                self.tokens[start:] = fed
         self.doubt = None
         if self.creation is not None and self.creation.request_id == item.request_id:
             self.creation = None

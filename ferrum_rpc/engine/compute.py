@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Greedy, NextToken, Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import Accept, Greedy, NextToken, Rows, Sample, Span, TokenArray
 from ferrum_rpc.models.base import Model, NativeModel, StepInputs
+from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import select_sampler
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.transfer import Mark
@@ -66,33 +67,40 @@ class Compute:
 
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
-    ) -> list[Rows | None]:
+    ) -> tuple[list[Rows | None], list[int]]:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
-        when a `mark` that is made afterwards is passed. ``tokens_of``: the ids that a sequence held before the step."""
-        requests, wanted, end = [], [], 0
+        when a `mark` that is made afterwards is passed. ``tokens_of``: the ids that a sequence held before the step.
+        Also which spans are drafts, whose rows are those of all their tokens yet: `sampling.accept.accepted`."""
+        requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
             tokens, output = len(span.tokens), span.output
             end += tokens
             count = output.row_count(tokens, span.start)
             if count:
                 wanted.append(index)
-                kind, first, history, scored = output.kind, end - count, None, None
+                kind, first, history, scored, draft = output.kind, end - count, None, None, None
                 match kind:
                     case Greedy():  # most of them
                         pass
+                    case Accept():
+                        drafts.append(index)
+                        draft = Draft.of(kind, span.tokens)
+                        kind = kind.choice
+                        if isinstance(kind, Sample) and kind.penalised:
+                            history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
                     case Sample() if kind.penalised:
                         history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
                     case NextToken(following_token=int(following)):
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(Request(first, count, kind, span.end - count + 1, history, scored))
+                requests.append(Request(first, count, kind, span.end - count + 1, history, scored, draft))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
             for index, answer in zip(wanted, found, strict=True):
                 rows[index] = answer
-        return rows
+        return rows, drafts
 
     def mark(self) -> Mark:
         """The end of all that was asked so far, the caller's own operations on the device among it."""

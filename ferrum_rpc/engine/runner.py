@@ -37,6 +37,7 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.accept import accepted
 from ferrum_rpc.sampling.transfer import Mark
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -58,13 +59,15 @@ is a plain RuntimeError: if the device did not survive that, the undo or the nex
 @dataclass(slots=True, eq=False)
 class Pending:
     """A step under way, for `TorchRunner.finish`. By index of its spans: those that were ``refused``, and the
-    ``reservations`` of the others, in their order. ``ended`` is what became of it, once that is known."""
+    ``reservations`` of the others, in their order, as are ``rows``; ``drafts``: which of those are to be accepted.
+    ``ended`` is what became of it, once that is known."""
 
     began: float
     spans: tuple[Span, ...]
     refused: dict[int, ExecutorError]
     reservations: dict[int, Reservation]
     rows: Sequence[Rows | None] = ()
+    drafts: Sequence[int] = ()
     saved: Saved | None = None
     mark: Mark | None = None
     closes_first: bool = False
@@ -175,6 +178,8 @@ class TorchRunner:
             try:
                 if pending.mark is not None:
                     pending.mark.wait()
+                if pending.drafts:
+                    _accept(pending)
                 if self._stage is not None:
                     self._stage("commit")
             except BaseException as error:
@@ -251,7 +256,7 @@ class TorchRunner:
             hidden = self.compute.forward(spans, geometry)
             if stage is not None:
                 stage("select")
-            pending.rows = self.compute.select(spans, hidden, self.kv.tokens)
+            pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.tokens)
             pending.mark = self.compute.mark()
             if self.depth > 1:
                 length, reserved = self.kv.length, pending.reservations.values()
@@ -357,3 +362,14 @@ class TorchRunner:
     def cache_state(self) -> CacheState:
         """How full the cache is."""
         return self.kv.state()
+
+
+def _accept(pending: Pending) -> None:
+    """Cut the drafts of a step whose rows are there: spans to the tokens that the cache keeps, rows to those that were
+    chosen."""
+    places, spans = list(pending.reservations), list(pending.spans)
+    kept, pending.rows = accepted([spans[place].tokens for place in places], pending.rows, pending.drafts)
+    for at, count in kept.items():
+        span = spans[places[at]]
+        spans[places[at]] = span._replace(tokens=span.tokens[:count])
+    pending.spans = tuple(spans)

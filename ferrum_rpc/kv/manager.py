@@ -125,14 +125,16 @@ class KvManager:
         return state.open
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
-        """``tokens`` were written: they are the sequence's now. Returns its new length, ``reservation.end``."""
+        """``tokens`` were written: they are the sequence's now. Where they are fewer than were reserved, what was
+        written behind them is forgotten. Returns the new length."""
         state = self._opened(reservation)
-        start, end, before = reservation.start, reservation.end, state.length
-        if len(tokens) != end - start:
-            raise KvMisuse(f"{len(tokens)} tokens for the positions {start} to {end}")
+        start, before = reservation.start, state.length
+        end = start + len(tokens)
+        if not start < end <= reservation.end:
+            raise KvMisuse(f"{len(tokens)} tokens for the positions {start} to {reservation.end}")
         state.history.write(start, tokens)
         state.open = None
-        if end >= before and not reservation.replaced and not state.promised_tokens:
+        if reservation.end == end >= before and not reservation.replaced and not state.promised_tokens:
             state.length = end  # no block is given up
             return end
         dropped = state.table.cut(blocks_for(end, self.block_size))

@@ -99,37 +99,48 @@ def uniforms(
     return (high * float(1 << 26) + low) / float(1 << 53)
 
 
+def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """What the filters leave of each row, as weights of its largest token's, float32 [R, V]; and bool [R], whether they
+    are drawn from at all: otherwise the arg-max is taken."""
+    vocabulary = logits.shape[-1]
+
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
+
+    temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
+    largest = logits.max(dim=-1, keepdim=True).values
+    weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
+    cut = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
+    if cut.any():
+        top_k = column("top_k", torch.int64)
+        top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+        weights = weights.where(logits >= ordered.gather(-1, top_k - 1), torch.zeros_like(weights))
+        sorted_weights = weights.gather(-1, ids)
+        masses = sorted_weights.to(torch.float64).cumsum(-1)
+        kept = (masses - sorted_weights < top_p * masses[:, -1:]) | (top_p >= 1)
+        kept[:, 0] = True
+        weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
+    weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
+    return weights, ((temperature > 0) & largest.isfinite()).squeeze(-1)
+
+
+def picked(weights: Tensor, chances: Tensor) -> Tensor:
+    """The token of each row of ``weights`` [R, V] that the number from [0, 1) in ``chances`` (float64 [R]) falls on,
+    int64 [R]."""
+    masses = weights.to(torch.float64).cumsum(-1)
+    total = masses[:, -1:].contiguous()
+    found = torch.searchsorted(masses, total * chances[:, None], right=True)
+    return torch.minimum(found, torch.searchsorted(masses, total)).squeeze(-1)  # where rounding went beyond the last
+
+
 class TorchSampler:
     """A `Sampler` that runs everywhere. It sorts the rows where a filter asks for it."""
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        vocabulary = logits.shape[-1]
-
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
-
-        chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)[:, None]
-        temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
-        largest = logits.max(dim=-1, keepdim=True).values
-        weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
-        filtered = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
-        if filtered.any():
-            top_k = column("top_k", torch.int64)
-            top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
-            ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-            weights = weights.where(logits >= ordered.gather(-1, top_k - 1), torch.zeros_like(weights))
-            sorted_weights = weights.gather(-1, ids)
-            masses = sorted_weights.to(torch.float64).cumsum(-1)
-            kept = (masses - sorted_weights < top_p * masses[:, -1:]) | (top_p >= 1)
-            kept[:, 0] = True
-            weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
-        weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
-        masses = weights.to(torch.float64).cumsum(-1)
-        total = masses[:, -1:].contiguous()
-        found = torch.searchsorted(masses, total * chances, right=True)
-        found = torch.minimum(found, torch.searchsorted(masses, total))  # where rounding went beyond the last
-        plain = (temperature > 0) & largest.isfinite()
-        return found.where(plain, logits.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)
+        weights, plain = filtered(logits, draws)
+        return picked(weights, chances).where(plain, logits.argmax(dim=-1))
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
         for row, tokens, counted_from, repetition, presence, frequency in penalties:

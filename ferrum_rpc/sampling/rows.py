@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HiddenStates,
@@ -35,6 +36,7 @@ from ferrum_rpc.core import (
     TokenArray,
     TopTokens,
 )
+from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
 from ferrum_rpc.sampling.top import top_tokens
@@ -47,7 +49,7 @@ HEAD_ROWS: Final = 256
 class Request(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
-    ``scored``: the rows' tokens, where these are given.
+    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from.
     """
 
     first: int
@@ -56,6 +58,7 @@ class Request(NamedTuple):
     position: int = 0
     history: TokenArray | None = None
     scored: TokenArray | None = None
+    draft: Draft | None = None
 
 
 _GREEDY: Final = Greedy()
@@ -203,15 +206,18 @@ def _extents(
 class Drawn:
     """The draws of some requests' rows, one after the other."""
 
-    __slots__ = ("_bias", "_draws", "_penalties", "_sampler")
+    __slots__ = ("_bias", "_draws", "_penalties", "_proposals", "_sampler")
 
     def __init__(self, requests: Iterable[Request], sampler: Sampler) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
         self._penalties: list[Penalty] = []
-        for _, count, kind, position, history, _ in requests:
+        self._proposals: list[tuple[int, Proposal]] = []  # with their rows
+        for _, count, kind, position, history, _, draft in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
+            if draft is not None:
+                self._proposals += enumerate(draft.proposals(), len(rows))
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
@@ -228,6 +234,7 @@ class Drawn:
         part._draws = self._draws[first:last]
         part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
         part._penalties = [each._replace(row=each.row - first) for each in self._penalties if first <= each.row < last]
+        part._proposals = [(row - first, each) for row, each in self._proposals if first <= row < last]
         return part
 
     def tokens(self, logits: Tensor) -> Tensor:
@@ -241,7 +248,10 @@ class Drawn:
             logits.index_put_(where, added, accumulate=True)
         if self._penalties:
             self._sampler.penalise(logits, self._penalties)
-        return self._sampler.draw(logits, self._draws)
+        chosen = self._sampler.draw(logits, self._draws)
+        if self._proposals:
+            verify(logits, self._draws, self._proposals, chosen)
+        return chosen
 
 
 def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None) -> Columns:
@@ -259,8 +269,8 @@ def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None) -> Columns:
             return {"logits": select_tokens(logits, token_ids), "logsumexp": logits.logsumexp(dim=-1)}
         case FullLogits(dtype):
             return {"logits": logits.to(_TORCH_DTYPE[dtype])}
-        case HiddenStates():
-            raise AssertionError("these rows do not go through the head")
+        case HiddenStates() | Accept():
+            raise AssertionError("these rows do not go through the head, or as another kind")
 
 
 def _to_host(kind: RowKind, columns: Columns) -> RowBlock:

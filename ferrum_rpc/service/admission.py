@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ferrum_rpc.core import (
+    Accept,
     Greedy,
     HandleRef,
     ItemAnswer,
@@ -48,6 +49,9 @@ from ferrum_rpc.service.state import ServerState
 
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
+
+MOST_OF_A_DRAFT = 1.001
+"""What a draft's probabilities may come to: rounded to 16 bits they are not exactly 1."""
 
 Valid = tuple[int, WorkItem, int]
 """An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
@@ -184,11 +188,12 @@ def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             pass
         case Greedy(logprobs=RowLogprobs() as beside):
             _check_logprobs(beside, "output.greedy.logprobs", model, limits)
-        case Sample(bias=bias, logprobs=beside):
-            if bias:
-                _check_vocabulary(max(bias)[0], "a biased token", "output.sample.bias", model)
-            if beside is not None:
-                _check_logprobs(beside, "output.sample.logprobs", model, limits)
+        case Sample() as sample:
+            _check_sample(sample, "output.sample", model, limits)
+        case Accept() as accept:
+            _check_draft(accept, item.tokens, model, limits)
+            if accept.sampling is not None:
+                _check_sample(accept.sampling, "output.accept.sampling", model, limits)
         case NextToken(following_token=following, logprobs=beside):
             if following is not None:
                 _check_vocabulary(following, "the following token", "output.next_token.following_token", model)
@@ -200,6 +205,40 @@ def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
     rows = output.row_count(len(item.tokens) or 1, item.start)
     return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
+
+
+def _check_sample(sample: Sample, field: str, model: ModelInfo, limits: Limits) -> None:
+    if sample.bias:
+        _check_vocabulary(max(sample.bias)[0], "a biased token", f"{field}.bias", model)
+    if sample.logprobs is not None:
+        _check_logprobs(sample.logprobs, f"{field}.logprobs", model, limits)
+
+
+def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: Limits) -> None:
+    """Refuse a draft that is too long, or that cannot have been drawn from what it says that it was."""
+    drafted = max(0, len(tokens) - 1)  # an item that feeds what was chosen names no token
+    if drafted > limits.max_draft_tokens:
+        raise _above(limits, "max_draft_tokens", drafted, "draft tokens", "token_ids")
+    if not accept.candidates:
+        return
+    ids, probabilities = accept.draft_token_ids, accept.draft_probabilities
+    field = "output.accept.draft_token_ids"
+    if accept.candidates > limits.max_draft_candidates:
+        raise _above(limits, "max_draft_candidates", accept.candidates, "candidates of a token", field)
+    if len(ids) != drafted:
+        raise InvalidRequest(f"candidates of {len(ids)} tokens for a draft of {drafted}", field=field)
+    _check_vocabulary(int(ids.max()), "a candidate", field, model)
+    ordered = np.sort(ids, axis=-1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise InvalidRequest("a token is twice among the candidates of one", field=field)
+    found = ids == tokens[1:, None]
+    if not found.any(axis=-1).all():
+        raise InvalidRequest("a token of the draft is not among its candidates", field=field)
+    field = "output.accept.draft_probabilities"
+    if not (probabilities >= 0).all() or (probabilities.sum(axis=-1, dtype=np.float64) > MOST_OF_A_DRAFT).any():
+        raise InvalidRequest("a draft's probabilities are 0 or more and come to 1 at most", field=field)
+    if not probabilities[found].all():
+        raise InvalidRequest("a token of the draft has a probability of 0: it cannot have been drawn", field=field)
 
 
 def _check_logprobs(beside: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:

@@ -2,7 +2,8 @@
 
 Request ids are unique in a `Scope`: the calls on one sequence, or one creation of a caller. An entry is first in flight
 (duplicates wait for it), then an answer, then possibly an answer without its rows, when the byte budget ran out or the
-sequence ended. Refusals are not recorded: they changed nothing, and a retry may succeed.
+sequence ended; token ids that nothing can choose again stay with it. Refusals are not recorded: they changed nothing,
+and a retry may succeed.
 
 Three bounds: bytes of rows in all, where the oldest rows go first; answers in all, where the scope that was used least
 recently gives its oldest; and answers of one sequence. What exceeds the first two is taken from the caller that has
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, RowBlock, RowKind, Rows, WorkItem
+from ferrum_rpc.core import Accept, HandleRef, ItemAnswer, RowBlock, RowKind, Rows, WorkItem
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
 
 ENTRIES: Final = 65_536
@@ -224,13 +225,13 @@ class ReplayLog:
         entry.rows_bytes = 0
 
     def _shed(self, entry: Entry) -> None:
-        """Keep the answer, without its rows. Of a run its tokens stay: nothing can compute them again for a caller that
-        has shown them."""
+        """Keep the answer, without its rows. Of a run or a draft the tokens stay, outside of the budget: nothing can
+        choose them again for a caller that has shown them."""
         self._unlink(entry)
         answer = entry.answer
         if isinstance(answer, ItemAnswer):
             rows = None
-            if answer.ended is not None and answer.rows is not None:
+            if answer.rows is not None and (answer.ended is not None or isinstance(entry.fingerprint, OfADraft)):
                 first, count = answer.rows.first, answer.rows.count
                 tokens = answer.rows.block["token_ids"][first : first + count].copy()
                 rows = Rows(RowBlock.of(RowKind.TOKENS, tokens), 0, count)
@@ -239,6 +240,12 @@ class ReplayLog:
 
 _answers: Final = attrgetter("answers")
 _bytes: Final = attrgetter("bytes")
+
+
+class OfADraft(tuple[Hashable, ...]):
+    """The fingerprint of an item whose draft is verified: the token ids of its answer stay as long as the record."""
+
+    __slots__ = ()
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:
@@ -251,7 +258,12 @@ def item_fingerprint(item: WorkItem) -> Hashable:
     if handle is None:
         return (content, output, create, run)
     _, length, version = handle
-    return (length, version, content, truncate_to, output, run, follow is not None and follow.feed_chosen)
+    feeds_chosen = follow is not None and follow.feed_chosen
+    if isinstance(accept := output.kind, Accept):
+        draft = hashlib.blake2b(accept.token_ids + accept.probabilities, digest_size=DIGEST_BYTES).digest()
+        how = (accept.sampling, accept.candidates, draft)
+        return OfADraft((length, version, content, truncate_to, how, feeds_chosen))
+    return (length, version, content, truncate_to, output, run, feeds_chosen)
 
 
 def scope_of(owner: str, handle_id: bytes, request_id: str = "") -> Key:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrum_rpc.core import (
+    Accept,
     CreateOptions,
     Follow,
     Greedy,
@@ -118,6 +119,8 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
             tokens = np.fromiter(token_ids, np.int32, count)
     except OverflowError:
         raise InvalidRequest("a token id is above the vocabulary", field="token_ids") from None
+    if not has_handle and isinstance(output.kind, Accept):
+        raise InvalidRequest("accept takes a handle: a draft goes on with a sequence", field="handle")
     return named(
         WorkItem,
         (

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HiddenStates,
@@ -22,7 +26,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2, types_pb2
-from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO
+from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 MAX_BIASES: Final = 512
 """Of one item."""
@@ -36,6 +40,8 @@ _POSITIONS_FROM_PROTO: Final[dict[int, Positions]] = {proto: each for each, prot
 
 _GREEDY: Final = Greedy()
 _GREEDY_AT: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY) for each in Positions}
+
+_ACCEPT: Final = OutputSpec(Positions.ALL, Accept())
 
 _USUAL: Final = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_LAST, greedy=output_pb2.GreedyOutput())
 _USUAL_SPEC: Final = _GREEDY_AT[Positions.LAST]
@@ -67,6 +73,8 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
                 first_position=first_position, following_token=following_token, logprobs=_logprobs_to_proto(beside)
             )
             return output_pb2.OutputSpec(next_token=scores)
+        case Accept() as kind:
+            return output_pb2.OutputSpec(accept=_accept_to_proto(kind))
 
 
 def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
@@ -95,6 +103,8 @@ def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> Output
         return _next_token_from_proto(spec)
     if name == "top_tokens" and (k := spec.top_tokens.k):
         return _top_tokens(positions, k)
+    if name == "accept":
+        return _accept_from_proto(spec)
     kind = _GREEDY if name is None else _kind_from_proto(spec, name)
     return _GREEDY_AT[positions] if kind is _GREEDY else OutputSpec(positions, kind)
 
@@ -110,7 +120,7 @@ def _kind_from_proto(spec: output_pb2.OutputSpec, kind: str) -> OutputKind:
         case "greedy":
             return _greedy_from_proto(spec.greedy)
         case "sample":
-            return _sample_from_proto(spec.sample)
+            return _sample_from_proto(spec.sample, "output.sample")
         case "top_tokens":
             raise InvalidRequest("top_tokens.k must be at least 1", field="output.top_tokens.k")
         case "selected_tokens":
@@ -163,30 +173,30 @@ def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
     return Greedy(message.logprob, beside) if message.logprob or beside is not None else _GREEDY
 
 
-def _sample_from_proto(message: output_pb2.SampleOutput) -> Sample:
-    _refuse_unoffered(message, "output.sample")
+def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
+    _refuse_unoffered(message, field)
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     if not 0.0 <= temperature < math.inf:
-        raise InvalidRequest(f"a temperature of {temperature}: 0 or more is wanted", field="output.sample.temperature")
+        raise InvalidRequest(f"a temperature of {temperature}: 0 or more is wanted", field=f"{field}.temperature")
     if not 0.0 < top_p <= 1.0:
-        raise InvalidRequest(f"a top_p of {top_p}: more than 0, up to 1, is wanted", field="output.sample.top_p")
+        raise InvalidRequest(f"a top_p of {top_p}: more than 0, up to 1, is wanted", field=f"{field}.top_p")
     if not 0.0 <= message.min_p <= 1.0:
-        raise InvalidRequest(f"a min_p of {message.min_p}: 0 to 1 is wanted", field="output.sample.min_p")
-    _check_repetition(repetition, "output.sample.repetition_penalty")
+        raise InvalidRequest(f"a min_p of {message.min_p}: 0 to 1 is wanted", field=f"{field}.min_p")
+    _check_repetition(repetition, f"{field}.repetition_penalty")
     for name in ("presence_penalty", "frequency_penalty"):
         if not math.isfinite(value := getattr(message, name)):
-            raise InvalidRequest(f"a {name} of {value}: a finite number is wanted", field=f"output.sample.{name}")
+            raise InvalidRequest(f"a {name} of {value}: a finite number is wanted", field=f"{field}.{name}")
     if len(message.bias) > MAX_BIASES:
         raise InvalidRequest(
             f"{len(message.bias)} biases exceed {MAX_BIASES}",
-            field="output.sample.bias",
+            field=f"{field}.bias",
             metadata={"max_biases": MAX_BIASES},
         )
     bias = tuple([(each.token_id, each.bias) for each in message.bias])
     if not all(math.isfinite(value) for _, value in bias):
-        raise InvalidRequest("a bias is no finite number; masks forbid tokens", field="output.sample.bias")
+        raise InvalidRequest("a bias is no finite number; masks forbid tokens", field=f"{field}.bias")
     return Sample(
         temperature,
         message.top_k,
@@ -222,6 +232,43 @@ def _logprobs_from_proto(message: output_pb2.RowLogprobs) -> RowLogprobs | None:
     """None where it asks for nothing."""
     logprobs = RowLogprobs(message.top_k, tuple(message.token_ids))
     return logprobs if logprobs.top_k or logprobs.token_ids else None
+
+
+def _accept_to_proto(kind: Accept) -> output_pb2.AcceptOutput:
+    message = output_pb2.AcceptOutput()
+    if kind.sampling is not None:
+        message.sampling.CopyFrom(_sample_to_proto(kind.sampling))
+    if kind.candidates:
+        fill_tensor(message.draft_token_ids, kind.draft_token_ids)
+        fill_tensor(message.draft_probabilities, kind.draft_probabilities)
+    return message
+
+
+def _accept_from_proto(spec: output_pb2.OutputSpec) -> OutputSpec:
+    """Its rows are those of all positions until it is known how many were accepted."""
+    message, field = spec.accept, "output.accept"
+    if spec.positions != output_pb2.POSITIONS_UNSPECIFIED:
+        raise InvalidRequest("accept returns what it emits: positions are not set", field="output.positions")
+    sampling = _sample_from_proto(message.sampling, f"{field}.sampling") if message.HasField("sampling") else None
+    ids = _draft_tensor(message, "draft_token_ids", np.dtype(np.uint32))
+    probabilities = _draft_tensor(message, "draft_probabilities", np.dtype(np.float32))
+    if sampling is None and ids is None and probabilities is None:
+        return _ACCEPT
+    return OutputSpec(Positions.ALL, Accept(sampling, ids, probabilities))
+
+
+def _draft_tensor(message: output_pb2.AcceptOutput, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    """One that was sent."""
+    if not message.HasField(name):
+        return None
+    field = f"output.accept.{name}"
+    try:
+        array = tensor_from_proto(getattr(message, name))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error.message}", field=field) from None
+    if array.dtype != dtype:
+        raise InvalidRequest(f"{name} is a tensor of {'U32' if dtype.kind == 'u' else 'F32'}", field=field)
+    return array
 
 
 def _refuse_unoffered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import output_pb2
+from ferrum_rpc.wire.tensor import fill_tensor
 from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.wiring import full, item, pb, refused, top
 
@@ -61,6 +63,14 @@ async def play(dialled: Dialled) -> list[Any]:
     forked = await call.ForkKv(pb.ForkKvRequest(handle=one.output.handle, count=2, at_length=50))
     verified = await call.ForwardVerify(pb.ForwardVerifyRequest(item=item([8, 9, 7], forked.handles[0], output=full())))
     heard += told(verified)
+    for spec in (output_pb2.AcceptOutput(), output_pb2.AcceptOutput(sampling=output_pb2.SampleOutput(seed=7))):
+        if spec.HasField("sampling"):
+            fill_tensor(spec.draft_token_ids, np.array([[8, 9]] * 5, np.uint32))
+            fill_tensor(spec.draft_probabilities, np.full((5, 2), 0.01, np.float32))
+        draft = item([1, 8, 8, 9, 8, 9], forked.handles[1], output=output_pb2.OutputSpec(accept=spec), truncate_to=50)
+        accepted = await call.ForwardVerify(pb.ForwardVerifyRequest(item=draft))
+        forked.handles[1].CopyFrom(accepted.output.handle)
+        heard += told(accepted)
     back = await call.TruncateKv(pb.TruncateKvRequest(handle=verified.output.handle, length=51))
     heard.append((back.handle.seq_len, back.handle.version, back.pressure.free_blocks))
     mixed = await call.UnifiedForward(
@@ -91,7 +101,7 @@ async def test_every_answer_is_the_threads() -> None:
             return await play(dialled)
 
     thread, process = await asyncio.gather(heard("thread"), heard("process"))
-    assert len(thread) == 37
+    assert len(thread) == 41
     assert process == thread
 
 

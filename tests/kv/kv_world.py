@@ -68,10 +68,11 @@ class World:
         before = self.tokens.get(r.sequence, [])
         assert self._read(r.table, r.end) == before[: r.start] + write.tokens
 
-    def commit(self, write: Write) -> None:
-        r = write.reservation
-        assert self.kv.commit(r, np.array(write.tokens, np.int32)) == r.end
-        self.tokens[r.sequence] = self.tokens.get(r.sequence, [])[: r.start] + write.tokens
+    def commit(self, write: Write, kept: int | None = None) -> None:
+        """Of what was written the first ``kept`` tokens stay."""
+        r, tokens = write.reservation, write.tokens[:kept]
+        assert self.kv.commit(r, np.array(tokens, np.int32)) == r.start + len(tokens)
+        self.tokens[r.sequence] = self.tokens.get(r.sequence, [])[: r.start] + tokens
 
     def rollback(self, write: Write) -> None:
         if write.saved is not None:

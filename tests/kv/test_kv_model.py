@@ -90,7 +90,7 @@ class KvMachine(RuleBasedStateMachine):
                 assert start + count > sum(promised), "a promise was broken"
             return None
 
-    def commit(self, write: Write) -> None:
+    def commit(self, write: Write, kept: int | None = None) -> None:
         r = write.reservation
         created = r.created
         before = 0 if created else self.length(r.sequence)
@@ -98,11 +98,14 @@ class KvMachine(RuleBasedStateMachine):
         ahead = 0
         if created:
             ahead = state.promised_tokens if state.before_hold is None else state.before_hold[1]
-        self.world.commit(write)
+        free = self.kv.free_blocks
+        self.world.commit(write, kept)
+        if r.start >= before:
+            assert self.kv.free_blocks >= free, "a commit took blocks"
         if state.before_hold is not None:
             self.held[r.sequence] = sum((state.promised_from, state.promised_tokens))
         if ahead:
-            self.promised[r.sequence] = (r.end, ahead)
+            self.promised[r.sequence] = (self.length(r.sequence), ahead)
         elif r.start < before:
             self.shrunk_to(r.sequence, r.start)
 
@@ -128,6 +131,15 @@ class KvMachine(RuleBasedStateMachine):
             self.world.run(write)
         self.world.check_forward(write)
         self.commit(write)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def commit_a_part_of_one(self, data):
+        """A draft of which some tokens were accepted."""
+        write = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if not write.has_run:
+            self.world.run(write)
+        self.commit(write, data.draw(st.integers(1, len(write.tokens)), label="kept"))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())

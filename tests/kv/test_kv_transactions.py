@@ -374,6 +374,33 @@ def test_an_open_reservation_pins_its_sequence(touch):
     w.check()
 
 
+def test_a_commit_of_a_part_forgets_the_rest_and_frees_its_blocks():
+    w = world()
+    w.write(A, w.size)
+    w.fork(A, B, w.size - 1)
+    for sequence, start in ((A, w.size), (B, w.size - 1), (A, 1)):  # behind it, into what is shared, and far back
+        write = w.reserve(sequence, start, 3 * w.size + 2)
+        w.run(write)
+        w.commit(write, 2)
+        w.check()
+        assert w.kv.length(sequence) == start + 2 and len(w.blocks(sequence)) == -(-(start + 2) // w.size)
+    assert w.kv.total_blocks - w.kv.free_blocks == len({*w.blocks(A), *w.blocks(B)})
+
+
+def test_a_commit_of_a_part_keeps_what_was_promised():
+    w = world()
+    w.write(A, 1)
+    w.kv.ensure_capacity(A, 2 * w.size)
+    held = len(w.blocks(A)) + len(w.spares(A))
+    write = w.reserve(A, 1, 3 * w.size)
+    w.run(write)
+    w.commit(write, 1)
+    w.check()
+    assert len(w.blocks(A)) + len(w.spares(A)) == held
+    w.write(B, w.kv.free_blocks * w.size)
+    w.write(A, 2 * w.size - 1)
+
+
 @pytest.mark.parametrize("first", ["commit", "rollback"])
 @pytest.mark.parametrize("second", ["commit", "rollback"])
 def test_a_reservation_is_closed_once(first, second):
@@ -385,8 +412,9 @@ def test_a_reservation_is_closed_once(first, second):
             "commit": lambda r=reservation: w.kv.commit(r, np.arange(9)),
             "rollback": lambda r=reservation: w.kv.rollback(r),
         }
-        with pytest.raises(KvMisuse):
-            w.kv.commit(reservation, np.arange(8))  # other tokens than were reserved: it stays open
+        for count in (0, 10):  # none, or more than were reserved: it stays open
+            with pytest.raises(KvMisuse):
+                w.kv.commit(reservation, np.arange(count))
         close[first]()
         with pytest.raises(KvMisuse):
             close[second]()

@@ -399,7 +399,6 @@ async def test_streams_that_are_not_offered_say_so(served: Served, method: str) 
 
 
 OUTPUTS_NOT_OFFERED = {
-    "OUTPUT_ACCEPT": output_pb2.OutputSpec(accept=output_pb2.AcceptOutput()),
     "TOKEN_MASKS": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(token_mask_id=b"x")),
     "sample: TOKEN_MASKS": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(token_mask_id=b"x")),
 }

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     OutputKind,
     OutputSpec,
     Positions,
+    Sample,
     SelectedTokens,
     Span,
     SpanResult,
@@ -52,6 +54,8 @@ KINDS: tuple[OutputKind, ...] = (
     Greedy(logprob=True),
     TopTokens(3),
     SelectedTokens((1, 5)),
+    Accept(),
+    Accept(Sample(temperature=5.0, seed=1, logprob=True)),
 )
 AT_BEGIN = ("reserve", "plan", "forward", "select")
 AT_FINISH = ("wait", "commit")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     OutputSpec,
     Positions,
@@ -168,7 +169,7 @@ class Twins:
         same_outcomes(ours, self._forward(self.twin, step))
         for span, outcome in zip(step.spans, ours.outcomes, strict=True):
             if isinstance(outcome, SpanResult):
-                assert outcome.length == span.end
+                assert outcome.length == span.end or isinstance(span.output.kind, Accept)
                 self.lengths[span.sequence] = outcome.length
         self.check()
 
@@ -280,8 +281,10 @@ def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
         if mine.rows is None:
             continue
         one, two = (each.rows.block.cut(each.rows.first, each.rows.first + each.rows.count) for each in (mine, other))
-        assert np.isfinite(one["logits"]).all()
-        assert (one["logits"].shape, one["logits"].tobytes()) == (two["logits"].shape, two["logits"].tobytes())
+        assert one.kind is two.kind
+        for name, column in one.columns.items():
+            assert np.isfinite(column).all()
+            assert (column.shape, column.tobytes()) == (two[name].shape, two[name].tobytes())
     assert ours.blocks_copied == theirs.blocks_copied
 
 
@@ -382,6 +385,28 @@ def everything_at_once(twins: Twins) -> Step:
     )
 
 
+def accept_a_part_of_drafts(twins: Twins) -> Step:
+    """Into new blocks that were promised, into a shared block, and over what is rolled back; beside a plain span."""
+    twins.step(twins.span(1, 6), twins.span(2, 13), twins.span(3, 5))
+    fork(twins, 1, [4], at=5)
+    assert twins.both(lambda runner: runner.reserve(1, 12)) is None
+    return Step((draft(twins, 1, 6, 2), draft(twins, 2, 3, 4), twins.span(3, 2), draft(twins, 4, 5, 1)))
+
+
+def draft(twins: Twins, sequence: int, start: int, right: int) -> Span:
+    """A draft of eight tokens, of which the first are ``right``."""
+    runner, output = twins.twin, OutputSpec(Positions.ALL, Accept())
+    tokens, probe = twins.span(sequence, 9, start, output).tokens, 1000
+    runner.fork(sequence, [probe], start)
+    for at in range(1, 9):
+        step = Step((Span(probe, tokens[:at], start, LAST),))
+        rows = twins._forward(runner, step).outcomes[0].rows
+        best = int(rows.block["logits"][rows.first].argmax())
+        tokens[at] = best if at <= right else (best + 1) % runner.info.vocab_size
+    runner.release([probe])
+    return Span(sequence, tokens, start, output)
+
+
 def fork(twins: Twins, parent: int, children: list[int], at: int | None = None) -> None:
     assert twins.both(lambda runner: runner.fork(parent, children, at)) is None
     for child in children:
@@ -403,6 +428,7 @@ SCENARIOS = [
     roll_back_into_what_a_fork_shares,
     roll_back_through_private_blocks_into_shared_ones,
     one_span_is_refused_for_lack_of_blocks,
+    accept_a_part_of_drafts,
     everything_at_once,
 ]
 
@@ -413,6 +439,7 @@ IN_PLACE = {
     roll_back_to_nothing,
     roll_back_with_promised_blocks,
     roll_back_through_private_blocks_into_shared_ones,
+    accept_a_part_of_drafts,
     everything_at_once,
 }
 """Their steps write over committed tokens that only one sequence holds: the undo log is needed."""
@@ -422,6 +449,7 @@ SHARED = {
     all_forks_write_behind_a_shared_tail,
     roll_back_into_what_a_fork_shares,
     roll_back_through_private_blocks_into_shared_ones,
+    accept_a_part_of_drafts,
     everything_at_once,
 }
 """Their steps write into a part of a block that others hold too: it is copied."""
@@ -449,6 +477,17 @@ def test_a_failure_at_any_point_leaves_everything_as_before(scenario: Callable[[
     passages = run_scenario(scenario)
     assert ("save" in passages) == (scenario in IN_PLACE)
     assert ("copy" in passages) == (scenario in SHARED)
+
+
+def test_of_a_draft_the_cache_keeps_what_was_accepted() -> None:
+    twins = Twins()
+    result = twins.step(*accept_a_part_of_drafts(twins).spans)
+    lengths = [outcome.length for outcome in result.outcomes if isinstance(outcome, SpanResult)]
+    assert lengths == [6 + 3, 3 + 5, 7, 5 + 2]
+    tokens = [each.rows.count for each in result.outcomes if isinstance(each, SpanResult) and each.rows is not None]
+    assert tokens == [3, 5, 2, 2]
+    assert len(twins.runner.kv.tokens(1)) == 9
+    twins.finish()
 
 
 @pytest.fixture(scope="module")

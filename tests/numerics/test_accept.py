@@ -1,0 +1,226 @@
+"""Speculation against the exact target distribution: whatever the draft, the tokens are those of plain draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
+from ferrum_rpc.sampling.accept import Draft, accepted
+from ferrum_rpc.sampling.draw import NativeSampler, TorchSampler
+from ferrum_rpc.sampling.rows import Request, select_rows
+from tests.numerics.test_draws import logits, probabilities
+
+VOCABULARY = 24
+COUNT = 2000
+"""Items of a step: so many seeds."""
+
+FILTERS = (
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+)
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    if request.param == "torch":
+        return TorchSampler()
+    try:
+        return NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+
+
+def verified(rows, kinds, drafts, sampler, *, start=3, history=None):
+    """What drafts of N tokens emit on the same ``rows`` [N + 1, V], each with its own kind; as lists of tokens."""
+    width = len(rows)
+    hidden = torch.arange(width * len(kinds), dtype=torch.float32)[:, None]
+    requests, fed = [], []
+    for index, (kind, draft) in enumerate(zip(kinds, drafts, strict=True)):
+        tokens = np.array([1, *draft], np.int32)
+        fed.append(tokens)
+        past = None if history is None else np.array([*history, *draft], np.int32)
+        requests.append(Request(index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens)))
+    table = rows.repeat(len(kinds), 1)
+    found = select_rows(hidden, requests, lambda each: table[each[:, 0].long()].clone(), None, sampler)
+    kept, left = accepted(fed, found, range(len(kinds)))
+    answers = [each.block["token_ids"][each.first : each.first + each.count].tolist() for each in left]
+    assert [kept[index] for index in range(len(kinds))] == [*map(len, answers)]
+    assert left[0].block.rows == sum(map(len, answers)), "rows of rejected tokens left"
+    return answers
+
+
+def check(found, expected):
+    """Chi-square of counts [V] against probabilities [V], the rare tokens counted together."""
+    assert not found[expected <= 0].any()
+    expected = found.sum() * expected
+    rare = expected < 5
+    found, expected = (np.append(each[~rare], each[rare].sum()) for each in (found, expected))
+    kept = expected > 0
+    degrees = max(1, kept.sum() - 1)
+    chi_square = ((found - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees) + 1, (chi_square, degrees)
+
+
+def drawn_from(q, rng, count):
+    """``count`` drafts from q [N, k], as indices of candidates [count, N]."""
+    return np.stack([rng.choice(q.shape[1], count, p=row / row.sum()) for row in q.astype(np.float64)], -1)
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+@pytest.mark.parametrize("sparse", [False, True], ids=["guessed", "drawn"])
+@pytest.mark.parametrize("quality", ["good", "bad"])
+def test_emitted_tokens_have_the_distribution_of_plain_draws(sampler, how, sparse, quality):
+    """The first token of all items, and the second of those whose first draft token was accepted: both have the row's
+    own distribution. A bad draft is drawn from what has little to do with it."""
+    rng = np.random.default_rng(7)
+    rows = logits(3, VOCABULARY, seed=3)
+    exact = np.stack([probabilities(row, **how).numpy() for row in rows])
+    k = 6 if sparse else VOCABULARY
+    order = np.argsort(-exact[:2] if quality == "good" else rng.random((2, VOCABULARY)), -1)
+    ids = order[:, :k].astype(np.uint32)
+    q = (np.take_along_axis(exact[:2], order, -1) if quality == "good" else rng.random((2, VOCABULARY)))[:, :k] + 0.02
+    q = (q / q.sum(-1, keepdims=True)).astype(np.float32)
+    picks = drawn_from(q, rng, COUNT)
+    drafts = np.take_along_axis(ids, picks.T, -1).T
+    kinds = [
+        Accept(Sample(seed=seed, **how), ids, q) if sparse else Accept(Sample(seed=seed, **how))
+        for seed in range(COUNT)
+    ]
+    answers = verified(rows, kinds, drafts.tolist(), sampler)
+    firsts = np.bincount([answer[0] for answer in answers], minlength=VOCABULARY)
+    check(firsts, exact[0])
+    check(np.bincount([answer[1] for answer in answers if len(answer) > 1], minlength=VOCABULARY), exact[1])
+    check(np.bincount([answer[2] for answer in answers if len(answer) > 2], minlength=VOCABULARY), exact[2])
+    share = np.mean([len(answer) > 1 for answer in answers])
+    chance = np.minimum(exact[0][ids[0]], q[0]).sum() if sparse else (exact[0][ids[0]] * q[0]).sum()
+    assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / COUNT) + 1e-3, (share, chance)
+
+
+def test_penalties_and_biases_make_the_target_and_count_the_draft(sampler):
+    """Row 1 is penalised for the draft token before it, whether or not it repeats the history's."""
+    rng = np.random.default_rng(1)
+    how = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.4, "bias": ((4, 1.0), (5, -2.0))}
+    rows, history = logits(2, VOCABULARY, seed=5), [2, 2, 9, 1]
+    ids = np.array([[4, 2, 9, 11]], np.uint32)
+    q = np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)
+    drafts = np.take_along_axis(ids, drawn_from(q, rng, COUNT).T, -1).T.tolist()
+    kinds = [Accept(Sample(seed=seed, penalty_from=1, **how), ids, q) for seed in range(COUNT)]
+    answers = verified(rows, kinds, drafts, sampler, history=history)
+
+    def target(row, held):
+        row = row.double().numpy().copy()
+        row[4] += 1.0
+        row[5] -= 2.0
+        for token in set(held):
+            row[token] = row[token] / 1.5 if row[token] > 0 else row[token] * 1.5
+        for token in held[1:]:
+            row[token] -= 0.4
+        for token in set(held[1:]):
+            row[token] -= 0.6
+        return torch.from_numpy(row).softmax(-1).numpy()
+
+    check(np.bincount([answer[0] for answer in answers], minlength=VOCABULARY), target(rows[0], history))
+    for draft in ids[0].tolist():
+        seconds = [answer[1] for answer in answers if len(answer) > 1 and answer[0] == draft]
+        check(np.bincount(seconds, minlength=VOCABULARY), target(rows[1], [*history, draft]))
+
+
+def test_a_guessed_draft_changes_no_token_of_a_seed(sampler):
+    """Nor does what follows the last accepted token depend on anything but the plain draws."""
+    rows = logits(5, VOCABULARY, seed=9)
+    plain = [
+        select_rows(
+            torch.arange(5.0)[:, None], [Request(0, 5, Sample(seed=seed), 4)], lambda each: rows, None, sampler
+        )[0]
+        .block["token_ids"]
+        .tolist()
+        for seed in range(50)
+    ]
+    rng = np.random.default_rng(0)
+    for right in range(5):
+        drafts = [[*row[:right], *rng.integers(0, VOCABULARY, 4 - right)] for row in plain]
+        answers = verified(rows, [Accept(Sample(seed=seed)) for seed in range(50)], drafts, sampler)
+        for answer, row in zip(answers, plain, strict=True):
+            assert right < len(answer) and answer == row[: len(answer)]
+
+
+def test_the_token_behind_an_accepted_draft_is_the_plain_one(sampler):
+    rows = logits(2, VOCABULARY, seed=9)
+    for seed in range(50):
+        [plain] = select_rows(
+            torch.zeros(1, 1), [Request(0, 1, Sample(seed=seed), 5)], lambda _: rows[1:], None, sampler
+        )
+        best = int(rows[0].argmax())
+        kind = Accept(Sample(seed=seed), [[best]], [[1e-3]])  # accepted whenever p is larger
+        [answer] = verified(rows, [kind], [[best]], sampler)
+        assert answer == [best, int(plain.block["token_ids"][0])]
+
+
+def test_what_is_beside_a_draft_changes_nothing(sampler):
+    """Other drafts, of other widths, and other kinds: each row is chosen by itself."""
+    rng = np.random.default_rng(3)
+    rows = logits(40, VOCABULARY, seed=2)
+    kinds, fed = [], []
+    for index in range(8):
+        k = index % 3 * 2
+        draft = rng.integers(0, VOCABULARY, 4)
+        ids = np.stack([rng.permutation(VOCABULARY)[: k or 1] for _ in draft]).astype(np.uint32)
+        ids[:, 0] = np.where((ids == draft[:, None]).any(-1), ids[:, 0], draft)
+        q = np.full(ids.shape, 1 / ids.shape[1], np.float32)
+        kinds.append(Accept(Sample(seed=index, top_p=0.9), ids, q) if k else Accept(Sample(seed=index)))
+        fed.append(np.array([0, *draft], np.int32))
+    table = rows
+
+    def answers(chosen):
+        at = torch.cat([torch.arange(5 * index, 5 * index + 5) for index in chosen])
+        requests = [
+            Request(5 * place, 5, kinds[index].choice, 7, draft=Draft.of(kinds[index], fed[index]))
+            for place, index in enumerate(chosen)
+        ]
+        found = select_rows(at[:, None].float(), requests, lambda each: table[each[:, 0].long()], None, sampler)
+        return [each.block["token_ids"][each.first : each.first + each.count].tolist() for each in found]
+
+    alone = [answers([index])[0] for index in range(8)]
+    assert answers(range(8)) == alone
+    assert answers([5, 2, 7]) == [alone[5], alone[2], alone[7]]
+
+
+@pytest.mark.parametrize("row", ["nan", "infinite", "greedy"])
+def test_rows_that_are_not_drawn_take_the_arg_max(sampler, row):
+    rows = logits(2, VOCABULARY, seed=1)
+    temperature = 0.0 if row == "greedy" else 1.0
+    if row != "greedy":
+        rows[0, 7] = {"nan": math.nan, "infinite": math.inf}[row]
+    best = int(rows[0].argmax())
+    for draft in (best, (best + 1) % VOCABULARY):
+        kind = Accept(Sample(temperature, seed=1), [[draft, (best + 2) % VOCABULARY]], [[0.5, 0.5]])
+        [answer] = verified(rows, [kind], [[draft]], sampler)
+        assert answer[0] == best and len(answer) == 1 + (draft == best)
+
+
+def test_rows_of_rejected_tokens_leave_the_blocks_that_others_share():
+    block = RowBlock.of(RowKind.TOKENS, np.arange(10, dtype=np.uint32), np.arange(10, dtype=np.float32) / 10)
+    other = RowBlock.of(RowKind.TOKENS, np.arange(3, dtype=np.uint32))
+    rows = [Rows(block, 0, 1), Rows(block, 1, 4), None, Rows(other, 0, 1), Rows(block, 5, 3), Rows(block, 8, 2)]
+    fed = [np.array(each) for each in ([0], [0, 1, 9, 3], [0], [0], [0, 9, 9], [0, 8])]
+    kept, left = accepted(fed, rows, [1, 4, 5])
+    assert kept == {1: 2, 4: 1, 5: 2}
+    assert left[2] is None and left[3] is rows[3]
+    found = [each.block.cut(each.first, each.first + each.count).columns for each in left if each is not None]
+    assert [each["token_ids"].tolist() for each in found] == [[0], [1, 2], [0], [5], [8, 9]]
+    assert np.allclose(found[1]["logprobs"], [0.1, 0.2])
+    assert left[0].block is left[1].block and left[0].block.rows == 6
+
+
+def test_a_greedy_draft_is_the_arg_max_and_shares_its_pass():
+    assert Accept().choice == Greedy() and Draft.of(Accept(), np.zeros(3, np.int32)) is None
+    assert Accept(Sample(0.5)) == Accept(Sample(0.5)) and hash(Accept()) == hash(Accept())
+    assert Accept(Sample(), [[1]], [[1.0]]) == Accept(Sample(), np.array([[1]], np.uint32), np.ones((1, 1), np.float32))
+    assert Accept(Sample(), [[1]], [[1.0]]) != Accept(Sample(), [[1]], [[0.5]])
