@@ -66,10 +66,13 @@ class RowLogprobs:
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
-    ``logprobs`` those of other tokens."""
+    ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`, and on the executor's side such an
+    output is a `Sample` at temperature 0."""
 
     logprob: bool = False
     logprobs: RowLogprobs | None = None
+    mask: bytes = b""
+    row_masks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,10 @@ class Sample:
 
     ``repetition_penalty`` divides positive and multiplies negative logits of tokens that the sequence holds (1: none);
     ``presence_penalty`` is subtracted once, ``frequency_penalty`` for each occurrence, of those from the position
-    ``penalty_from`` on (0: none)."""
+    ``penalty_from`` on (0: none).
+
+    ``mask``: the id of a registered mask of the tokens that may be drawn. ``row_masks``: one for each row in its place,
+    in the order of their positions; empty: none for that row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -95,6 +101,13 @@ class Sample:
     frequency_penalty: float = 0.0
     penalty_from: int = 0
     logprobs: RowLogprobs | None = None
+    mask: bytes = b""
+    row_masks: tuple[bytes, ...] = ()
+
+    @property
+    def masks(self) -> tuple[bytes, ...]:
+        """The masks that it names; those of rows without one are empty."""
+        return (self.mask,) if self.mask else self.row_masks
 
     @property
     def penalised(self) -> bool:
@@ -219,16 +232,24 @@ OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenS
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What a span returns: which of its positions, and what of each."""
+    """What a span returns: which of its positions, and what of each. ``words``: those of a mask that is not registered
+    and came with the item. The service floor registers it and hands on the rest: they are no part of what is asked."""
 
     positions: Positions = Positions.LAST
     kind: OutputKind = field(default_factory=Greedy)
+    words: bytes = field(default=b"", compare=False, repr=False)
 
     def row_count(self, tokens: int, start: int) -> int:
         """Rows that a span of ``tokens`` tokens from position ``start`` of its sequence on yields."""
         if self.positions is Positions.ALL:
             return self.kind.row_count(tokens, start) if isinstance(self.kind, NextToken) else tokens
         return 1 if self.positions is Positions.LAST else 0
+
+    @property
+    def masked(self) -> Sample | None:
+        """How its tokens are drawn, where masks are named."""
+        sample = self.kind.sampling if isinstance(self.kind, Accept) else self.kind
+        return sample if isinstance(sample, Sample) and (sample.mask or sample.row_masks) else None
 
     def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
         """Bytes of one row on the wire."""
@@ -606,6 +627,7 @@ class Limits:
     idle_ttl_s: float = 600.0
     max_leases: int = 1024
     max_sessions: int = 4096
+    max_token_masks: int = 2048
     caller_share: float = 0.5
     max_draft_tokens: int = 64
     max_draft_candidates: int = 64

@@ -23,6 +23,7 @@ class Reason(enum.StrEnum):
     HANDLE_RELEASED = "HANDLE_RELEASED"
     LEASE_EXPIRED = "LEASE_EXPIRED"
     LEASE_UNKNOWN = "LEASE_UNKNOWN"
+    TOKEN_MASK_UNKNOWN = "TOKEN_MASK_UNKNOWN"  # noqa: S105 - no secret
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
     SEQUENCE_VERSION_MISMATCH = "SEQUENCE_VERSION_MISMATCH"
     SEQUENCE_BUSY = "SEQUENCE_BUSY"
@@ -103,6 +104,10 @@ class LeaseExpired(ExecutorError):
 
 class LeaseUnknown(ExecutorError):
     """This process never gave out such a lease to this caller, or it was revoked."""
+
+
+class TokenMaskUnknown(ExecutorError):
+    """This caller has no such mask, or others have taken its place (``token_mask_id``): register it again."""
 
 
 class InstanceMismatch(ExecutorError):

@@ -21,6 +21,7 @@ from ferrum_rpc.core import Accept, Greedy, NextToken, Rows, Sample, Span, Token
 from ferrum_rpc.models.base import Model, NativeModel, StepInputs
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import select_sampler
+from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
@@ -35,6 +36,7 @@ class Compute:
         self.model = model
         self.attention = attention
         self.sampler = select_sampler(model.device)
+        self.masks = Masks(model.device)
         self._on_host = model.device.type == "cpu"
         self._done = Mark(torch.device("cpu"))
         self._native: tuple[NativeModel, NativeAttention] | None = None
@@ -78,7 +80,7 @@ class Compute:
             count = output.row_count(tokens, span.start)
             if count:
                 wanted.append(index)
-                kind, first, history, scored, draft = output.kind, end - count, None, None, None
+                kind, first, history, scored, draft, masks = output.kind, end - count, None, None, None, None
                 match kind:
                     case Greedy():  # most of them
                         pass
@@ -86,21 +88,28 @@ class Compute:
                         drafts.append(index)
                         draft = Draft.of(kind, span.tokens)
                         kind = kind.choice
-                        if isinstance(kind, Sample) and kind.penalised:
-                            history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
-                    case Sample() if kind.penalised:
-                        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                        if isinstance(kind, Sample):
+                            history, masks = self._history_and_masks(kind, span, count, tokens_of)
+                    case Sample() if kind.penalised or kind.mask or kind.row_masks:
+                        history, masks = self._history_and_masks(kind, span, count, tokens_of)
                     case NextToken(following_token=int(following)):
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(Request(first, count, kind, span.end - count + 1, history, scored, draft))
+                requests.append(Request(first, count, kind, span.end - count + 1, history, scored, draft, masks))
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
             for index, answer in zip(wanted, found, strict=True):
                 rows[index] = answer
         return rows, drafts
+
+    def _history_and_masks(
+        self, kind: Sample, span: Span, rows: int, tokens_of: Callable[[int], TokenArray]
+    ) -> tuple[TokenArray | None, list[Tensor | None] | None]:
+        """What penalties count, and the words of the masks of the span's rows; None where there are none."""
+        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens]) if kind.penalised else None
+        return history, self.masks.of(kind, rows) if kind.masks else None
 
     def mark(self) -> Mark:
         """The end of all that was asked so far, the caller's own operations on the device among it."""

@@ -342,6 +342,11 @@ class TorchRunner:
         for sequence in sequences:
             self.kv.end_hold(sequence)
 
+    def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
+        """Keep the token masks ``added``, by id and words, and forget others; see `Masks`."""
+        with self._operation("change of masks"):
+            self.compute.masks.change(added, dropped)
+
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
         """An unexpected error becomes `StepFailed`: the cache's calls change everything or nothing."""

@@ -100,8 +100,14 @@ class Penalty(ctypes.Structure):
     )
 
 
-STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty)
-ABI_VERSION: Final = 6
+class RowMask(ctypes.Structure):
+    """``struct row_mask`` of sample.h: which tokens a row may yield, a pointer to int32."""
+
+    _fields_ = (("words", ctypes.c_void_p), ("row", ctypes.c_int64))
+
+
+STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask)
+ABI_VERSION: Final = 7
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -140,6 +146,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_sampler_new": (_P,),
     "ferrum_sampler_free": (None, _P),
     "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),
+    "ferrum_mask": (None, _P, _P, _L, _P, _L, _I),
     "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
 """What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers

@@ -3,6 +3,7 @@
 A row's only chance is one number from [0, 1), a function of its seed and its position (`uniforms`). It picks from what
 the filters left, by weight, in the order of the ids. In their order, each over what the one before left:
 
+masks        leave only the tokens that they allow: the others' logits are -inf, whatever is added to them
 bias         is added to its tokens' logits
 penalties    repetition, then frequency, then presence (`Penalty`)
 temperature  divides the logits; 0 takes the largest, the lowest id of several, and ends it
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from ferrum_rpc.core import TokenArray
 from ferrum_rpc.native import library
+from ferrum_rpc.sampling import masks as token_masks
+from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
 
@@ -59,6 +62,9 @@ class Sampler(Protocol):
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
         """Change rows of ``logits`` in place, each at most once."""
 
+    def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
+        """As `masks.forbid`; each row at most once."""
+
 
 TOKEN, ACCEPT = 0, 1
 """What a number is for: the streams of `uniforms`."""
@@ -68,6 +74,8 @@ _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _STEEPEST: Final = 1e30
+_FINITE: Final = 3.4e38
+"""Of a largest logit: above it, as `masks.LEAST`, it is none to divide by."""
 
 
 def philox(key: npt.NDArray[np.uint64], counter: tuple[npt.NDArray[np.uint64], ...]) -> list[npt.NDArray[np.uint64]]:
@@ -122,7 +130,7 @@ def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         kept[:, 0] = True
         weights = torch.zeros_like(weights).scatter(-1, ids, sorted_weights.where(kept, torch.zeros_like(weights)))
     weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
-    return weights, ((temperature > 0) & largest.isfinite()).squeeze(-1)
+    return weights, ((temperature > 0) & (largest.abs() < _FINITE)).squeeze(-1)
 
 
 def picked(weights: Tensor, chances: Tensor) -> Tensor:
@@ -151,6 +159,9 @@ class TorchSampler:
             ids = to_device(torch.from_numpy(counted.astype(np.int64)), logits.device)
             frequent = to_device(torch.from_numpy(counts.astype(np.float32) * np.float32(frequency)), logits.device)
             logits[row, ids] = logits[row, ids] - frequent - presence
+
+    def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
+        token_masks.forbid(logits, masks)
 
 
 class NativeSampler:
@@ -195,6 +206,15 @@ class NativeSampler:
             self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(held), threads
         ):
             raise MemoryError("no memory for penalties")
+
+    def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
+        array = (library.RowMask * len(masks))(*(library.RowMask(words.data_ptr(), row) for row, words in masks))
+        if not logits.is_contiguous():
+            raise ValueError("masks change rows that lie one behind the other")
+        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
+        self._library.ferrum_mask(
+            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(masks), threads
+        )
 
 
 def select_sampler(device: torch.device) -> Choice:

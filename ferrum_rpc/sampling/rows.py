@@ -38,6 +38,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
+from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device, to_host
@@ -49,7 +50,8 @@ HEAD_ROWS: Final = 256
 class Request(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
-    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from.
+    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from. ``masks``: the words of
+    each row's mask, where there are any.
     """
 
     first: int
@@ -59,6 +61,7 @@ class Request(NamedTuple):
     history: TokenArray | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
+    masks: Sequence[Tensor | None] | None = None
 
 
 _GREEDY: Final = Greedy()
@@ -154,7 +157,8 @@ def _reduced(
     chosen: dict[OutputKind, Drawn | Scored] = {}
     for kind, members in groups.items():
         if isinstance(kind, Sample):
-            chosen[kind] = Drawn([requests[each] for each in members], sampler)
+            keep = kind.logprob or kind.logprobs is not None
+            chosen[kind] = Drawn([requests[each] for each in members], sampler, keep=keep)
         elif isinstance(kind, NextToken):
             scored = [each for each in (requests[index].scored for index in members) if each is not None]
             chosen[kind] = Scored.of(scored, hidden.device)
@@ -204,20 +208,23 @@ def _extents(
 
 
 class Drawn:
-    """The draws of some requests' rows, one after the other."""
+    """The draws of some requests' rows, one after the other. Unless it is to ``keep`` logits, they change."""
 
-    __slots__ = ("_bias", "_draws", "_penalties", "_proposals", "_sampler")
+    __slots__ = ("_bias", "_draws", "_keep", "_masks", "_penalties", "_proposals", "_sampler")
 
-    def __init__(self, requests: Iterable[Request], sampler: Sampler) -> None:
+    def __init__(self, requests: Iterable[Request], sampler: Sampler, *, keep: bool) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
         self._penalties: list[Penalty] = []
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
-        for _, count, kind, position, history, _, draft in requests:
+        self._masks: list[RowMask] = []
+        for _, count, kind, position, history, _, draft, masks in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             if draft is not None:
                 self._proposals += enumerate(draft.proposals(), len(rows))
+            if masks is not None:
+                self._masks += [RowMask(row, each) for row, each in enumerate(masks, len(rows)) if each is not None]
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
@@ -227,19 +234,21 @@ class Drawn:
                 rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
         self._draws = np.array(rows, DRAW)
         self._sampler = sampler
+        self._keep = keep
 
     def between(self, first: int, last: int) -> Drawn:
         """Those of the rows ``first .. last``."""
-        part = Drawn((), self._sampler)
+        part = Drawn((), self._sampler, keep=self._keep)
         part._draws = self._draws[first:last]
         part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
         part._penalties = [each._replace(row=each.row - first) for each in self._penalties if first <= each.row < last]
         part._proposals = [(row - first, each) for row, each in self._proposals if first <= row < last]
+        part._masks = [each._replace(row=each.row - first) for each in self._masks if first <= each.row < last]
         return part
 
     def tokens(self, logits: Tensor) -> Tensor:
         """One for each row of float32 ``logits`` [r, V], int64 [r]."""
-        if self._bias or self._penalties:
+        if self._keep and (self._bias or self._penalties or self._masks):
             logits = logits.clone()
         if self._bias:
             rows, tokens, values = map(np.array, zip(*self._bias, strict=True))
@@ -248,6 +257,8 @@ class Drawn:
             logits.index_put_(where, added, accumulate=True)
         if self._penalties:
             self._sampler.penalise(logits, self._penalties)
+        if self._masks:  # what is forbidden is so before the others and after them: last, it is -inf for certain
+            self._sampler.forbid(logits, self._masks)
         chosen = self._sampler.draw(logits, self._draws)
         if self._proposals:
             verify(logits, self._draws, self._proposals, chosen)

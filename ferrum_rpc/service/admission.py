@@ -43,6 +43,7 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
 from ferrum_rpc.service.state import ServerState
@@ -203,7 +204,9 @@ def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             _check_top(k, "output.top_tokens.k", limits)
         case SelectedTokens(token_ids):
             _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
-    rows = output.row_count(len(item.tokens) or 1, item.start)
+    rows, masked = output.row_count(len(item.tokens) or 1, item.start), output.masked
+    if masked is not None and masked.row_masks and len(masked.row_masks) != rows:
+        raise InvalidRequest(f"{len(masked.row_masks)} masks for {rows} rows", field="output.row_mask_ids")
     return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
 
 
@@ -283,10 +286,15 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     model: ModelInfo,
     origin: object | None,
     now: float,
+    masks: list[Registered],
 ) -> Admitted | Entry:
     """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
-    having changed nothing. ``now``: on `time.monotonic`."""
+    having changed nothing. ``now``: on `time.monotonic`. The token masks that it names are added to ``masks``, to be
+    unpinned when the call has ended."""
     replay, owner = state.replay, account.caller.name
+    words = item.output.words
+    if words:
+        item = item._replace(output=replace(item.output, words=b""))
     _, handle, tokens, _, output, request_id, create, run, _ = item
     if request_id:
         scope = replay.scope(scope_of(owner, b"" if handle is None else handle.id, request_id))
@@ -308,6 +316,16 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
+    if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
+        try:
+            masks += state.masks.pin(account, masked, words, model.vocab_size)
+        except ExecutorError:
+            if handle is None:
+                state.discard(record)
+            else:
+                record.busy = False
+                state.quotas.settle(record)
+            raise
     record.followable = True
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))

@@ -41,6 +41,9 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.HANDLE_RELEASED: Advice("info", "look for a scheduler that uses a sequence after it released it"),
     Reason.LEASE_EXPIRED: Advice("info", "see why the scheduler did not renew in time, or raise lease_ttl_s"),
     Reason.LEASE_UNKNOWN: Advice("info", "none: the scheduler acquires a new lease"),
+    Reason.TOKEN_MASK_UNKNOWN: Advice(
+        "info", "none: the scheduler registers it again; if often, raise max_token_masks"
+    ),
     Reason.INSTANCE_MISMATCH: Advice("info", "none after a restart: the scheduler prefills again"),
     Reason.SEQUENCE_VERSION_MISMATCH: Advice("info", "look for two schedulers that share a sequence"),
     Reason.SEQUENCE_BUSY: Advice("info", "look for a scheduler that sends two calls on a sequence at once"),

@@ -6,13 +6,13 @@ import time
 from typing import Any, Final
 
 from ferrum_rpc import __version__
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
 from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import CALLER
-from ferrum_rpc.service.control import STATE_TO_PROTO, not_offered
+from ferrum_rpc.service.control import STATE_TO_PROTO
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.records import Ending
 from ferrum_rpc.service.rpc import CallLog, deadline_of
@@ -42,6 +42,7 @@ from ferrum_rpc.wire.items import (
     pressure_to_proto,
     request_id_from_proto,
 )
+from ferrum_rpc.wire.masks import id_of, words_from_proto
 from ferrum_rpc.wire.output import MAX_BIASES
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
@@ -143,6 +144,17 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         )
         return pb.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
 
+    async def RegisterTokenMask(  # noqa: N802
+        self, request: pb.RegisterTokenMaskRequest, context: Context
+    ) -> pb.RegisterTokenMaskResponse:
+        """Answers when the mask is on its way to the engine: items that name it come after it."""
+        state, words = self.state, words_from_proto(request.words, "words")
+        account, vocab_size = state.quotas.account(CALLER.get()), state.model.vocab_size
+        if (mask_id := id_of(words)) != request.sha256:
+            raise InvalidRequest("sha256 is not that of the words", field="sha256")
+        state.masks.register(account, mask_id, words, vocab_size, "words")
+        return pb.RegisterTokenMaskResponse(token_mask_id=mask_id)
+
     # --- leases and sessions ------------------------------------------------------------------------------------------
 
     async def AcquireLease(  # noqa: N802
@@ -221,7 +233,3 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     def _pressure(self) -> types_pb2.KvPressure:
         return pressure_to_proto(self.state.pressure())
-
-    # --- not offered by this version --------------------------------------------------------------------------------
-
-    RegisterTokenMask = not_offered("RegisterTokenMask", "TOKEN_MASKS")

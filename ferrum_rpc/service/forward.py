@@ -15,6 +15,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ from ferrum_rpc.service.admission import (
     valid_items,
 )
 from ferrum_rpc.service.auth import ARRIVED
+from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
@@ -103,6 +105,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._all_or_nothing = all_or_nothing
         self._deadline = deadline
         self._admitted: list[Admitted] = []
+        self._masks: list[Registered] = []
         self._spans: list[Span] = []
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
@@ -142,7 +145,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         for index, item, most in valid:
             try:
                 if item.follow is None:
-                    found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now)
+                    found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now, self._masks)
                 else:
                     found = self._follow(index, item)
             except ExecutorError as error:
@@ -174,11 +177,14 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _follow(self, index: int, item: WorkItem) -> Admitted | Entry | None:
         """Admit an item that follows another, find its recorded answer, or have it wait (None)."""
-        state, owner = self._state, self._account.caller.name
+        state, owner, words = self._state, self._account.caller.name, item.output.words
         record, item = followed(state, item, owner)
+        item = item._replace(output=replace(item.output, words=b"")) if words else item
         scope, fingerprint = state.replay.scope(scope_of(owner, record.id, item.request_id)), item_fingerprint(item)
         if (known := scope.get(item.request_id)) is not None:
             return known.repeated(fingerprint)
+        if (masked := item.output.masked) is not None:  # they must be there when the item's turn comes
+            self._masks += state.masks.pin(self._account, masked, words, state.model.vocab_size)
         if not record.busy:
             each = follow_up(state, self._account, index, item, None)
             return each._replace(entry=state.replay.begin(scope, item.request_id, fingerprint))

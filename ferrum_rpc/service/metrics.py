@@ -71,6 +71,7 @@ class Metrics(Collector):
         yield _gauge("leases", "Live leases.", len(state.leases))
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
         yield _gauge("sessions", "Open sessions.", state.sessions)
+        yield _gauge("token_masks", "Registered token masks.", len(state.masks))
 
         blocks = {"free": pressure.free_blocks, "used": pressure.total_blocks - pressure.free_blocks}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")

@@ -48,6 +48,7 @@ class Quotas:
             Resource.QUEUED_ITEMS: limits.max_queued_items,
             Resource.QUEUED_TOKENS: limits.max_queued_tokens,
             Resource.UNREAD_BYTES: limits.max_unread_bytes,
+            Resource.TOKEN_MASKS: limits.max_token_masks,
         }
         # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {

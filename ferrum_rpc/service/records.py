@@ -31,6 +31,7 @@ class Resource(enum.IntEnum):
     QUEUED_ITEMS = 4
     QUEUED_TOKENS = 5
     UNREAD_BYTES = 6
+    TOKEN_MASKS = 7
 
 
 @dataclass(slots=True, eq=False)

@@ -20,6 +20,7 @@ from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExha
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
+from ferrum_rpc.service.masks import MaskTable
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
@@ -69,6 +70,7 @@ class ServerState:
         self.handles = HandleTable()
         self.quotas = Quotas(limits)
         self.leases = LeaseTable(limits, self.quotas, self.handles.instance_id)
+        self.masks = MaskTable(limits, lambda work: self.engine.submit(work))  # noqa: PLW0108 - it is set later
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.sessions = 0

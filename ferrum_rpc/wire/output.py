@@ -26,6 +26,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2, types_pb2
+from ferrum_rpc.wire.masks import fill_masks, masks_from_proto
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 MAX_BIASES: Final = 512
@@ -52,8 +53,9 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
     """Domain to wire."""
     positions = _POSITIONS_TO_PROTO[spec.positions]
     match spec.kind:
-        case Greedy(logprob, beside):
+        case Greedy(logprob, beside) as kind:
             greedy = output_pb2.GreedyOutput(logprob=logprob, logprobs=_logprobs_to_proto(beside))
+            fill_masks(greedy, kind)
             return output_pb2.OutputSpec(positions=positions, greedy=greedy)
         case Sample() as kind:
             return output_pb2.OutputSpec(positions=positions, sample=_sample_to_proto(kind))
@@ -106,7 +108,11 @@ def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> Output
     if name == "accept":
         return _accept_from_proto(spec)
     kind = _GREEDY if name is None else _kind_from_proto(spec, name)
-    return _GREEDY_AT[positions] if kind is _GREEDY else OutputSpec(positions, kind)
+    if kind is _GREEDY:
+        return _GREEDY_AT[positions]
+    if isinstance(kind, Sample) and kind.mask:
+        return OutputSpec(positions, kind, getattr(spec, str(name)).token_mask.data)
+    return OutputSpec(positions, kind)
 
 
 @lru_cache(maxsize=256)
@@ -155,6 +161,7 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
         logprob=kind.logprob,
         logprobs=_logprobs_to_proto(kind.logprobs),
     )
+    fill_masks(message, kind)
     if kind.penalised:
         message.repetition_penalty = kind.repetition_penalty
         message.presence_penalty, message.frequency_penalty = kind.presence_penalty, kind.frequency_penalty
@@ -163,18 +170,24 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
 
 
 def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
-    """A penalty makes it a `Sample` at temperature 0."""
-    _refuse_unoffered(message, "output.greedy")
+    """A penalty or a mask makes it a `Sample` at temperature 0."""
     beside = _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-    if penalty != 1.0:
+    mask, row_masks = masks_from_proto(message, "output.greedy")
+    if penalty != 1.0 or mask or row_masks:
         _check_repetition(penalty, "output.greedy.repetition_penalty")
-        return Sample(temperature=0.0, repetition_penalty=penalty, logprob=message.logprob, logprobs=beside)
+        return Sample(
+            temperature=0.0,
+            repetition_penalty=penalty,
+            logprob=message.logprob,
+            logprobs=beside,
+            mask=mask,
+            row_masks=row_masks,
+        )
     return Greedy(message.logprob, beside) if message.logprob or beside is not None else _GREEDY
 
 
 def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
-    _refuse_unoffered(message, field)
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
@@ -210,6 +223,7 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
         message.frequency_penalty,
         message.penalty_from,
         _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+        *masks_from_proto(message, field),
     )
 
 
@@ -254,7 +268,7 @@ def _accept_from_proto(spec: output_pb2.OutputSpec) -> OutputSpec:
     probabilities = _draft_tensor(message, "draft_probabilities", np.dtype(np.float32))
     if sampling is None and ids is None and probabilities is None:
         return _ACCEPT
-    return OutputSpec(Positions.ALL, Accept(sampling, ids, probabilities))
+    return OutputSpec(Positions.ALL, Accept(sampling, ids, probabilities), message.sampling.token_mask.data)
 
 
 def _draft_tensor(message: output_pb2.AcceptOutput, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
@@ -269,11 +283,6 @@ def _draft_tensor(message: output_pb2.AcceptOutput, name: str, dtype: np.dtype[A
     if array.dtype != dtype:
         raise InvalidRequest(f"{name} is a tensor of {'U32' if dtype.kind == 'u' else 'F32'}", field=field)
     return array
-
-
-def _refuse_unoffered(message: output_pb2.GreedyOutput | output_pb2.SampleOutput, field: str) -> None:
-    if message.token_mask_id or message.row_mask_ids or message.HasField("token_mask"):
-        raise NotSupported("token masks are not offered (capability TOKEN_MASKS)", field=f"{field}.token_mask_id")
 
 
 def _check_repetition(penalty: float, field: str) -> None:

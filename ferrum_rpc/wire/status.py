@@ -34,6 +34,7 @@ CODE_BY_REASON: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.HANDLE_RELEASED: grpc.StatusCode.NOT_FOUND,
     Reason.LEASE_EXPIRED: grpc.StatusCode.NOT_FOUND,
     Reason.LEASE_UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.TOKEN_MASK_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.INSTANCE_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.SEQUENCE_VERSION_MISMATCH: grpc.StatusCode.ABORTED,
     Reason.SEQUENCE_BUSY: grpc.StatusCode.ABORTED,

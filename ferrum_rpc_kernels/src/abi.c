@@ -11,7 +11,7 @@
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 6
+#define FERRUM_ABI_VERSION 7
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -27,6 +27,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct attention_step),
         sizeof(struct draw),
         sizeof(struct penalty),
+        sizeof(struct row_mask),
     };
     return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
 }

@@ -50,19 +50,22 @@ struct passes {
     void (*masses)(const float *, const float *, int64_t, const float *, double *);
     int64_t (*copy_between)(const float *, const float *, int64_t, float, float, float *);
     void (*drop_below)(float, int64_t, float *, double *);
+    void (*forbid)(float *, const uint32_t *, int64_t);
 };
 
 static struct passes passes_of(int lanes)
 {
 #if defined(__x86_64__)
     if (lanes == 16)
-        return (struct passes){chunk_maxima_avx512, weigh_avx512, masses_avx512, copy_between_avx512, drop_below_avx512};
+        return (struct passes){chunk_maxima_avx512, weigh_avx512, masses_avx512, copy_between_avx512, drop_below_avx512,
+                               forbid_avx512};
     if (lanes == 8)
-        return (struct passes){chunk_maxima_avx2, weigh_avx2, masses_avx2, copy_between_avx2, drop_below_avx2};
+        return (struct passes){chunk_maxima_avx2, weigh_avx2, masses_avx2, copy_between_avx2, drop_below_avx2, forbid_avx2};
 #else
     (void)lanes;
 #endif
-    return (struct passes){chunk_maxima_portable, weigh_portable, masses_portable, copy_between_portable, drop_below_portable};
+    return (struct passes){chunk_maxima_portable, weigh_portable, masses_portable, copy_between_portable, drop_below_portable,
+                           forbid_portable};
 }
 
 static void swap(float *a, float *b)
@@ -388,4 +391,16 @@ int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabula
         for (int64_t at = worker; at < count; at += teams)
             penalise(logits + penalties[at].row * vocabulary, penalties + at, sampler->counts + worker * vocabulary);
     return 1;
+}
+
+/* Change the rows of `logits` [.., vocabulary] that the masks name. */
+void ferrum_mask(const struct sampler *sampler, float *logits, int64_t vocabulary, const struct row_mask *masks, int64_t count,
+                 int32_t threads)
+{
+    const struct passes passes = passes_of(sampler->lanes);
+    const int teams = threads < count ? threads : (int)count;
+    int64_t at;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static)
+    for (at = 0; at < count; at++)
+        passes.forbid(logits + masks[at].row * vocabulary, masks[at].words, vocabulary);
 }

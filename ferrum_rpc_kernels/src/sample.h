@@ -20,6 +20,12 @@ struct penalty {
     float repetition, presence, frequency;
 };
 
+/* Which tokens a row may yield: bit t % 32 of word t / 32 allows token t. */
+struct row_mask {
+    const uint32_t *words;
+    int64_t row;
+};
+
 struct sampler;
 
 struct sampler *ferrum_sampler_new(void);
@@ -28,5 +34,7 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
                       const struct draw *draws, int32_t *tokens, int32_t threads);
 int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
                         int64_t count, int32_t threads);
+void ferrum_mask(const struct sampler *sampler, float *logits, int64_t vocabulary, const struct row_mask *masks, int64_t count,
+                 int32_t threads);
 
 #endif

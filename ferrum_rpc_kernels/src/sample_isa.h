@@ -118,3 +118,20 @@ static TARGET void ISA(drop_below)(float least, int64_t count, float *weights, d
         sums[at / CHUNK] = ISA(total)(sum);
     }
 }
+
+/* -inf where a bit of the mask is 0, and elsewhere more than that: a row of nothing but -inf yields an allowed token too. */
+static TARGET void ISA(forbid)(float *row, const uint32_t *words, int64_t count)
+{
+    UV bits;
+    int64_t at = 0;
+    for (int i = 0; i < LANES; i++)
+        bits[i] = 1u << i;
+    for (; at + 32 <= count; at += 32)
+        for (int i = 0; i < 32; i += LANES) {
+            FV *x = (FV *)(row + at + i);
+            const IV forbidden = (bits & ((UV){0} + (words[at / 32] >> i))) == 0;
+            *x = ISA(where)(forbidden, ISA(splat)(-__builtin_inff()), ISA(where)(*x < -FLT_MAX, ISA(splat)(-FLT_MAX), *x));
+        }
+    for (; at < count; at++)
+        row[at] = !(words[at / 32] >> (at % 32) & 1) ? -__builtin_inff() : row[at] < -FLT_MAX ? -FLT_MAX : row[at];
+}

@@ -114,6 +114,11 @@ OF_FORM: Final[dict[str, Callable[[World], Item]]] = {
     "a mask": lambda world: item([1], output=_Spec(greedy=output_pb2.GreedyOutput(token_mask_id=b"m"))),
     "a penalty of nothing": lambda world: item([1], output=_Spec(greedy=output_pb2.GreedyOutput(repetition_penalty=0))),
     "a sample with a mask": lambda world: item([1], output=_sample(token_mask_id=b"x")),
+    "a sample with an unknown mask": lambda world: item([1], output=_sample(token_mask_id=bytes(32))),
+    "a sample with a mask of nothing": lambda world: item(
+        [1], output=_sample(token_mask=types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[8], data=bytes(32)))
+    ),
+    "a sample with too many masks": lambda world: item([1], output=_sample(row_mask_ids=[b"", b""])),
     "a sample with an endless penalty": lambda world: item([1], output=_sample(presence_penalty=float("inf"))),
     "a sample that is colder than nothing": lambda world: item([1], output=_sample(temperature=-1)),
     "a sample that is no number": lambda world: item([1], output=_sample(top_p=float("nan"))),

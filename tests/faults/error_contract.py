@@ -11,7 +11,7 @@ import grpc
 from google.rpc import status_pb2
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, code_number, error_from_status
 from tests.faults.any_bytes import has_error_info
 from tests.faults.figures import Figures, at_least, exactly
@@ -96,6 +96,8 @@ async def _requests(world: Provoked) -> None:
     await world.refused(ask.Prefill(_prefill(2, request_id="same")))
     await world.refused(ask.Prefill(_prefill(40, output=full(positions=2))))
     await world.refused(ask.Prefill(_prefill(65)))
+    unknown = output_pb2.GreedyOutput(token_mask_id=bytes(32))
+    await world.refused(ask.Prefill(_prefill(output=output_pb2.OutputSpec(greedy=unknown))))
     await world.refused(ask.TruncateKv(pb.TruncateKvRequest(handle=handle, length=9)))
     await world.release(handle)
 

@@ -357,7 +357,6 @@ async def test_a_lost_device_answers_everybody_and_health_turns() -> None:
 
 
 NOT_OFFERED: dict[str, tuple[str, Any, str]] = {
-    "RegisterTokenMask": ("executor", pb.RegisterTokenMaskRequest(), "TOKEN_MASKS"),
     "LoadAdapter": ("control", executor_control_pb2.LoadAdapterRequest(), "ADAPTERS"),
     "UnloadAdapter": ("control", executor_control_pb2.UnloadAdapterRequest(), "ADAPTERS"),
     "ListAdapters": ("control", executor_control_pb2.ListAdaptersRequest(), "ADAPTERS"),
@@ -398,10 +397,7 @@ async def test_streams_that_are_not_offered_say_so(served: Served, method: str) 
     assert capability not in await capabilities(served)
 
 
-OUTPUTS_NOT_OFFERED = {
-    "TOKEN_MASKS": output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(token_mask_id=b"x")),
-    "sample: TOKEN_MASKS": output_pb2.OutputSpec(sample=output_pb2.SampleOutput(token_mask_id=b"x")),
-}
+OUTPUTS_NOT_OFFERED = {}
 OPTIONS_NOT_OFFERED = {
     "ADAPTERS": forward_pb2.CreateOptions(adapter="x"),
     "PREFIX_CACHE": forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_READ_WRITE),
@@ -417,7 +413,6 @@ async def test_outputs_and_options_that_are_not_offered_say_so(served: Served, c
         bad = item([1], create=OPTIONS_NOT_OFFERED[capability])
     call = served.executor.Prefill(pb.PrefillRequest(item=bad))
     error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
-    capability = capability.removeprefix("sample: ")
     assert capability in error.message
     assert capability not in await capabilities(served)
     await assert_unchanged(served, handle)

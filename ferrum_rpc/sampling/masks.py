@@ -1,0 +1,73 @@
+"""Token masks on the device: which tokens a row may yield, as the words that were registered.
+
+A mask stays as it came, a bit for each token: 19 kB at a 152k vocabulary. It is spread over a row where it is used, by
+the `Sampler`. Which masks are there, and for how long, the service floor decides; what it names, it has sent before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import Sample
+from ferrum_rpc.sampling.transfer import to_device
+
+WORD: Final = 32
+"""Tokens of a word: bit t % 32 of word t / 32 allows token t."""
+
+LEAST: Final = torch.finfo(torch.float32).min
+"""What an allowed token's logit is at least, so that no forbidden one equals it."""
+
+
+class RowMask(NamedTuple):
+    """The mask of a row of logits: ``words`` int32 [ceil(V / 32)], on their device."""
+
+    row: int
+    words: Tensor
+
+
+class Masks:
+    """The masks that were registered, by id, on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._words: dict[bytes, Tensor] = {}
+
+    def change(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
+        """Keep ``added`` (ids and words), and those that were ``dropped`` no more."""
+        for each in dropped:
+            self._words.pop(each, None)
+        for each, words in added:
+            host = torch.frombuffer(bytearray(words), dtype=torch.int32)
+            self._words[each] = to_device(host, self._device)
+
+    def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
+        """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not
+        there."""
+        if kind.mask:
+            return [self._words[kind.mask]] * rows
+        return [self._words[each] if each else None for each in kind.row_masks]
+
+
+def forbid(logits: Tensor, masks: Sequence[RowMask]) -> None:
+    """Set what the ``masks`` do not allow to -inf, in place, in rows of float32 ``logits`` [R, V]; what they allow, to
+    `LEAST` at least. Nothing waits for the device."""
+    rows = [each.row for each in masks]
+    words = torch.stack([each.words for each in masks])
+    whole = rows == list(range(len(logits)))
+    where = None if whole else to_device(torch.tensor(rows), logits.device)
+    changed = (logits if where is None else logits.index_select(0, where)).clamp_(min=LEAST)
+    bits = (words[:, :, None] & _bits(logits.device)) != 0
+    changed.masked_fill_(~bits.flatten(1)[:, : logits.shape[-1]], -torch.inf)
+    if where is not None:
+        logits.index_copy_(0, where, changed)
+
+
+@cache
+def _bits(device: torch.device) -> Tensor:
+    """1 << i for each bit of a word, int32 [32]."""
+    return to_device(torch.tensor([1 << bit for bit in range(WORD)]).to(torch.int32), device)

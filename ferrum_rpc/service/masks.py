@@ -1,0 +1,188 @@
+"""Registered token masks: which there are, whose they are, and which goes when another takes its place.
+
+A mask's id is the hash of its content, and the engine keeps each content once. But a caller may name only what it has
+registered itself: whether another has, it cannot find out. The words are in the engine alone; they go there, and masks
+that went are dropped, by commands in the queue of the steps. So a step never meets a mask that is not there:
+
+- a mask is sent before the first item that names it;
+- one that a call in flight names does not go, nor one that is still on its way to the engine.
+
+Of the others the one that was used least recently goes: the caller's own, where it has its share of the table, else one
+of the caller that has most, if that has more than this one. Where nothing can go the refusal says when to come back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from ferrum_rpc.core import Limits, Sample
+from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, QueueFull, TokenMaskUnknown
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
+
+WORD_BYTES: Final = 4
+WORD_BITS: Final = 32
+
+
+@dataclass(slots=True, eq=False)
+class Registered:
+    """A mask of one caller. ``uses``: calls in flight that name it, and its way to the engine."""
+
+    id: bytes
+    owner: Owner
+    uses: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One caller's masks by id; ``idle`` are those without uses, the one that was used least recently first."""
+
+    account: Account
+    masks: dict[bytes, Registered] = field(default_factory=dict)
+    idle: OrderedDict[bytes, Registered] = field(default_factory=OrderedDict)
+
+
+class MaskTable:
+    """The masks of all callers. ``submit`` queues an operation of the engine."""
+
+    def __init__(self, limits: Limits, submit: Callable[[Operation], None]) -> None:
+        self._most = limits.max_token_masks
+        self._submit = submit
+        self._owners: dict[str, Owner] = {}
+        self._holders: Counter[bytes] = Counter()  # by id: how many callers have registered it
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Masks of all callers, which is what the limit counts."""
+        return self._count
+
+    def register(self, account: Account, mask_id: bytes, words: bytes, vocab_size: int, field: str) -> Registered:
+        """Register a mask, or use it where it is registered. ``mask_id`` is the hash of the ``words``; ``field`` names
+        them in the request. Raises `InvalidRequest`, or `QueueFull` where it has no room, having changed nothing."""
+        name = account.caller.name
+        owner = self._owners.get(name)
+        if owner is not None and (known := owner.masks.get(mask_id)) is not None:
+            self._use(known)
+            self._unuse(known)
+            return known
+        check_words(words, vocab_size, field)
+        dropped = self._make_room(account, owner)
+        owner = self._owners.setdefault(name, Owner(account))  # it may have gone with its last mask
+        mask = owner.masks[mask_id] = Registered(mask_id, owner)
+        account.held[Resource.TOKEN_MASKS] += 1
+        self._count += 1
+        self._holders[mask_id] += 1
+        added = [(mask_id, words)] if self._holders[mask_id] == 1 else []
+        self._use(mask)
+        self._change(added, dropped, mask)
+        return mask
+
+    def pin(self, account: Account, kind: Sample, words: bytes, vocab_size: int) -> list[Registered]:
+        """The masks that an item names; with ``words`` its one mask is registered first. `unpin` must follow. Raises
+        `TokenMaskUnknown`, or as `register`, having changed nothing."""
+        if words:
+            found = [self.register(account, kind.mask, words, vocab_size, "output.token_mask")]
+        else:
+            named = [each for each in kind.masks if each]
+            owner = self._owners.get(account.caller.name)
+            masks = {} if owner is None else owner.masks
+            if unknown := next((each for each in named if each not in masks), None):
+                raise TokenMaskUnknown(
+                    "you have registered no such token mask, or others have taken its place: register it again",
+                    metadata={"token_mask_id": unknown.hex()},
+                    field="output.token_mask_id" if kind.mask else "output.row_mask_ids",
+                )
+            found = [masks[each] for each in named]
+        for mask in found:
+            self._use(mask)
+        return found
+
+    def unpin(self, masks: Iterable[Registered]) -> None:
+        """The call that named them is over."""
+        for mask in masks:
+            self._unuse(mask)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _use(self, mask: Registered) -> None:
+        if not mask.uses:
+            mask.owner.idle.pop(mask.id, None)
+        mask.uses += 1
+
+    def _unuse(self, mask: Registered) -> None:
+        mask.uses -= 1
+        if not mask.uses and mask.owner.masks.get(mask.id) is mask:
+            mask.owner.idle[mask.id] = mask
+
+    def _make_room(self, account: Account, mine: Owner | None) -> list[bytes]:
+        """Let one mask go if another needs its place. Returns what the engine has to drop."""
+        held = 0 if mine is None else len(mine.masks)
+        victim: Owner | None
+        if held >= account.most[Resource.TOKEN_MASKS]:
+            victim = mine
+        elif self._count >= self._most:
+            others = [each for each in self._owners.values() if each is mine or len(each.masks) > held]
+            victim = max((each for each in others if each.idle), key=lambda each: len(each.masks), default=None)
+        else:
+            return []
+        if victim is None or not victim.idle:
+            raise QueueFull(
+                f"calls in flight name all of the {self._count} token masks that might go; the table holds "
+                f"{self._most}, and {min(self._most, account.most[Resource.TOKEN_MASKS])} of you. Nothing was started",
+                metadata={"max_token_masks": min(self._most, account.most[Resource.TOKEN_MASKS])},
+                retry_after_s=RETRY_AFTER_S,
+            )
+        oldest = next(iter(victim.idle.values()))
+        return [oldest.id] if self._forget(oldest) else []
+
+    def _forget(self, mask: Registered) -> bool:
+        """The caller has it no longer. True: nor has any other."""
+        owner = mask.owner
+        del owner.masks[mask.id]
+        owner.idle.pop(mask.id, None)
+        if not owner.masks:
+            del self._owners[owner.account.caller.name]
+        owner.account.give(Resource.TOKEN_MASKS)
+        self._count -= 1
+        self._holders[mask.id] -= 1
+        if self._holders[mask.id]:
+            return False
+        del self._holders[mask.id]
+        return True
+
+    def _change(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes], mask: Registered) -> None:
+        """Have the engine know of a new mask of a caller's."""
+        if added or dropped:
+            command = Command("change_masks", (added, dropped))
+            self._submit(Operation(command, partial(self._changed, mask, bool(added))))
+        else:
+            self._unuse(mask)
+
+    def _changed(self, mask: Registered, added: bool, result: object) -> None:
+        """The engine has it, or has refused to: then it is as if no caller had ever registered it."""
+        self._unuse(mask)
+        if added and isinstance(result, ExecutorError):
+            for owner in list(self._owners.values()):
+                if (same := owner.masks.get(mask.id)) is not None:
+                    self._forget(same)
+
+
+def check_words(words: bytes, vocab_size: int, field: str) -> None:
+    """Raise `InvalidRequest` for words that are no mask of the vocabulary, or that allow no token of it."""
+    count, rest = divmod(vocab_size, WORD_BITS)
+    wanted = count + (rest > 0)
+    if len(words) != wanted * WORD_BYTES:
+        raise InvalidRequest(
+            f"a mask over {vocab_size} tokens has {wanted} words, not {len(words) // WORD_BYTES}",
+            field=field,
+            metadata={"words": wanted, "vocab_size": vocab_size},
+        )
+    array = np.frombuffer(words, "<u4")
+    if not array[:count].any() and not (rest and int(array[count]) & ((1 << rest) - 1)):
+        raise InvalidRequest("the mask allows no token", field=field)

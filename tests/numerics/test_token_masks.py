@@ -1,0 +1,214 @@
+"""Masked draws against transformers' processors with the same mask, C against torch, and what a mask never lets in."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ferrum_rpc.core import Greedy, Sample
+from ferrum_rpc.sampling.draw import NativeSampler, TorchSampler
+from ferrum_rpc.sampling.masks import LEAST, Masks, RowMask
+from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.wire.masks import id_of, pack_mask
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    if request.param == "torch":
+        return TorchSampler()
+    try:
+        return NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+
+
+def random_mask(vocabulary, share, seed):
+    allowed = np.random.default_rng(seed).random(vocabulary) < share
+    allowed[seed % vocabulary] = True
+    return allowed
+
+
+def words_of(allowed):
+    return torch.frombuffer(bytearray(pack_mask(allowed)), dtype=torch.int32)
+
+
+def logits(rows, vocabulary, seed=0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 31, 32, 33, 63, 64, 65, 700, 33_001])
+def test_what_is_not_allowed_is_minus_infinite_and_the_rest_as_it_was(sampler, vocabulary):
+    rows = logits(7, vocabulary, vocabulary)
+    rows[3, :: max(1, vocabulary // 3)] = -torch.inf
+    rows[4, vocabulary // 2] = torch.nan
+    masks = {
+        row: random_mask(vocabulary, share, row) for row, share in ((0, 0.0), (1, 1.0), (3, 0.5), (4, 0.9), (6, 0.1))
+    }
+    expected = rows.clone()
+    for row, allowed in masks.items():
+        expected[row] = torch.where(torch.from_numpy(allowed), rows[row].clamp(min=LEAST), -torch.inf)
+    for given in (masks, dict.fromkeys(range(7), masks[0])):
+        changed = rows.clone()
+        sampler.forbid(changed, [RowMask(row, words_of(allowed)) for row, allowed in given.items()])
+        if given is masks:
+            torch.testing.assert_close(changed, expected, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert (changed[:, ~masks[0]] == -torch.inf).all() and (changed[:, masks[0]] >= LEAST).sum() >= 6
+
+
+def by_transformers(row, allowed, sample, history):
+    """The probabilities that transformers' own processors leave, in its order."""
+    filters = LogitsProcessorList()
+    if sample.bias:
+        filters.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in sample.bias]))
+    if sample.repetition_penalty != 1:
+        filters.append(RepetitionPenaltyLogitsProcessor(sample.repetition_penalty))
+    filters.append(PrefixConstrainedLogitsProcessor(lambda *_: np.flatnonzero(allowed).tolist(), 1))
+    if sample.temperature:
+        filters.append(TemperatureLogitsWarper(sample.temperature))
+        if sample.top_k:
+            filters.append(TopKLogitsWarper(sample.top_k))
+        if sample.top_p < 1:
+            filters.append(TopPLogitsWarper(sample.top_p))
+        if sample.min_p:
+            filters.append(MinPLogitsWarper(sample.min_p))
+    return filters(torch.from_numpy(history.astype(np.int64))[None], row[None].double())[0]
+
+
+def drawn(row, count, sample, allowed, sampler, *, history=None):
+    """``count`` draws from one row, at as many positions, through what a step runs."""
+    kind = Sample(**{name: getattr(sample, name) for name in sample.__dataclass_fields__} | {"mask": b"m" * 32})
+    requests = [Request(each, 1, kind, each, history, [words_of(allowed)]) for each in range(count)]
+    if history is not None:  # positions are what the history is cut at
+        requests = [each._replace(position=len(history)) for each in requests]
+    hidden = torch.zeros(count, 1)
+    found = select_rows(hidden, requests, lambda hidden: row.expand(len(hidden), -1).clone(), None, sampler)
+    return np.concatenate([each.block["token_ids"][each.first : each.first + 1] for each in found])
+
+
+HOW = (
+    {},
+    {"temperature": 0.5, "top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05, "bias": ((3, 2.0), (11, -1.0), (4, 50.0))},
+)
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_masked_draws_have_the_distribution_that_transformers_leaves(sampler, how):
+    count, row, allowed = 8_000, logits(1, 48)[0], random_mask(48, 0.5, 3)
+    allowed[4] = False  # what a bias of 50 would bring back
+    sample = Sample(seed=5, **how)
+    expected = by_transformers(row, allowed, sample, np.zeros(1)).softmax(-1).numpy()
+    found = np.bincount(drawn(row, count, sample, allowed, sampler), minlength=48)
+    assert not found[expected == 0].any() and not found[~allowed].any()
+    kept = expected > 0
+    degrees = kept.sum() - 1
+    chi_square = ((found - count * expected)[kept] ** 2 / (count * expected[kept])).sum()
+    assert chi_square < degrees + 5 * math.sqrt(2 * max(degrees, 1)) + 1, (chi_square, degrees)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masked_greedy_is_transformers_arg_max(sampler, seed):
+    row, allowed = logits(1, 300, seed)[0], random_mask(300, 0.3, seed)
+    history = np.random.default_rng(seed).integers(0, 300, 40).astype(np.int32)
+    bias = tuple((int(token), 3.0) for token in np.flatnonzero(~allowed)[:5])
+    for how in ({}, {"bias": bias}, {"repetition_penalty": 1.8}, {"repetition_penalty": 0.6, "bias": bias}):
+        sample = Sample(temperature=0.0, **how)
+        expected = int(by_transformers(row, allowed, sample, history).argmax())
+        penalised = history if sample.penalised else None
+        assert drawn(row, 1, sample, allowed, sampler, history=penalised).tolist() == [expected]
+
+
+def test_c_masks_and_draws_what_torch_does():
+    try:
+        native = NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+    rng, differ = np.random.default_rng(0), 0
+    for seed in range(60):
+        row, allowed = logits(1, 5_000, seed)[0], random_mask(5_000, rng.choice([0.001, 0.1, 0.9]), seed)
+        sample = Sample(rng.choice([0, 0.7, 1.0]), int(rng.choice([0, 40])), float(rng.choice([1, 0.9])), seed=seed)
+        one, other = (drawn(row, 8, sample, allowed, each) for each in (native, TorchSampler()))
+        assert allowed[one].all() and allowed[other].all()
+        differ += int((one != other).sum())
+    assert differ <= 1  # a number may lie on the border of two tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_row_whatever_yields_a_forbidden_token(sampler, temperature):
+    """Not one whose allowed tokens are all -inf, nor one with infinities and NaN among the forbidden ones."""
+    allowed = np.zeros(100, bool)
+    allowed[[40, 77]] = True
+    for name, row in {
+        "allowed are -inf": torch.zeros(100).index_fill(0, torch.tensor([40, 77]), -torch.inf),
+        "all are -inf": torch.full((100,), -torch.inf),
+        "forbidden are inf": torch.zeros(100).index_fill(0, torch.tensor([3, 5]), torch.inf),
+        "forbidden are NaN": torch.zeros(100).index_fill(0, torch.tensor([3, 5]), torch.nan),
+        "an allowed one is NaN": torch.zeros(100).index_fill(0, torch.tensor([77]), torch.nan),
+        "an allowed one is inf": torch.zeros(100).index_fill(0, torch.tensor([77]), torch.inf),
+    }.items():
+        for how in ({}, {"top_k": 3}, {"top_p": 0.5}, {"bias": ((3, 100.0),)}):
+            found = drawn(row, 5, Sample(temperature, seed=1, **how), allowed, sampler)
+            assert allowed[found].all(), (name, how)
+
+
+def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
+    """Log-probabilities are of the row as the model gave it; each row of an item has a mask of its own, or none."""
+    table, masks = logits(9, 200), Masks(torch.device("cpu"))
+    content = [pack_mask(random_mask(200, 0.2, seed)) for seed in range(2)]
+    ids = [id_of(each) for each in content]
+    masks.change(list(zip(ids, content, strict=True)), [])
+    per_row = Sample(temperature=0.0, logprob=True, row_masks=(ids[0], b"", ids[1]))
+    kinds = [
+        (Greedy(logprob=True), 1, None),
+        (per_row, 3, masks.of(per_row, 3)),
+        (Sample(seed=4), 2, None),
+        (Sample(seed=4, logprob=True), 2, None),
+        (Sample(temperature=0.0, mask=ids[1]), 1, masks.of(Sample(mask=ids[1]), 1)),
+    ]
+
+    def rows(kinds):
+        requests, first = [], 0
+        for kind, count, words in kinds:
+            requests.append(Request(first, count, kind, first, None, words))
+            first += count
+        hidden = torch.arange(9, dtype=torch.float32)[:, None]
+        head = lambda hidden: table.index_select(0, hidden[:, 0].to(torch.int64))  # noqa: E731
+        found = select_rows(hidden, requests, head, None, sampler)
+        return [each.block.cut(each.first, each.first + each.count).columns for each in found]
+
+    masked = rows(kinds)
+    plain = rows([(kind, count, None) for kind, count, _ in kinds])
+    for index in (0, 2, 3):
+        assert all(np.array_equal(masked[index][name], plain[index][name]) for name in plain[index])
+    log_softmax = table[1:4].log_softmax(-1)
+    expected = []
+    for row, mask in zip(log_softmax, (content[0], None, content[1]), strict=True):
+        allowed = (
+            np.ones(200, bool)
+            if mask is None
+            else np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:200]
+        )
+        expected.append(int(torch.where(torch.from_numpy(allowed.astype(bool)), row, -torch.inf).argmax()))
+    assert masked[1]["token_ids"].tolist() == expected
+    np.testing.assert_allclose(
+        masked[1]["logprobs"], log_softmax[torch.arange(3), torch.tensor(expected)], rtol=0, atol=2e-6
+    )
+    with pytest.raises(KeyError):
+        masks.change([], [ids[1]])
+        masks.of(per_row, 3)
