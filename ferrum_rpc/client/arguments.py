@@ -109,6 +109,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
     match kind:
         case Greedy(logprob=bool(), logprobs=beside):
             _check_logprobs(beside, "output.greedy.logprobs")
+            _check_masks(kind, "output.greedy")
         case NextToken(first_position, following_token, beside):
             if spec.positions is not Positions.ALL:
                 raise InvalidRequest("NextToken says itself which positions have rows", field="output.positions")
@@ -144,6 +145,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
 
 def _check_sample(sample: Sample, field: str) -> None:
     """Raise `InvalidRequest` for what the contract's fields cannot hold; the executor checks what they mean."""
+    _check_masks(sample, "output.sample")
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         _check_float(getattr(sample, name), f"{field}.{name}")
     for name in ("top_k", "penalty_from"):
@@ -166,6 +168,19 @@ def _check_logprobs(beside: object, field: str) -> None:
     as_number(beside.top_k, f"{field}.top_k")
     if beside.token_ids:
         as_tokens(beside.token_ids, f"{field}.token_ids")
+
+
+def _check_masks(kind: Greedy | Sample, field: str) -> None:
+    masks = kind.row_masks
+    if (
+        not isinstance(kind.mask, bytes)
+        or not isinstance(masks, tuple)
+        or not all(isinstance(each, bytes) for each in masks)
+    ):
+        raise InvalidRequest(
+            "`mask` is an id from register_token_mask, and `row_masks` a tuple of such ids",
+            field=f"{field}.token_mask_id",
+        )
 
 
 def _check_float(value: float, field: str) -> None:

@@ -31,6 +31,7 @@ from ferrum_rpc.client.info import (
     status_from_proto,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
+from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
@@ -268,6 +269,16 @@ class ExecutorClient:
         first = as_number(first, "first", least=1, most=len(fed))
         async with self.sequence() as sequence:
             return await sequence.prefill(fed, NextToken(first - 1, last, logprobs), timeout_s=timeout_s)
+
+    async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
+        """Register which tokens a row may yield: bools [V], or int32 or uint32 words [ceil(V / 32)], bit t % 32 of word
+        t / 32 for token t. Returns the id, for ``Greedy(mask=...)``, ``Sample(mask=...)`` and their ``row_masks``.
+
+        One that this client has registered before costs no call. The executor keeps so many (`limits.max_token_masks`)
+        and lets those go that were not used for longest: the client then registers them again, where they are among
+        the last 64 MiB of words that it registered. Raises `InvalidRequest` for a mask of another vocabulary or without
+        any token, `QueueFull` where calls in flight name all that the executor keeps."""
+        return await self._connection.masks.register(mask, self._context.deadline(timeout_s))
 
     async def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

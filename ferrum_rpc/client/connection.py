@@ -1,8 +1,8 @@
 """One client's connection to its executor: what it sends, and every sequence's state in step with the answers.
 
-A creation that is refused because the client's lease is gone goes out again with another, and rows that a replayed
-answer has lost are computed again. A program sees neither. A release is shielded from cancellation and bounded in time;
-what is gone already counts as released.
+A creation that is refused because the client's lease is gone goes out again with another, an item whose token mask is
+gone when that is registered again, and rows that a replayed answer has lost are computed again. A program sees none of
+it. A release is shielded from cancellation and bounded in time; what is gone already counts as released.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
+from ferrum_rpc.client.masks import Masks
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, Rows
-from ferrum_rpc.errors import ExecutorError, NotSupported, SequenceBusy
+from ferrum_rpc.errors import ExecutorError, NotSupported, SequenceBusy, TokenMaskUnknown
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1.model_executor_pb2 import ForkKvRequest, ReleaseRequest, TruncateKvRequest
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
@@ -36,6 +37,7 @@ class Connection:
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
         self.context = context
         self.leases = leases
+        self.masks = Masks(context)
         self.transport = transport
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()
@@ -51,9 +53,10 @@ class Connection:
         *,
         all_or_nothing: bool = False,
         reassigned: bool = False,
+        registered: bool = False,
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
-        whose lease is gone go out again with another, once."""
+        whose lease is gone go out again with another, once, and once those whose masks are registered again."""
         for item in items:
             if item.needs:
                 await self._check_offered(item.needs, deadline)
@@ -69,6 +72,10 @@ class Connection:
             except BaseException as error:
                 for item in items:
                     self._failed(feed, item, error)
+                if isinstance(error, TokenMaskUnknown) and not registered:
+                    registered = await self.masks.register_again([item.output for item in items], deadline)
+                    if registered:
+                        continue
                 if reassigned or not isinstance(error, LEASE_GONE):
                     raise
                 if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
@@ -79,19 +86,25 @@ class Connection:
         pressure = self.context.note_pressure(forwarded.pressure)
         results: list[Answer | ExecutorError] = []
         again: dict[int, Item] = {}
+        unmasked: list[Item] = []
         replayed = False
         for item, outcome in zip(items, forwarded.outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
                 self._failed(feed, item, self.context.note_error(outcome))
                 if not reassigned and isinstance(outcome, LEASE_GONE) and self.leases.unassign(item, outcome):
                     again[len(results)] = item
+                elif isinstance(outcome, TokenMaskUnknown) and not registered:
+                    again[len(results)] = item
+                    unmasked.append(item)
                 results.append(outcome)
             else:
                 results.append(self._answer(item, outcome, forwarded, pressure))
                 replayed = replayed or outcome.replayed
         if again:
             try:
-                fresh = await self.forward(feed, list(again.values()), deadline, reassigned=True)
+                if unmasked:
+                    await self.masks.register_again([item.output for item in unmasked], deadline)
+                fresh = await self.forward(feed, list(again.values()), deadline, reassigned=True, registered=True)
             except ExecutorError as error:  # the others' answers stand
                 fresh = [error] * len(again)
             for index, result in zip(again, fresh, strict=True):

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
 from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
@@ -261,6 +262,8 @@ class Sequence:
         if isinstance(spec.kind, NextToken):
             raise InvalidRequest("rebuild gives no scores: ask for them in prefill", field="output")
         _check_fed(spec)
+        if with_masks(spec, ()) != spec:
+            raise InvalidRequest("rebuild takes one mask for all rows", field="output.row_mask_ids")
         deadline = self._context.deadline(timeout_s)
         connection = self._connection
         with self._state.claim("rebuild"):
@@ -355,7 +358,8 @@ class Sequence:
         chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
         if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
             prompt = self._prompt = _Prompt(tokens, output)
-        silent = replace(output, positions=Positions.NONE)
+        silent = with_masks(replace(output, positions=Positions.NONE), ())
+        masks = row_masks_of(output, len(tokens))
         while True:
             part = tokens[prompt.fed : prompt.fed + chunk]
             last = prompt.fed + len(part) == len(tokens)
@@ -363,6 +367,8 @@ class Sequence:
             if isinstance(output.kind, NextToken) and not last:
                 following = tokens[prompt.fed + len(part)]
                 spec = replace(output, kind=replace(output.kind, following_token=following))
+            if masks and len(part) < len(tokens):
+                spec = with_masks(output, masks[prompt.fed : prompt.fed + len(part)])
             prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
             prompt.fed += len(part)
             prompt.length = self.length

@@ -110,6 +110,7 @@ class ExecutorClient(ClientFacade):
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)
     sequence = making(Sequence, async_client.ExecutorClient.sequence)
     score = blocking(async_client.ExecutorClient.score)
+    register_token_mask = blocking(async_client.ExecutorClient.register_token_mask)
 
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

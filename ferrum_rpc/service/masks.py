@@ -5,16 +5,18 @@ registered itself: whether another has, it cannot find out. The words are in the
 that went are dropped, by commands in the queue of the steps. So a step never meets a mask that is not there:
 
 - a mask is sent before the first item that names it;
-- one that a call in flight names does not go, nor one that is still on its way to the engine.
+- one that a call in flight names does not go.
 
 Of the others the one that was used least recently goes: the caller's own, where it has its share of the table, else one
-of the caller that has most, if that has more than this one. Where nothing can go the refusal says when to come back.
+of the caller that has most, if that has more than this one. Where nothing can go the refusal says when to come back; so
+it does where as many as the table holds, or `ON_WAY`, are still on their way to the engine, which takes them between
+steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -28,11 +30,13 @@ from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 
 WORD_BYTES: Final = 4
 WORD_BITS: Final = 32
+ON_WAY: Final = 64
+"""Masks that may be on their way to the engine however small the table is."""
 
 
 @dataclass(slots=True, eq=False)
 class Registered:
-    """A mask of one caller. ``uses``: calls in flight that name it, and its way to the engine."""
+    """A mask of one caller. ``uses``: calls in flight that name it."""
 
     id: bytes
     owner: Owner
@@ -57,6 +61,7 @@ class MaskTable:
         self._owners: dict[str, Owner] = {}
         self._holders: Counter[bytes] = Counter()  # by id: how many callers have registered it
         self._count = 0
+        self._on_way: Counter[str] = Counter()  # by caller: masks that the engine has not taken yet
 
     def __len__(self) -> int:
         """Masks of all callers, which is what the limit counts."""
@@ -74,13 +79,15 @@ class MaskTable:
         check_words(words, vocab_size, field)
         dropped = self._make_room(account, owner)
         owner = self._owners.setdefault(name, Owner(account))  # it may have gone with its last mask
-        mask = owner.masks[mask_id] = Registered(mask_id, owner)
+        mask = owner.masks[mask_id] = owner.idle[mask_id] = Registered(mask_id, owner)
         account.held[Resource.TOKEN_MASKS] += 1
         self._count += 1
         self._holders[mask_id] += 1
         added = [(mask_id, words)] if self._holders[mask_id] == 1 else []
-        self._use(mask)
-        self._change(added, dropped, mask)
+        if added or dropped:
+            self._on_way[name] += 1
+            command = Command("change_masks", (added, dropped))
+            self._submit(Operation(command, partial(self._changed, name, mask_id)))
         return mask
 
     def pin(self, account: Account, kind: Sample, words: bytes, vocab_size: int) -> list[Registered]:
@@ -122,6 +129,9 @@ class MaskTable:
 
     def _make_room(self, account: Account, mine: Owner | None) -> list[bytes]:
         """Let one mask go if another needs its place. Returns what the engine has to drop."""
+        most = min(self._most, account.most[Resource.TOKEN_MASKS])
+        if self._on_way[account.caller.name] >= max(most, ON_WAY) or self._on_way.total() >= max(self._most, ON_WAY):
+            raise _full(f"{self._on_way.total()} token masks are on their way to the engine", most)
         held = 0 if mine is None else len(mine.masks)
         victim: Owner | None
         if held >= account.most[Resource.TOKEN_MASKS]:
@@ -132,12 +142,7 @@ class MaskTable:
         else:
             return []
         if victim is None or not victim.idle:
-            raise QueueFull(
-                f"calls in flight name all of the {self._count} token masks that might go; the table holds "
-                f"{self._most}, and {min(self._most, account.most[Resource.TOKEN_MASKS])} of you. Nothing was started",
-                metadata={"max_token_masks": min(self._most, account.most[Resource.TOKEN_MASKS])},
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise _full(f"there are {self._count} token masks, and calls in flight name all that might go", most)
         oldest = next(iter(victim.idle.values()))
         return [oldest.id] if self._forget(oldest) else []
 
@@ -156,21 +161,19 @@ class MaskTable:
         del self._holders[mask.id]
         return True
 
-    def _change(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes], mask: Registered) -> None:
-        """Have the engine know of a new mask of a caller's."""
-        if added or dropped:
-            command = Command("change_masks", (added, dropped))
-            self._submit(Operation(command, partial(self._changed, mask, bool(added))))
-        else:
-            self._unuse(mask)
-
-    def _changed(self, mask: Registered, added: bool, result: object) -> None:
+    def _changed(self, name: str, mask_id: bytes, result: object) -> None:
         """The engine has it, or has refused to: then it is as if no caller had ever registered it."""
-        self._unuse(mask)
-        if added and isinstance(result, ExecutorError):
+        self._on_way[name] -= 1
+        if not self._on_way[name]:
+            del self._on_way[name]
+        if isinstance(result, ExecutorError):
             for owner in list(self._owners.values()):
-                if (same := owner.masks.get(mask.id)) is not None:
-                    self._forget(same)
+                if (mask := owner.masks.get(mask_id)) is not None:
+                    self._forget(mask)
+
+
+def _full(why: str, most: int) -> QueueFull:
+    return QueueFull(f"{why}; nothing was started", metadata={"max_token_masks": most}, retry_after_s=RETRY_AFTER_S)
 
 
 def check_words(words: bytes, vocab_size: int, field: str) -> None:

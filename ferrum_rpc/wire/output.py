@@ -85,8 +85,10 @@ def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
     if isinstance(kind, NextToken):
         scores = (info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN,)
         return scores if kind.logprobs is None else (*scores, info_pb2.CAPABILITY_ROW_LOGPROBS)
-    beside = isinstance(kind, Greedy | Sample) and kind.logprobs is not None
-    return (info_pb2.CAPABILITY_ROW_LOGPROBS,) if beside else ()
+    if not isinstance(kind, Greedy | Sample):
+        return ()
+    beside = () if kind.logprobs is None else (info_pb2.CAPABILITY_ROW_LOGPROBS,)
+    return (*beside, info_pb2.CAPABILITY_TOKEN_MASKS) if kind.row_masks else beside
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:

@@ -91,7 +91,7 @@ def by_transformers(row, allowed, sample, history):
 def drawn(row, count, sample, allowed, sampler, *, history=None):
     """``count`` draws from one row, at as many positions, through what a step runs."""
     kind = Sample(**{name: getattr(sample, name) for name in sample.__dataclass_fields__} | {"mask": b"m" * 32})
-    requests = [Request(each, 1, kind, each, history, [words_of(allowed)]) for each in range(count)]
+    requests = [Request(each, 1, kind, each, history, masks=[words_of(allowed)]) for each in range(count)]
     if history is not None:  # positions are what the history is cut at
         requests = [each._replace(position=len(history)) for each in requests]
     hidden = torch.zeros(count, 1)
@@ -185,7 +185,7 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
     def rows(kinds):
         requests, first = [], 0
         for kind, count, words in kinds:
-            requests.append(Request(first, count, kind, first, None, words))
+            requests.append(Request(first, count, kind, first, masks=words))
             first += count
         hidden = torch.arange(9, dtype=torch.float32)[:, None]
         head = lambda hidden: table.index_select(0, hidden[:, 0].to(torch.int64))  # noqa: E731

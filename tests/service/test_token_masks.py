@@ -155,11 +155,11 @@ async def test_what_a_call_in_flight_names_does_not_go() -> None:
     gate = Gate("forward")
     async with serve_identity(max_token_masks=2, stage=gate) as served:
         ask = served.executor
-        mask = await register(ask, 1)
+        masks = [await register(ask, number) for number in (1, 2)]
         busy = await gate.hold(ask.Prefill(pb.PrefillRequest(item=item(PROMPT))))
-        waiting = asyncio.ensure_future(batch(ask, [item(PROMPT, output=greedy(token_mask_id=mask))]))
+        named = [item(PROMPT, output=greedy(token_mask_id=mask)) for mask in masks]
+        waiting = asyncio.ensure_future(batch(ask, named))
         await until(lambda: bool(served.server.state.engine.queued_items))
-        await register(ask, 2)  # on its way until the step is over
         call = ask.RegisterTokenMask(registering(words(3)))
         error = await refused(call, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert error.retry_after_s
@@ -167,7 +167,7 @@ async def test_what_a_call_in_flight_names_does_not_go() -> None:
         assert full.reason is Reason.QUEUE_FULL
         gate.open()
         await busy
-        assert await waiting == [[1]]
+        assert await waiting == [[1], [2]]
         assert await register(ask, 3)
         await served.check()
 
@@ -370,3 +370,33 @@ async def test_a_follower_keeps_its_mask_while_it_waits() -> None:
 def tokens_of_frame(answer: Any) -> list[int]:
     assert not answer.forward.results[0].HasField("error"), answer
     return rows_from_proto(answer.forward.row_blocks)[0]["token_ids"].tolist()
+
+
+async def test_drafts_are_verified_under_masks_of_their_rows(served: Served) -> None:
+    """Row i of [last, d0 … dN-1] takes mask i: what a mask forbids is not accepted, and what follows is allowed."""
+    ask = served.executor
+    masks = [await register(ask, *allowed) for allowed in ((10, 11), (20, 21), (30, 31), (40, 41))]
+    seen = set()
+    for draft in ([10, 20, 30], [10, 99, 30], [99, 20, 30], [11, 21, 31]):
+        for fields in (
+            {"row_mask_ids": masks},
+            {"row_mask_ids": masks, "temperature": 0.0},
+            {"token_mask_id": masks[0]},
+        ):
+            handle = await prefill(served, PROMPT)
+            how = output_pb2.AcceptOutput(sampling=output_pb2.SampleOutput(seed=8, **fields))
+            verified = item([1, *draft], handle, output=output_pb2.OutputSpec(accept=how))
+            [emitted] = await batch(ask, [verified])
+            allowed = [{10, 11}] * 4 if "token_mask_id" in fields else [{10, 11}, {20, 21}, {30, 31}, {40, 41}]
+            assert all(token in each for token, each in zip(emitted, allowed, strict=False)), (draft, fields, emitted)
+            assert emitted[:-1] == draft[: len(emitted) - 1]
+            seen.add(len(emitted))
+    assert len(seen) > 1
+    inline = output_pb2.AcceptOutput(sampling=output_pb2.SampleOutput(token_mask=words_to_proto(words(77))))
+    handle = await prefill(served, PROMPT)
+    verified = item([1, 77, 77], handle, output=output_pb2.OutputSpec(accept=inline), request_id="r")
+    assert await batch(ask, [verified]) == await batch(ask, [verified]) == [[77, 77, 77]]
+    handle = await prefill(served, PROMPT)
+    short = output_pb2.AcceptOutput(sampling=output_pb2.SampleOutput(row_mask_ids=masks[:2]))
+    [error] = await batch(ask, [item([1, 2, 3], handle, output=output_pb2.OutputSpec(accept=short))])
+    assert (error.reason, error.field) == (Reason.INVALID_REQUEST, "output.row_mask_ids")

@@ -10,7 +10,7 @@ import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller, Sample
 from ferrum_rpc.errors import InvalidRequest, QueueFull, StepFailed, TokenMaskUnknown
-from ferrum_rpc.service.masks import MaskTable
+from ferrum_rpc.service.masks import ON_WAY, MaskTable
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.masks import id_of, pack_mask
@@ -113,18 +113,27 @@ def test_a_mask_in_use_does_not_go_and_where_none_can_the_refusal_says_when_to_c
     world.check()
 
 
-def test_a_mask_on_its_way_to_the_engine_does_not_go() -> None:
-    """So what waits there is bounded by the table."""
-    world = World(most=2)
+def test_what_is_on_its_way_to_the_engine_is_bounded_and_may_go() -> None:
+    world = World(most=2, callers=("a",))
     world.engine.hold = True
-    for number in range(2):
+    for number in range(ON_WAY):
         world.register(number)
-    with pytest.raises(QueueFull):
-        world.register(2)
+    with pytest.raises(QueueFull, match="on their way") as caught:
+        world.register(100)
+    assert caught.value.retry_after_s
+    assert world.has(ON_WAY - 1) and not world.has(0)
     world.engine.answer()
-    world.register(2)
+    world.register(100)
     assert len(world.engine.waiting) == 1
     world.check()
+    large = World(most=100, callers=("a", "b"))
+    large.engine.hold = True
+    for number in range(ON_WAY):  # more than a share of the table
+        large.register(number, "a")
+    with pytest.raises(QueueFull):
+        large.register(100, "a")
+    large.register(100, "b")
+    large.check()
 
 
 def test_a_mask_that_the_engine_could_not_take_is_unknown() -> None:
