@@ -68,8 +68,8 @@ class Runs:
         return bool(self._ready or self.waiting)
 
     def has_room(self, work: Submission) -> bool:
-        """Whether all its runs find a place."""
-        return self.count + work.runs <= self._most
+        """Whether all its runs find a place. One that is alone always does."""
+        return not self.count or self.count + work.runs <= self._most
 
     def first_waiting(self) -> Submission | None:
         """The first that waits, where there is room for it."""

@@ -27,6 +27,9 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlock
 WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
 """What the first token of a span asks for."""
 
+COUNT = 1000
+"""From here on a token is answered with the one after it."""
+
 LARGE_SHAPE = (3, 40_000)
 
 
@@ -45,6 +48,7 @@ class TokenRunner:
     def __init__(self, gate: str) -> None:
         self._gate = Path(gate)
         self._seen: list[tuple[list[int], list[tuple[int, int]]]] = []
+        self._given_back: list[int] = []
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -63,7 +67,8 @@ class TokenRunner:
             os.kill(os.getpid(), signal.SIGKILL)
         if LOSE in asked:
             raise DeviceLost("as asked")
-        block = RowBlock.of(RowKind.TOKENS, np.array([span.tokens[0] for span in step.spans], dtype=np.uint32))
+        first = np.array([span.tokens[0] for span in step.spans], dtype=np.uint32)
+        block = RowBlock.of(RowKind.TOKENS, first + (first >= COUNT))
         outcomes: list[SpanOutcome] = []
         for row, span in enumerate(step.spans):
             token = int(span.tokens[0])
@@ -88,6 +93,13 @@ class TokenRunner:
     def seen(self) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Sequences and atomic groups of every step."""
         return self._seen
+
+    def end_hold(self, sequences: list[int]) -> None:
+        self._given_back += sequences
+
+    def given_back(self) -> list[int]:
+        """Sequences whose runs are over."""
+        return self._given_back
 
     def process(self) -> int:
         return os.getpid()

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import FullLogits, OutputSpec, SelectedTokens, Span, SpanResult
+from ferrum_rpc.core import FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
 from ferrum_rpc.engine.api import Command, Operation, Submission
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
 from ferrum_rpc.errors import (
+    Cancelled,
     DeadlineExceeded,
     DeviceLost,
     Draining,
@@ -33,7 +34,7 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from tests.faults.waiting import until
-from tests.unit.engine_program import DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, WAIT
+from tests.unit.engine_program import COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, WAIT
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
 
@@ -335,3 +336,52 @@ def test_it_dies_with_its_server(tmp_path: Path) -> None:
     import select
 
     assert select.select([watched], [], [], 30)[0], "the engine process outlived its server"
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(outcome: Any) -> list[int]:
+    rows = outcome.rows
+    return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
+
+
+async def test_a_run_goes_on_by_itself_and_tells_its_tokens(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        told: list[Any] = []
+        _, done = made.submit(span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,))), tell=told.extend)
+        outcomes, timing = await done
+        assert [tokens_of(each) for each in outcomes] == [[5], [1001, 1002, 1003, 1004], [1501, 1502, 1503]]
+        assert [each.length for each in outcomes] == [1, 4, 3]
+        assert [each.ended and each.ended.end for each in outcomes] == [None, RunEnd.MAX_TOKENS, RunEnd.STOP_ID]
+        assert sorted(told) == [(1, n, 1001 + n) for n in range(4)] + [(2, n, 1501 + n) for n in range(3)]
+        assert timing.step == made.engine.counters.steps == 4 and made.engine.counters.running == 0
+        assert timing.forward_s == pytest.approx(0.004)
+        assert await made.do("given_back") == [3, 2]
+        assert [step.sequences for step, _ in made.timings] == [3, 2, 2, 1]
+        assert [len(waits) for _, waits in made.timings] == [1, 0, 0, 0]
+
+
+async def test_a_run_is_cut_where_it_stands(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        first, done = made.submit(span(1, WAIT), span(2, COUNT, run=Run(30)), span(3, COUNT, run=Run(3)))
+        await made.reached()
+        assert not made.engine.cancel(first)
+        made.engine.cut(first, 1, Cancelled("as asked"))
+        await made.open()
+        outcomes, _ = await done
+        assert tokens_of(outcomes[1]) == [1001] and tokens_of(outcomes[2]) == [1001, 1002, 1003]
+        assert outcomes[1].ended.end is RunEnd.CUT and isinstance(outcomes[1].ended.cause, Cancelled)
+        made.engine.cut(first, None, Cancelled("too late"))
+        assert await made.outcome(span(4)) is not None
+
+
+async def test_runs_of_an_engine_that_dies_are_answered(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        _, done = made.submit(span(1, WAIT), span(2, COUNT, run=Run(30)))
+        await made.reached()
+        _, fatal = made.submit(span(3, DIE))
+        await made.open()
+        for each in (done, fatal):
+            outcomes, _ = await each
+            assert all(isinstance(outcome, DeviceLost) for outcome in outcomes)
