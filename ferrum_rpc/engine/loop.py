@@ -115,14 +115,15 @@ class EngineLoop(ABC):
 
     def _serve(self, runner: Runner) -> None:
         stopping = False
-        while not stopping or self._backlog or self._runs or self._under_way:
+        while not stopping or self._backlog or self._under_way or self._runs.ready or self._runs.waiting:
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
                 continue
             finished: Finished = []
-            stopping |= self._drain_inbox(runner, finished, wait=not (self._backlog or self._runs or self._under_way))
+            idle = not (self._backlog or self._under_way or self._runs.ready or self._runs.waiting)
+            stopping |= self._drain_inbox(runner, finished, wait=idle)
             going: list[Running] = []
-            if self._runs:
+            if self._runs.ready:
                 going = self._runs.take(time.monotonic())
                 self._end_runs(runner, finished)
             claimed = self._claim(finished)
@@ -139,7 +140,7 @@ class EngineLoop(ABC):
         *_, oldest = self._under_way[0]
         while not runner.ready(oldest):
             if self._overlap.due(time.monotonic()):
-                return bool(self._backlog or self._runs) or not self._inbox.empty()
+                return bool(self._backlog or self._runs.ready) or not self._inbox.empty()
             time.sleep(LOOK_S)
         return False
 
@@ -194,8 +195,11 @@ class EngineLoop(ABC):
         now = time.monotonic()
         runs, backlog = self._runs, self._backlog
         with self._lock:
-            while (work := runs.first_waiting() or backlog.first()) is not None:
-                waited = bool(runs.waiting) and work is runs.waiting[0]
+            while True:
+                work = runs.first_waiting() if runs.waiting else None
+                waited = work is not None
+                if work is None and (work := backlog.first()) is None:
+                    break
                 take = runs.waiting.popleft if waited else partial(backlog.take, counted=False)
                 if self._cancelled(work):
                     take()
@@ -223,7 +227,7 @@ class EngineLoop(ABC):
 
     def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
         """Begin their step; a step that cannot be begun is answered."""
-        spans = [each.span for each in going]
+        spans = [each.span for each in going] if going else []
         atomic: list[range] = []
         for work in claimed:
             if work.all_or_nothing:
@@ -255,7 +259,7 @@ class EngineLoop(ABC):
             self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
         ran = tokens = rows = 0
-        spans = [each.span for each in going]
+        spans = [each.span for each in going] if going else []
         for work in claimed:
             spans += work.spans
         for span, outcome in zip(spans, result.outcomes, strict=True):

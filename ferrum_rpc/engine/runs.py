@@ -52,20 +52,18 @@ class Running:
 
 
 class Runs:
-    """The runs of a loop, at most ``most`` of them. ``count``: those that have a place, those being begun included.
-    ``calls``: whose they are. ``waiting``: submissions that wait for places."""
+    """The runs of a loop, at most ``most`` of them. ``ready``: those that no step under way has. ``count``: those that
+    have a place, those being begun included. ``calls``: whose they are. ``waiting``: submissions that wait for places.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._ready: list[Running] = []
+        self.ready: list[Running] = []
         self.calls: dict[RunCall, None] = {}
         self._over: list[RunCall] = []
         self._ended: list[int] = []
         self.waiting: deque[Submission] = deque()
         self.count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._ready or self.waiting)
 
     def has_room(self, work: Submission) -> bool:
         """Whether all its runs find a place. One that is alone always does."""
@@ -80,7 +78,7 @@ class Runs:
     def take(self, now: float) -> list[Running]:
         """The runs of the next step. Those that are cut, or whose deadline has passed at ``now``, have ended."""
         going: list[Running] = []
-        for each in self._ready:
+        for each in self.ready:
             work = each.call.work
             cause = each.cut if work.cuts else None
             if cause is None and work.deadline is not None and now >= work.deadline:
@@ -89,7 +87,7 @@ class Runs:
                 going.append(each)
             else:
                 self._end(each, RunEnd.CUT, cause)
-        self._ready = []
+        self.ready = []
         return going
 
     def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:
@@ -125,7 +123,7 @@ class Runs:
         elif len(each.rows) == each.run.max_tokens:
             self._end(each, RunEnd.CONTEXT if each.run.at_context else RunEnd.MAX_TOKENS)
         else:
-            self._ready.append(each)
+            self.ready.append(each)
 
     def _end(self, each: Running, end: RunEnd, cause: ExecutorError | None = None) -> None:
         call = each.call

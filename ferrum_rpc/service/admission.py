@@ -326,7 +326,7 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
                 record.busy = False
                 state.quotas.settle(record)
             raise
-    record.followable = True
+    record.followable = not isinstance(output.kind, Accept)
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))
 
@@ -404,7 +404,7 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
         tokens = np.array((token,), np.int32)
     state.handles.claim(handle, account.caller.name)
     span = claimed_span(state, record, item, tokens, state.model)
-    record.followable = True
+    record.followable = not isinstance(item.output.kind, Accept)
     return named(Admitted, (index, record, span, entry))
 
 

@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ferrum_rpc.core import (
     Greedy,
     ItemAnswer,
     ItemOutcome,
+    ModelInfo,
     RunEnd,
     Sample,
     Span,
@@ -62,6 +63,9 @@ from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED, Transaction
+
+CHOOSING: Final = (Greedy, Sample)
+"""Outputs whose last row is a token that another item may feed."""
 
 
 class ForwardCall(Transaction["ForwardCall"]):
@@ -113,10 +117,11 @@ class ForwardCall(Transaction["ForwardCall"]):
         try:
             limits = state.limits
             max_bytes = max_bytes or limits.max_response_bytes
-            valid = valid_items(items, state.model, limits, max_bytes, self.outcomes)
+            model = state.model
+            valid = valid_items(items, model, limits, max_bytes, self.outcomes)
             if len(valid) > 1:
                 self._check_distinct(valid)
-            repeated = self._claim(valid, origin)
+            repeated = self._claim(valid, model, origin)
             if self._all_or_nothing and (refusal := _first_refusal(self.outcomes)) is not None:
                 raise refusal
             if self._tokens > limits.max_batch_tokens or self._bytes > max_bytes:
@@ -137,9 +142,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         except Exception as error:
             self._refuse(error)
 
-    def _claim(self, valid: Sequence[Valid], origin: object | None) -> list[tuple[int, Entry]]:
+    def _claim(self, valid: Sequence[Valid], model: ModelInfo, origin: object | None) -> list[tuple[int, Entry]]:
         """Claim the sequences of the items, or refuse them. Returns those that repeat an earlier call."""
-        state, account, admitted, model = self._state, self._account, self._admitted, self._state.model
+        state, account, admitted = self._state, self._account, self._admitted
         repeated: list[tuple[int, Entry]] = []
         now = time.monotonic()
         for index, item, most in valid:
@@ -287,6 +292,7 @@ class ForwardCall(Transaction["ForwardCall"]):
     def _commit(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """Commit, whether or not the caller still waits."""
         state, answers, present, now = self._state, self.outcomes, not self._abandoned, time.monotonic()
+        followed = False
         for each, outcome in zip(self._admitted, outcomes, strict=True):
             place, record, span, entry = each
             answer: ItemOutcome
@@ -302,19 +308,21 @@ class ForwardCall(Transaction["ForwardCall"]):
                 record.length = length
                 record.version += 1
                 record.chosen = None
-                if rows is not None and isinstance(span.output.kind, Greedy | Sample):
-                    token = int(rows.block["token_ids"][rows.first + rows.count - 1])
+                if rows is not None and isinstance(span.output.kind, CHOOSING):
+                    token = int(rows.block.columns["token_ids"][rows.first + rows.count - 1])
                     record.chosen = record.version, token, ended is not None and ended.end is RunEnd.STOP_ID
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
                     record.pending_end = record.pending_end or Ending.ABANDONED
                 answer = named(ItemAnswer, (record.handle, rows, False, 0, ended))
             answers[place] = end_item(state, each, answer, now, present=present)
+            followed = followed or record.follower is not None
         self.timing = timing
         self._waits -= 1
         if not self._waits:
             self._finish()
-        self._call_followers()
+        if followed:
+            self._call_followers()
 
     def _call_followers(self) -> None:
         """Items that waited for those of this call go on; it was answered before them."""
@@ -375,9 +383,8 @@ class ForwardCall(Transaction["ForwardCall"]):
     def abandon(self) -> None:
         self._abandoned = True
         super().abandon()
-        if self._submitted or not (
-            self._admitted or self._following
-        ):  # else a duplicate waits for what this one waits for
+        waits_for_others = self._admitted or self._following  # as a duplicate of its own may do
+        if self._submitted or not waits_for_others:
             self._leave_repeated()
 
 

@@ -172,8 +172,10 @@ async def test_runs_beyond_the_limits_are_refused(served: Served) -> None:
         request = pb.PrefillRequest(item=running(PROMPT, most=most, stop=stop))
         await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
     everywhere = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_ALL)
-    request = pb.PrefillRequest(item=running(PROMPT, most=2, output=everywhere))
-    await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+    masks = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(row_mask_ids=[b"m" * 32]))
+    for output in (everywhere, masks):
+        request = pb.PrefillRequest(item=running(PROMPT, most=2, output=output))
+        await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
     items = [running(PROMPT, most=2) for _ in range(65)]
     error = await refused(
         served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items)), Reason.INVALID_REQUEST, INVALID
@@ -634,3 +636,17 @@ async def test_a_bad_follower_is_refused_by_its_field(served: Served, field: str
     unary = pb.UnifiedForwardRequest(items=[following(handle)])
     answer = await served.executor.UnifiedForward(unary)
     assert error_from_status(answer.results[0].error).field == "follow"
+
+
+async def test_verified_drafts_are_followed_by_nothing() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        handle = await stream.prefill(PROMPT)
+        gate.closed = True
+        await stream.send(
+            forward=frame(item([1, 2], handle, output=output_pb2.OutputSpec(accept=output_pb2.AcceptOutput())))
+        )
+        await asyncio.to_thread(gate.reached.wait, 30)
+        await broken(stream, following(ahead(handle, 2)), Reason.SEQUENCE_BUSY)
+        gate.open()
+        await stream.read()
