@@ -109,6 +109,9 @@ class RunMachine(RuleBasedStateMachine):
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
 
+    async def call(self, method: str, request: Any) -> Any:
+        return await getattr(self.served.executor, method)(request)
+
     async def send(self, **frame: Any) -> int:
         step = next(self.steps)
         await self.stream.write(session_pb2.SessionRequest(step_id=step, **frame))
@@ -279,7 +282,7 @@ class RunMachine(RuleBasedStateMachine):
     def release(self, seed: int) -> None:
         if self.known:
             known = self.known.pop(seed % len(self.known))
-            self.run(self.served.executor.Release(pb.ReleaseRequest(handle=known.handle)))
+            self.run(self.call("Release", pb.ReleaseRequest(handle=known.handle)))
 
     @rule(seed=SEED)
     def truncate(self, seed: int) -> None:
@@ -287,7 +290,7 @@ class RunMachine(RuleBasedStateMachine):
             return
         known = self.known[seed % len(self.known)]
         length = seed % (len(known.tokens) + 1)
-        answer = self.run(self.served.executor.TruncateKv(pb.TruncateKvRequest(handle=known.handle, length=length)))
+        answer = self.run(self.call("TruncateKv", pb.TruncateKvRequest(handle=known.handle, length=length)))
         known.handle.CopyFrom(answer.handle)
         known.tokens, known.chosen = known.tokens[:length], None
 
