@@ -107,7 +107,7 @@ class RowMask(ctypes.Structure):
 
 
 STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask)
-ABI_VERSION: Final = 7
+ABI_VERSION: Final = 8
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -147,6 +147,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_sampler_free": (None, _P),
     "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),
     "ferrum_mask": (None, _P, _P, _L, _P, _L, _I),
+    "ferrum_best": (_I, _P, _P, _L, _L, _L, _P, _P, _I),
     "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
 """What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers

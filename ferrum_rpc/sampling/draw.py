@@ -30,6 +30,7 @@ from ferrum_rpc.core import TokenArray
 from ferrum_rpc.native import library
 from ferrum_rpc.sampling import masks as token_masks
 from ferrum_rpc.sampling.masks import RowMask
+from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
 
@@ -64,6 +65,10 @@ class Sampler(Protocol):
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         """As `masks.forbid`; each row at most once."""
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k ≥ 0 best tokens of each row of ``logits`` (float32 [R, V]) by falling logit, then rising id, int64
+        [R, k], and the rows' logsumexp, float32 [R]."""
 
 
 TOKEN, ACCEPT = 0, 1
@@ -163,6 +168,10 @@ class TorchSampler:
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         token_masks.forbid(logits, masks)
 
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        ids = top_tokens(logits, k)[1] if k else torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        return ids, logits.logsumexp(dim=-1)
+
 
 class NativeSampler:
     """A `Sampler` in C (sample.c), which reads a row two to four times and sorts nothing."""
@@ -215,6 +224,24 @@ class NativeSampler:
         self._library.ferrum_mask(
             self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(masks), threads
         )
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        rows, vocabulary = logits.shape
+        logits = logits.contiguous()
+        ids, logsumexp = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows)
+        done = self._library.ferrum_best(
+            self._handle,
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            k,
+            ids.data_ptr(),
+            logsumexp.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if not done:
+            raise MemoryError("no memory for the best tokens")
+        return (ids.to(torch.int64), logsumexp) if done > 0 else TorchSampler().best(logits, k)
 
 
 def select_sampler(device: torch.device) -> Choice:

@@ -40,7 +40,6 @@ from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
 from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
-from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device, to_host
 
 HEAD_ROWS: Final = 256
@@ -174,7 +173,7 @@ def _reduced(
                 start, stop = max(first, low), min(last, high)
                 mine = logits if stop - start == high - low else logits[start - low : stop - low]
                 tokens = chosen[kind].between(start - first, stop - first).tokens(mine) if kind in chosen else None
-                parts[kind].append(_select(mine, kind, tokens))
+                parts[kind].append(_select(mine, kind, tokens, sampler))
     return parts
 
 
@@ -265,19 +264,19 @@ class Drawn:
         return chosen
 
 
-def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None) -> Columns:
+def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None, sampler: Sampler) -> Columns:
     """What ``kind`` wants of float32 ``logits`` [r, V], still on the device. ``tokens`` int64 [r]: of rows that are
     drawn or scored."""
     match kind:
         case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
-            return token_columns(logits, tokens, logprob, beside)
+            return token_columns(logits, tokens, logprob, beside, sampler)
         case NextToken(logprobs=beside):
-            return token_columns(logits, tokens, True, beside)
+            return token_columns(logits, tokens, True, beside, sampler)
         case TopTokens(k):
-            values, ids = top_tokens(logits, k)
-            return {"token_ids": ids, "logits": values, "logsumexp": logits.logsumexp(dim=-1)}
+            ids, logsumexp = sampler.best(logits, k)
+            return {"token_ids": ids, "logits": logits.gather(-1, ids), "logsumexp": logsumexp}
         case SelectedTokens(token_ids):
-            return {"logits": select_tokens(logits, token_ids), "logsumexp": logits.logsumexp(dim=-1)}
+            return {"logits": select_tokens(logits, token_ids), "logsumexp": sampler.best(logits, 0)[1]}
         case FullLogits(dtype):
             return {"logits": logits.to(_TORCH_DTYPE[dtype])}
         case HiddenStates() | Accept():

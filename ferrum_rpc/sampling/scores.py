@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import RowLogprobs, TokenArray
-from ferrum_rpc.sampling.top import top_tokens
+from ferrum_rpc.sampling.draw import Sampler
 from ferrum_rpc.sampling.transfer import to_device
 
 Columns = dict[str, Tensor]
@@ -41,23 +41,23 @@ class Scored:
         return self._tokens
 
 
-def token_columns(logits: Tensor, tokens: Tensor | None, logprob: bool, beside: RowLogprobs | None) -> Columns:
+def token_columns(
+    logits: Tensor, tokens: Tensor | None, logprob: bool, beside: RowLogprobs | None, sampler: Sampler
+) -> Columns:
     """The ``tokens`` int64 [r] (None: the largest) of float32 ``logits`` [r, V], their log-probabilities where
-    ``logprob`` says so, and those ``beside`` them."""
-    top_k, token_ids = (0, ()) if beside is None else (beside.top_k, beside.token_ids)
-    values = best = None
-    if top_k:
-        values, best = top_tokens(logits, top_k)
-    if tokens is None:
-        tokens = logits.argmax(dim=-1) if best is None else best[:, 0]
-    columns = {"token_ids": tokens}
+    ``logprob`` says so, and those ``beside`` them. One pass finds the best, one the logsumexp."""
     if not logprob and beside is None:
-        return columns
-    logsumexp = logits.logsumexp(dim=-1, keepdim=True)
+        return {"token_ids": logits.argmax(dim=-1) if tokens is None else tokens}
+    top_k, token_ids = (0, ()) if beside is None else (beside.top_k, beside.token_ids)
+    best, logsumexp = sampler.best(logits, max(top_k, int(tokens is None)))
+    if tokens is None:
+        tokens = best[:, 0]
+    columns = {"token_ids": tokens}
+    logsumexp = logsumexp[:, None]
     if logprob:
         columns["logprobs"] = (logits.gather(-1, tokens[:, None]) - logsumexp).squeeze(-1)
-    if values is not None and best is not None:
-        columns["top_token_ids"], columns["top_logprobs"] = best, values - logsumexp
+    if top_k:
+        columns["top_token_ids"], columns["top_logprobs"] = best, logits.gather(-1, best) - logsumexp
     if token_ids:
         columns["selected_logprobs"] = select_tokens(logits, token_ids) - logsumexp
     return columns

@@ -1,5 +1,7 @@
-/* A token drawn from each row of logits: temperature, then top-k, then top-p, then min-p, then one number from [0, 1) that
- * picks from what is left, by weight, in the order of the ids.
+/* A token drawn from each row of logits, or its best tokens and its logsumexp.
+ *
+ * A draw: temperature, then top-k, then top-p, then min-p, then one number from [0, 1) that picks from what is left, by
+ * weight, in the order of the ids.
  *
  * A sorted vocabulary would say all of this, and sorting 152 thousand logits takes 10 ms. Here a row is read two to four
  * times in vectors. The k-th largest is looked for only among logits that are not below the k-th largest of the chunks'
@@ -14,6 +16,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "buffer.h"
@@ -329,13 +332,30 @@ void ferrum_sampler_free(struct sampler *sampler)
     free(sampler);
 }
 
+static int64_t padded_chunks(int64_t chunks)
+{
+    return (chunks + CHUNK - 1) / CHUNK * CHUNK;
+}
+
+static size_t room_bytes(int64_t chunks)
+{
+    const int64_t padded = padded_chunks(chunks);
+    return (size_t)(chunks * CHUNK * 2 + padded * 2) * sizeof(float) + (size_t)padded * sizeof(double);
+}
+
+static struct room room_of(char *buffer, int64_t chunks)
+{
+    float *weights = (float *)buffer, *scratch = weights + chunks * CHUNK, *maxima = scratch + chunks * CHUNK;
+    const int64_t padded = padded_chunks(chunks);
+    return (struct room){weights, scratch, maxima, maxima + padded, (double *)(maxima + 2 * padded)};
+}
+
 /* Draw a token for each row of `logits` [rows, vocabulary], which stay as they are. 0 where there is no memory. */
 int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
                       const struct draw *draws, int32_t *tokens, int32_t threads)
 {
     const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
-    const int64_t padded = (chunks + CHUNK - 1) / CHUNK * CHUNK;
-    const size_t each = (size_t)(chunks * CHUNK * 2 + padded * 2) * sizeof(float) + (size_t)padded * sizeof(double);
+    const size_t each = room_bytes(chunks);
     const struct passes passes = passes_of(sampler->lanes);
     const int teams = threads < rows ? threads : (int)rows;
     if (!reserve_buffer(&sampler->buffer, &sampler->size, each * (size_t)(teams > 0 ? teams : 1)))
@@ -343,13 +363,80 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
     int worker;
 #pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1)
     for (worker = 0; worker < teams; worker++) {
-        float *weights = (float *)(sampler->buffer + each * (size_t)worker);
-        float *scratch = weights + chunks * CHUNK, *maxima = scratch + chunks * CHUNK;
-        const struct room room = {weights, scratch, maxima, maxima + padded, (double *)(maxima + 2 * padded)};
+        const struct room room = room_of(sampler->buffer + each * (size_t)worker, chunks);
         for (int64_t row = worker; row < rows; row += teams)
             tokens[row] = token_of(logits + row * vocabulary, vocabulary, draws + row, passes, room);
     }
     return 1;
+}
+
+struct candidate {
+    float logit;
+    int32_t id;
+};
+
+/* By falling logit, then rising id. */
+static int by_rank(const void *one, const void *other)
+{
+    const struct candidate *a = one, *b = other;
+    return a->logit > b->logit ? -1 : a->logit < b->logit ? 1 : a->id < b->id ? -1 : 1;
+}
+
+/* The k best of a row, 0 <= k <= count, in their order, and its logsumexp. 0 where a logit is no number or the largest is
+ * infinite. `best` has room for k. */
+static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, float *logsumexp, struct candidate *best,
+                   struct passes passes, struct room room)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    const int numbers = passes.chunk_maxima(row, count, room.maxima);
+    float largest = room.maxima[0];
+    for (int64_t chunk = 1; chunk < chunks; chunk++)
+        largest = room.maxima[chunk] > largest ? room.maxima[chunk] : largest;
+    if (!numbers || !(largest < FINITE && largest > -FINITE))
+        return 0;
+    passes.weigh(row, count, largest, 1.0f, -INFINITY, room.weights, room.sums);
+    *logsumexp = (float)(largest + log(total_of(room.sums, chunks)));
+    if (k == 0)
+        return 1;
+    const float least = k < count ? least_of_top_k(row, count, k, &room) : -INFINITY;
+    int64_t found = 0;
+    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then as many as there is room for of those that equal it */
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+            if (room.maxima[chunk] < least)
+                continue;
+            const int64_t end = (chunk + 1) * CHUNK < count ? (chunk + 1) * CHUNK : count;
+            for (int64_t at = chunk * CHUNK; at < end && found < k; at++)
+                if (pass == 0 ? row[at] > least : row[at] == least)
+                    best[found++] = (struct candidate){row[at], (int32_t)at};
+        }
+    qsort(best, (size_t)k, sizeof *best, by_rank);
+    for (int64_t i = 0; i < k; i++)
+        ids[i] = best[i].id;
+    return 1;
+}
+
+/* The k best tokens of each row of `logits` [rows, vocabulary], `ids` [rows, k], by falling logit, then rising id, and the
+ * rows' logsumexp [rows]. 0 where there is no memory, -1 where a row has a logit that is no number, or an infinite largest
+ * one: then nothing is said of any. */
+int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary, int64_t k, int32_t *ids,
+                    float *logsumexp, int32_t threads)
+{
+    const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
+    const size_t each = room_bytes(chunks), whole = each + (size_t)(k + 7) / 8 * 8 * sizeof(struct candidate);
+    const struct passes passes = passes_of(sampler->lanes);
+    const int teams = threads < rows ? threads : (int)rows;
+    if (!reserve_buffer(&sampler->buffer, &sampler->size, whole * (size_t)(teams > 0 ? teams : 1)))
+        return 0;
+    int worker, odd = 0;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1) reduction(| : odd)
+    for (worker = 0; worker < teams; worker++) {
+        char *mine = sampler->buffer + whole * (size_t)worker;
+        const struct room room = room_of(mine, chunks);
+        for (int64_t row = worker; row < rows; row += teams)
+            odd |= !best_of(logits + row * vocabulary, vocabulary, k, ids + row * k, logsumexp + row,
+                            (struct candidate *)(mine + each), passes, room);
+    }
+    return odd ? -1 : 1;
 }
 
 /* Repetition divides what is positive and multiplies the rest, once a token; frequency goes off for each occurrence, and then

@@ -1,4 +1,4 @@
-/* Tokens drawn from rows of logits (sample.c). */
+/* Tokens drawn from rows of logits, and the best ones (sample.c). */
 
 #ifndef FERRUM_SAMPLE_H
 #define FERRUM_SAMPLE_H
@@ -32,6 +32,8 @@ struct sampler *ferrum_sampler_new(void);
 void ferrum_sampler_free(struct sampler *sampler);
 int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
                       const struct draw *draws, int32_t *tokens, int32_t threads);
+int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary, int64_t k, int32_t *ids,
+                    float *logsumexp, int32_t threads);
 int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
                         int64_t count, int32_t threads);
 void ferrum_mask(const struct sampler *sampler, float *logits, int64_t vocabulary, const struct row_mask *masks, int64_t count,

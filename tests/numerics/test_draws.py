@@ -118,6 +118,28 @@ def test_c_draws_what_torch_draws(vocabulary):
     ).sum() <= 1  # a number may lie on the border of two tokens
 
 
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 700, 5_000])
+def test_the_best_of_a_row_stand_in_their_order_whatever_is_beside_it(sampler, vocabulary):
+    """With ties at every border, rows that are all one number, and rows that are no numbers."""
+    rows = logits(9, vocabulary, seed=vocabulary)
+    rows[::3] = rows[::3].round()
+    rows[1], rows[4, ::2], rows[5, vocabulary // 2 :] = 3.0, -torch.inf, -0.0
+    for odd in (None, torch.nan, torch.inf, -torch.inf):
+        if odd is not None:
+            rows[8] = odd
+        for k in sorted({0, 1, min(5, vocabulary), min(70, vocabulary), min(700, vocabulary)}):
+            ids, logsumexp = sampler.best(rows, k)
+            assert (ids.dtype, logsumexp.dtype) == (torch.int64, torch.float32)
+            known = slice(8) if odd is torch.nan else slice(9)
+            assert torch.equal(ids[known], rows[known].sort(dim=-1, descending=True, stable=True).indices[:, :k])
+            np.testing.assert_allclose(logsumexp, rows.double().logsumexp(-1), rtol=1e-6, atol=1e-5)
+            for row in (1, 6):
+                alone = sampler.best(rows[row : row + 1], k)
+                assert torch.equal(alone[0][0], ids[row])
+                if odd is None:
+                    assert torch.equal(alone[1][0], logsumexp[row])
+
+
 def test_a_draw_depends_on_its_row_seed_and_position_alone(sampler):
     rows, given = logits(40, 500), draws(40, top_p=0.9, seed=np.arange(40) % 3, position=np.arange(40) % 7)
     found = sampler.draw(rows, given)
