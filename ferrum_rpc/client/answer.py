@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, StepTiming
+from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, RunEnd, StepTiming
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.wire.rows import float_rows
 
 _OUTPUT_NAMES: Final = {
@@ -57,10 +58,12 @@ class Answer:
     ``cached_tokens`` of the prompt came from the prefix cache. ``replayed``: the executor's recorded answer to an
     earlier call with the same request id. ``pressure``: how full the executor is. ``timing``: where the time went
     (None where no step ran for this answer).
+    ``run_end``: why the item's run ended (None: it was none), and ``run_cause`` what cut it: the tokens so far are the
+    answer, and the sequence goes on from there.
 
     The row accessors raise `NoSuchRowsError` where other rows were requested. R is the number of rows: 1 for LAST, the
-    item's tokens for ALL, those that are scored for `NextToken`, those that are emitted for `Accept`. Arrays are
-    read-only views of the answer's bytes.
+    item's tokens for ALL, those that are scored for `NextToken`, those that are emitted for `Accept`, those that a run
+    chose. Arrays are read-only views of the answer's bytes.
     """
 
     handle: HandleRef
@@ -69,6 +72,8 @@ class Answer:
     timing: StepTiming | None = None
     cached_tokens: int = 0
     replayed: bool = False
+    run_end: RunEnd | None = None
+    run_cause: ExecutorError | None = None
 
     @property
     def length(self) -> int:

@@ -24,6 +24,7 @@ from ferrum_rpc.core import (
     Positions,
     RowDType,
     RowLogprobs,
+    Run,
     Sample,
     SelectedTokens,
     TopTokens,
@@ -141,6 +142,19 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
                 field="output",
             )
     return spec
+
+
+def as_run(run: Run, output: OutputSpec) -> Run:
+    """Raise `InvalidRequest` for what is no run, and for an output that chooses no next token."""
+    if not isinstance(run, Run):
+        raise InvalidRequest(f"a run is Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
+    if not isinstance(output.kind, Greedy | Sample) or output.positions is not Positions.LAST:
+        raise InvalidRequest("a run is of Greedy() or Sample(...), at the last position", field="output")
+    stops = run.stop_token_ids
+    return Run(
+        as_number(run.max_tokens, "run.max_tokens", least=1),
+        tuple(as_tokens(stops, "run.stop_token_ids")) if len(stops) else (),
+    )
 
 
 def _check_sample(sample: Sample, field: str) -> None:

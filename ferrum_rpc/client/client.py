@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -291,9 +291,13 @@ class ExecutorClient:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
                 raise InvalidRequest(f"rollbacks[{at}] is no pair of a Sequence and a length", field=f"rollbacks[{at}]")
             pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
-        with ExitStack() as claims:
-            listed = [(*claims.enter_context(sequence._rolled_back()), length) for sequence, length in pairs]
-            return await self._connection.truncate(listed, self._context.deadline(timeout_s))
+        deadline = self._context.deadline(timeout_s)
+        async with AsyncExitStack() as claims:
+            listed = [
+                (*(await claims.enter_async_context(sequence._rolled_back(deadline))), length)
+                for sequence, length in pairs
+            ]
+            return await self._connection.truncate(listed, deadline)
 
     async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
         """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
@@ -305,6 +309,8 @@ class ExecutorClient:
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
             state.check_idle("release")
+        for each in listed:
+            each._leave_stream()
         refusals = dict(zip(states, await self._connection.release(*states), strict=True))
         return [refusals.get(each._state) for each in listed]
 
@@ -347,12 +353,16 @@ class ExecutorClient:
         claimed: list[SequenceState] = []
         try:
             for item in listed:
-                claimed.append(item.state.claim(feed.name))
+                if item.follows is None:
+                    claimed.append(item.state.claim(feed.name))
+                else:
+                    item.state.claim_item(item, feed.name)
+                    claimed.append(item.state)
                 item.state.check(item)
             return await connection.forward(feed, listed, deadline, all_or_nothing=all_or_nothing) if listed else []
         finally:
             for state in claimed:
-                state.busy = ""
+                state.busy, state.behind = state.behind, ""
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

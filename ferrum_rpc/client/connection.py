@@ -18,21 +18,23 @@ from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import Masks
+from ferrum_rpc.client.pace import Pace
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
-from ferrum_rpc.core import HandleRef, Positions, Pressure, Rows
+from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
 from ferrum_rpc.errors import ExecutorError, NotSupported, SequenceBusy, TokenMaskUnknown
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1.model_executor_pb2 import ForkKvRequest, ReleaseRequest, TruncateKvRequest
-from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.items import RUN_END_FROM_PROTO, handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.status import error_from_status
 
 log = logging.getLogger("ferrum_rpc.client")
 
 
 class Connection:
     """What `ExecutorClient` and `Sequence` speak through. ``live``: the sequences that the executor holds, or may hold.
-    ``release_timeout_s`` bounds each release."""
+    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release."""
 
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
         self.context = context
@@ -41,6 +43,7 @@ class Connection:
         self.transport = transport
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()
+        self.pace = Pace()
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
     # --- forwards ---------------------------------------------------------------------------------------------------
@@ -117,20 +120,29 @@ class Connection:
         offered = (await self.context.info(deadline)).capabilities
         for need in map(Capability, needs):
             if need not in offered:
-                raise NotSupported(f"the executor does not offer this output (capability {need.name})", field="output")
+                field = {Capability.RUN: "run", Capability.FOLLOW: "follow"}.get(need, "output")
+                raise NotSupported(f"the executor does not offer this {field} (capability {need.name})", field=field)
 
     def _answer(
         self, item: Item, output: forward_pb2.ForwardOutput, forwarded: Forwarded, pressure: Pressure
     ) -> Answer:
         handle, info = handle_from_proto(output.handle), self.context.known_info
         exact_span_tokens = 1 if info is None else info.limits.exact_span_tokens  # 1 decides nothing
-        item.state.committed(item, handle, exact_span_tokens)
+        where = output.rows
+        rows = Rows(forwarded.blocks[where.block], where.first, where.count) if output.HasField("rows") else None
+        answer = Answer(handle, rows, pressure, forwarded.timing, output.cached_tokens, output.replayed)
+        chosen: Sequence[int] = ()
+        if item.run is not None:
+            cause = error_from_status(output.run_cause) if output.HasField("run_cause") else None
+            answer = replace(answer, run_end=RUN_END_FROM_PROTO.get(output.run_end), run_cause=cause)
+            chosen = () if rows is None else answer.tokens.tolist()
+        elif item.followed and rows is not None and rows.block.kind is RowKind.TOKENS:
+            chosen = answer.tokens[-1:].tolist()
+        item.state.committed(item, handle, exact_span_tokens, chosen)
         if item.handle is None:
             self.live.add(item.state)
             self.context.draining = False  # it takes new sequences: another process stands there now
-        where = output.rows
-        rows = Rows(forwarded.blocks[where.block], where.first, where.count) if output.HasField("rows") else None
-        return Answer(handle, rows, pressure, forwarded.timing, output.cached_tokens, output.replayed)
+        return answer
 
     async def _with_rows(
         self, items: Sequence[Item], results: list[Answer | ExecutorError], deadline: Deadline
@@ -167,7 +179,7 @@ class Connection:
             return [handle_from_proto(each.handle) for each in outcomes if not isinstance(each, ExecutorError)]
 
         item.state.failed(item, error, repeat)
-        if item.state.in_doubt:
+        if item.state.in_doubt and not item.state.released:
             self.live.add(item.state)
 
     # --- operations without tokens ----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import Forwarded, outcomes_of
-from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
@@ -38,6 +38,9 @@ class Kind(enum.IntEnum):
     """An item in a frame of its own, because its rows come in row frames."""
     SHARED = 3
     """An item in a frame that it may share."""
+    APART = 4
+    """An item that goes on for several steps or waits for another, in a frame that it may share with its like: each is
+    answered when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ def group(waiting: Iterable[Request[Any]], capacity: FrameCapacity, now: float) 
     for request in waiting:
         item = request.items[0]
         handle = item.handle
-        sequence = b"" if handle is None else handle.id
+        # Those that are apart are claimed in their order: one may follow another of the same frame.
+        sequence = b"" if handle is None or item.goes_on else handle.id
         if chosen and (sequence in sequences or not soonest <= request.expires <= latest):
             continue
         tokens += len(item.tokens)
@@ -119,6 +123,7 @@ def frame_of(requests: Sequence[Request[Any]], now: float) -> Frame:
     if frame is None:
         frame = Frame()
         frame.forward.items.extend([request.items[0].proto for request in requests])
+        frame.forward.apart = requests[0].items[0].goes_on
     if frame.HasField("forward"):
         expires = min(map(_expires, requests))
         if expires != math.inf:
@@ -151,3 +156,25 @@ def results_of(
     return [
         each if isinstance(each, ExecutorError) else Forwarded((each,), blocks, pressure, timing) for each in outcomes
     ]
+
+
+Parts = list[tuple[int, forward_pb2.ForwardOutput | ExecutorError]]
+"""Outcomes of a frame's items, each with its place in the frame."""
+
+
+def part_of(requests: Sequence[Request[Any]], answer: session_pb2.SessionForwardAnswer) -> Parts:
+    """What one part of an answer says of the items of a frame. Raises `TransportError` for the results of others."""
+    items = [item for request in requests for item in request.items]
+    places = [result.item_index for result in answer.results]
+    outcomes = outcomes_of(answer.results, [items[place] for place in places if place < len(items)])
+    return list(zip(places, outcomes, strict=True))
+
+
+def joined_parts(parts: Parts, items: Sequence[Item]) -> list[forward_pb2.ForwardOutput | ExecutorError]:
+    """The outcomes of all items of a frame, in their order. Raises `TransportError` where some are missing."""
+    found = dict(parts)
+    if len(found) != len(items):
+        raise TransportError(
+            f"the executor answered {len(found)} of {len(items)} items", metadata={"grpc_code": "INTERNAL"}
+        )
+    return [found[place] for place in range(len(items))]

@@ -8,23 +8,36 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
+from ferrum_rpc.client.ahead import Ahead
 from ferrum_rpc.client.answer import Answer, joined
-from ferrum_rpc.client.arguments import GREEDY, Output, Tokens, as_list, as_number, as_optional, as_output, as_tokens
+from ferrum_rpc.client.arguments import (
+    GREEDY,
+    MOST,
+    Output,
+    Tokens,
+    as_list,
+    as_number,
+    as_optional,
+    as_output,
+    as_run,
+    as_tokens,
+)
 from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
-from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Sample
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy
+from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy, SequenceVersionMismatch
 from ferrum_rpc.executor.v1 import model_executor_pb2
-from ferrum_rpc.wire.items import handle_to_proto
+from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
 Result = TypeVar("Result")
 
@@ -76,6 +89,7 @@ class Sequence:
         self._rebuilds = rebuild
         self._prompt: _Prompt | None = None
         self._lost: _Lost | None = None
+        self._ahead: Ahead | None = None
 
     def __repr__(self) -> str:
         state = self._state
@@ -88,6 +102,8 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
+        if self._ahead is not None:
+            return self._ahead.length
         return self._state.length if self._lost is None else len(self._lost.tokens)
 
     @property
@@ -103,10 +119,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        tokens = self._state.tokens if self._lost is None else self._lost.tokens
-        if tokens is None:
-            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
-        return list(tokens)
+        return self._held_tokens()[: self.length]
 
     @property
     def released(self) -> bool:
@@ -116,7 +129,7 @@ class Sequence:
     @property
     def in_doubt(self) -> bool:
         """Whether a call failed and may have run. The same call made again settles it."""
-        return self._state.in_doubt
+        return self._state.in_doubt if self._ahead is None else self._ahead.failed
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 
@@ -125,6 +138,7 @@ class Sequence:
         tokens: Tokens,
         output: Output = GREEDY,
         *,
+        run: Run | None = None,
         chunk: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
@@ -134,16 +148,18 @@ class Sequence:
         which the last returns rows; with positions ALL every one does, and the answer holds all n rows. Scores
         (`NextToken`) are those of one call: each chunk names the next one's first token.
         ``timeout_s`` bounds the whole. If a chunk fails, the ones before it stay; calling again with the same tokens
-        goes on where it stopped.
+        goes on where it stopped. ``run``: go on from there as in `decode`.
 
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
         listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
         _check_fed(spec)
+        if run is not None:
+            run = as_run(run, spec)
         chunk = as_optional(chunk, "chunk", least=1)
         deadline = self._context.deadline(timeout_s)
         with self._state.claim("prefill"):
-            return await self._prefill(listed, spec, chunk, deadline)
+            return await self._prefill(listed, spec, chunk, deadline, run)
 
     async def decode(
         self,
@@ -151,13 +167,20 @@ class Sequence:
         output: Output = GREEDY,
         *,
         truncate_to: int | None = None,
+        run: Run | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1."""
+        """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1.
+
+        With a ``run`` the executor goes on with each token that it chooses: the answer holds all of them, and L becomes
+        L + as many, for the last is not fed. A run that was cut is an answer too (`Answer.run_end`). Raises
+        `NotSupported` where the executor has no runs."""
         listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
+        if run is not None:
+            run = as_run(run, spec)
         with self._claim("decode"):
-            return await self._feed(DECODE, listed, spec, truncate_to, deadline)
+            return await self._feed(DECODE, listed, spec, truncate_to, deadline, run=run)
 
     async def verify(
         self,
@@ -194,9 +217,13 @@ class Sequence:
         tokens), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A sampled text
         depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
 
+        Where the executor offers runs, several tokens come with one trip, as many as hide it, and in a session the next
+        run waits at the executor behind the present one.
+
         L counts all but the last token that was yielded, which is not fed yet. So a stream may be left or closed
-        (``aclose``) anywhere, and `generate` from that token goes on. An error or a cancellation in a step leaves what
-        the step's own call would; where its fate is unknown, going on in this way settles it.
+        (``aclose``) anywhere, and `generate` from that token goes on: what is in flight is taken back, and the next
+        call rolls back what was computed beyond. An error or a cancellation in a step leaves what the step's own call
+        would; where its fate is unknown, going on in this way settles it.
         """
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
@@ -206,17 +233,42 @@ class Sequence:
             raise InvalidRequest(f"a stream is of Greedy() or Sample(...), not {output!r}", field="output")
         return self._generated(listed, most, spec, ends, timeout_s)
 
-    def item(self, tokens: Tokens, output: Output = GREEDY, *, truncate_to: int | None = None) -> Item:
+    def item(
+        self,
+        tokens: Tokens = (),
+        output: Output = GREEDY,
+        *,
+        truncate_to: int | None = None,
+        run: Run | None = None,
+        follows: Item | None = None,
+    ) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
-        sent. A kind without positions stands for the last one."""
+        sent. A kind without positions stands for the last one. ``run``: as in `decode`.
+
+        In a session an item may be sent while another of the same sequence is in flight, one at a time: it ``follows``
+        that one, on the sequence as that will leave it, and without ``tokens`` it feeds the token that this chooses.
+        Where that ends otherwise, or with a stop id, the item is refused with `ChainBroken`, and nothing changed."""
         if self._state.released:
             raise SequenceMisuseError("item: this sequence was released")
         if self._lost is not None:
             raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
-        listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
+        if self._ahead is not None:
+            raise SequenceMisuseError("item: a stream of this sequence was not read to its end: await truncate() first")
+        spec = as_output(output, Positions.LAST)
+        feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
+        listed = [] if feeds_chosen else as_tokens(tokens)
+        if run is not None:
+            run = as_run(run, spec)
         truncate_to = as_optional(truncate_to, "truncate_to")
         self._prompt = None  # what is fed next does not go on with one of which some chunks failed
-        return self._state.item(next(self._context.item_ids), listed, spec, truncate_to)
+        number = next(self._context.item_ids)
+        if follows is None:
+            return self._state.item(number, listed, spec, truncate_to, run)
+        if follows.state is not self._state or truncate_to is not None:
+            raise SequenceMisuseError("item: it follows one of its own sequence, and rolls nothing back")
+        info = self._context.known_info
+        most = MOST if info is None else info.model.max_context
+        return self._state.item_behind(follows, number, listed, spec, run=run, max_context=most)
 
     # --- other operations -------------------------------------------------------------------------------------------
 
@@ -267,6 +319,7 @@ class Sequence:
         deadline = self._context.deadline(timeout_s)
         connection = self._connection
         with self._state.claim("rebuild"):
+            self._leave_stream()
             old = self._state.handle
             self._restart(listed)
             if old is not None:
@@ -281,6 +334,7 @@ class Sequence:
         Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
         if not self._state.released:
             self._state.check_idle("release")
+            self._leave_stream()
             [refusal] = await self._connection.release(self._state)
             if refusal is not None:
                 raise refusal
@@ -291,6 +345,7 @@ class Sequence:
     async def __aexit__(self, *_: object) -> None:
         if self._state.released:
             return
+        self._leave_stream()
         [refusal] = await self._connection.release(self._state)
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
@@ -298,10 +353,18 @@ class Sequence:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _rolled_back(self) -> Iterator[tuple[SequenceState, HandleRef]]:
+    def _held_tokens(self) -> list[int]:
+        """The tokens in the cache, those included that a stream is ahead of its program."""
+        tokens = self._state.tokens if self._lost is None else self._lost.tokens
+        if tokens is None:
+            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
+        return list(tokens)
+
+    @asynccontextmanager
+    async def _rolled_back(self, deadline: Deadline) -> AsyncIterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
         with self._claim("truncate"):
+            await self._settle(deadline)
             if self._lost is not None or self._state.handle is None:
                 raise SequenceMisuseError(
                     "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
@@ -320,6 +383,11 @@ class Sequence:
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
         answer = await self.prefill(tokens, output, timeout_s=timeout_s)
+        if Capability.RUN in info.capabilities and len(ends) <= MAX_STOP_IDS:
+            async with aclosing(self._in_runs(answer, most, output, ends, timeout_s=timeout_s, info=info)) as stream:
+                async for token in stream:
+                    yield token
+            return
         for count in itertools.count(1):
             token = answer.token
             if token in ends:
@@ -328,6 +396,108 @@ class Sequence:
             if count == most or self.length >= info.model.max_context:
                 return
             answer = await self.decode(token, output, timeout_s=timeout_s)
+
+    async def _in_runs(
+        self,
+        answer: Answer,
+        left: int | None,
+        output: OutputSpec,
+        ends: frozenset[int],
+        *,
+        timeout_s: float | None,
+        info: ExecutorInfo,
+    ) -> AsyncGenerator[int, None]:
+        """The tokens of an answer and those that come behind it, ``left`` in all."""
+        stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
+
+        def begin() -> Ahead:
+            self._ahead = Ahead(
+                self._connection,
+                self._state,
+                self._send_run,
+                output=output,
+                stops=stops,
+                timeout_s=timeout_s,
+                length=self.length,
+            )
+            return self._ahead
+
+        ahead = begin()
+        try:
+            while True:
+                tokens, at = answer.tokens.tolist(), answer.length
+                if left is not None:
+                    left -= len(tokens)
+                if tokens[-1] not in ends:
+                    ahead.fill(tokens[-1], at, left, info)
+                for index, token in enumerate(tokens):
+                    ahead.length = at - len(tokens) + 1 + index
+                    if token in ends:
+                        await ahead.drain()
+                        return
+                    yield token
+                    if self._ahead is not ahead:  # another call was made meanwhile: go on from where it left it
+                        left = None if left is None else left + len(tokens) - 1 - index
+                        with self._state.claim("generate"):
+                            ahead, at = begin(), self.length
+                            ahead.fill(token, at, left, info)
+                        break
+                if not ahead.flights:
+                    return
+                with self._state.claim("generate"):
+                    while (landed := await ahead.land()) is None:
+                        ahead.fill(token, at, left, self._context.known_info or info)
+                answer = landed
+        except BaseException as error:
+            ahead.failed = not isinstance(error, GeneratorExit) and fate_unknown(error)
+            raise
+        finally:
+            if self._ahead is ahead:
+                ahead.leave()
+                if not ahead.unknown and self._lost is None and self._state.length == ahead.length:
+                    self._ahead = None
+
+    async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
+        """Send a run of a stream, and where the sequence is lost and may be rebuilt again on the new one."""
+
+        async def send() -> Answer:
+            if item.handle != self._state.handle:
+                return await self._forward(DECODE, item.tokens, item.output, None, deadline, run=item.run)
+            [answer] = await self._connection.forward(DECODE, [item], deadline)
+            if isinstance(answer, ExecutorError):
+                raise answer
+            return answer
+
+        return await self._recover(send, deadline)
+
+    def _leave_stream(self) -> None:
+        """The sequence ends: what a stream has computed ahead ends with it."""
+        if self._ahead is not None:
+            self._ahead.leave()
+            self._ahead = None
+
+    async def _settle(self, deadline: Deadline) -> None:
+        """Roll back what a stream that was left has computed beyond what its program has seen. Whether a run of unknown
+        fate has run does not matter: the executor says where the sequence stands."""
+        ahead, state = self._ahead, self._state
+        if ahead is None:
+            return
+        ahead.leave()
+        await ahead.drain()
+        length, handle, backoff = ahead.length, state.handle, Backoff.while_busy(deadline)
+        while self._lost is None and handle is not None and (ahead.unknown or state.length != length):
+            [refusal] = await self._connection.truncate([(state, handle, length)], deadline)
+            if refusal is None:
+                break
+            if isinstance(refusal, SequenceVersionMismatch) and refusal.version and refusal.seq_len is not None:
+                handle = HandleRef(handle.id, refusal.seq_len, refusal.version)
+            elif isinstance(refusal, SEQUENCE_GONE) and self._rebuilds:
+                self._restart(self._held_tokens())
+            elif not isinstance(refusal, SequenceBusy) or not await backoff.wait():
+                raise refusal
+        if self._lost is not None:
+            self._restart(self._held_tokens()[:length])
+        self._ahead = None
 
     def _claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
         """Begin a call that needs a sequence which exists, or will when what was lost is fed again."""
@@ -354,7 +524,9 @@ class Sequence:
             most = min(most, max(1, room // output.row_bytes(info.model.vocab_size, info.model.hidden_size)))
         return most
 
-    async def _prefill(self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline) -> Answer:
+    async def _prefill(
+        self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline, run: Run | None
+    ) -> Answer:
         chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
         if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
             prompt = self._prompt = _Prompt(tokens, output)
@@ -369,7 +541,7 @@ class Sequence:
                 spec = replace(output, kind=replace(output.kind, following_token=following))
             if masks and len(part) < len(tokens):
                 spec = with_masks(output, masks[prompt.fed : prompt.fed + len(part)])
-            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
+            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline, run=run if last else None))
             prompt.fed += len(part)
             prompt.length = self.length
             if last:
@@ -377,27 +549,49 @@ class Sequence:
                 return joined(prompt.answers)
 
     def _feed(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self,
+        feed: Feed,
+        tokens: list[int],
+        output: OutputSpec,
+        truncate_to: int | None,
+        deadline: Deadline,
+        *,
+        run: Run | None = None,
     ) -> Awaitable[Answer]:
         """One item through a call of its own."""
-        send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline)
+        send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline, run=run)
         return self._recovering(send, deadline, truncate_to)
 
     async def _forward(
-        self, feed: Feed, tokens: list[int], output: OutputSpec, truncate_to: int | None, deadline: Deadline
+        self,
+        feed: Feed,
+        tokens: list[int],
+        output: OutputSpec,
+        truncate_to: int | None,
+        deadline: Deadline,
+        *,
+        run: Run | None = None,
     ) -> Answer:
         state = self._state
         if state.handle is None:
             feed, truncate_to = PREFILL, None
         elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
             truncate_to = None
-        item = state.item(next(self._context.item_ids), tokens, output, truncate_to)
+        item = state.item(next(self._context.item_ids), tokens, output, truncate_to, run)
         [answer] = await self._connection.forward(feed, [item], deadline)
         if isinstance(answer, ExecutorError):
             raise answer
         return answer
 
     async def _recovering(
+        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
+    ) -> Result:
+        """As `_recover`, after settling a stream that was left."""
+        if self._ahead is not None:
+            await self._settle(deadline)
+        return await self._recover(send, deadline, truncate_to)
+
+    async def _recover(
         self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
     ) -> Result:
         """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
@@ -418,8 +612,8 @@ class Sequence:
                 if rebuilt or not self._rebuilds or self._state.handle is None:
                     raise
                 rebuilt = True
-                self._restart(self.tokens[:truncate_to])
-                if not self.length:
+                self._restart(self._held_tokens()[:truncate_to])
+                if self._lost is not None and not self._lost.tokens:
                     self._lost = None
 
     def _restart(self, tokens: list[int]) -> None:

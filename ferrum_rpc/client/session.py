@@ -57,6 +57,11 @@ class SessionTransport(Transport):
         """Whether a stream is open, or none will be."""
         return self._closed or (self._stream is not None and self._stream.over is None)
 
+    @property
+    def chains(self) -> bool:
+        """Whether an item may follow one in flight."""
+        return self._used
+
     async def prepare(self, deadline: Deadline) -> None:
         """Find out whether sessions are offered."""
         if self.ready:
@@ -77,6 +82,7 @@ class SessionTransport(Transport):
             frame = Frame()
             frame.forward.items.extend([item.proto for item in items])
             frame.forward.all_or_nothing = all_or_nothing
+            frame.forward.apart = not all_or_nothing and any([item.goes_on for item in items])  # noqa: C419 - half the time
         request: Request[Forwarded] = Request(frame=frame, items=items)
         return self._context.call(self._submit, request, deadline)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
-from ferrum_rpc.core import HandleRef, OutputSpec
+from ferrum_rpc.core import HandleRef, OutputSpec, Run
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2
 from ferrum_rpc.wire.output import needs_of, output_to_proto
 
@@ -40,7 +40,12 @@ class Item:
     """A work item of a batch call: ``tokens`` to feed to a sequence after rolling it back to ``truncate_to``.
 
     Made by `Sequence.item`. It carries a request id and the handle it was built on, so sending the *same* item again
-    after a failure is safe. ``needs``: capabilities that the executor must have.
+    after a failure is safe. ``needs``: capabilities that the executor must have. ``run``: it goes on with each token
+    that it chooses.
+
+    ``follows``: it was built behind that item, on the handle that this will leave; without tokens of its own it feeds
+    the one that this ``chose`` last. ``followed``: another one was built behind it. ``committed``: it was answered.
+    ``goes_on``: it may be in flight for longer than a step.
     """
 
     state: SequenceState
@@ -51,6 +56,12 @@ class Item:
     request_id: str
     proto: forward_pb2.ForwardItem
     needs: tuple[info_pb2.Capability, ...] = ()
+    run: Run | None = None
+    follows: Item | None = None
+    followed: bool = False
+    committed: bool = False
+    chose: int | None = None
+    goes_on: bool = False
 
     def __repr__(self) -> str:
         return f"<Item of {len(self.tokens)} tokens at {self.start}>"
@@ -71,7 +82,16 @@ class Item:
     @property
     def content(self) -> tuple[object, ...]:
         """Equal for items that feed the same to the same sequence."""
-        return ("forward", self.handle, self.tokens, self.output, self.truncate_to)
+        return ("forward", self.handle, self.tokens, self.output, self.truncate_to, self.run)
+
+    def leaves(self, max_context: int) -> HandleRef:
+        """The handle that it leaves if it runs to its end; without an id where it makes the sequence."""
+        length = self.start + max(1, len(self.tokens))
+        if self.run is not None:
+            length = max(length, min(length + self.run.max_tokens - 1, max_context))
+        if self.handle is None:
+            return HandleRef(b"", length, 1)
+        return HandleRef(self.handle.id, length, self.handle.version + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,12 +122,14 @@ def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseExcep
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
-    message, which is only ever copied from, and what it needs of the executor."""
+    message, which is only ever copied from, and what it needs of the executor. ``busy``: the call in flight, ``behind``
+    the one that follows it. ``early``: the commit of an item whose answer has overtaken that of the one it follows."""
 
     create: forward_pb2.CreateOptions
     handle: HandleRef | None = None
     tokens: list[int] | None = None
     busy: str = ""
+    behind: str = ""
     released: bool = False
     last_request_id: str = ""
     lease_id: str = ""
@@ -117,6 +139,7 @@ class SequenceState:
     output_needs: tuple[info_pb2.Capability, ...] = ()
     doubt: UnknownOutcome | None = None
     creation: UnknownOutcome | None = None
+    early: tuple[Item, HandleRef, int, Sequence[int]] | None = None
     fork: UnknownOutcome | None = None
 
     @property
@@ -144,7 +167,14 @@ class SequenceState:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self.busy = ""
+        self.busy, self.behind = self.behind, ""
+
+    def claim_item(self, item: Item, what: str) -> None:
+        """As `claim`, for an item. One that follows may be in flight beside the one that it follows."""
+        if item.follows is None or not self.busy or self.behind:
+            self.claim(what)
+        else:
+            self.behind = what
 
     def check_idle(self, what: str) -> None:
         """Raise where a call is in flight on the sequence, which is about to be freed."""
@@ -155,6 +185,7 @@ class SequenceState:
         """Forget the handle and what the sequence held: its content will be fed again."""
         self.handle = None
         self.doubt = None
+        self.early = None
         self.pieces = Pieces()
         if self.tokens is not None:
             self.tokens = []
@@ -168,13 +199,20 @@ class SequenceState:
                 return doubt.request_id
         return fresh or new_request_id()
 
-    def item(self, item_id: int, tokens: list[int], output: OutputSpec, truncate_to: int | None = None) -> Item:
+    def item(
+        self,
+        item_id: int,
+        tokens: list[int],
+        output: OutputSpec,
+        truncate_to: int | None = None,
+        run: Run | None = None,
+    ) -> Item:
         """An item on the handle as it is now."""
         handle = self.handle
         if self.doubt is None and self.creation is None and self.fork is None:
             request_id = new_request_id()
         else:
-            request_id = self.request_id(("forward", handle, tokens, output, truncate_to))
+            request_id = self.request_id(("forward", handle, tokens, output, truncate_to, run))
         if output is not self.output:
             self.output, self.output_message, self.output_needs = output, output_to_proto(output), needs_of(output)
         proto = forward_pb2.ForwardItem()  # filled field by field: two thirds of the constructor's time
@@ -191,10 +229,45 @@ class SequenceState:
             message.id, message.seq_len, message.version = handle
         elif self.create.ByteSize():
             proto.create.CopyFrom(self.create)
-        return Item(self, handle, tokens, output, truncate_to, request_id, proto, self.output_needs)
+        item = Item(self, handle, tokens, output, truncate_to, request_id, proto, self.output_needs)
+        if run is not None:
+            _add_run(item, run)
+        return item
+
+    def item_behind(
+        self,
+        follows: Item,
+        item_id: int,
+        tokens: list[int],
+        output: OutputSpec,
+        *,
+        run: Run | None,
+        max_context: int,
+    ) -> Item:
+        """An item on the handle that another one will leave. No ``tokens``: it feeds the one that this chooses."""
+        handle = follows.leaves(max_context)
+        if not handle.id and self.handle is not None:
+            handle = handle._replace(id=self.handle.id)
+        if not handle.id and follows.follows is not None:
+            raise SequenceMisuseError("one item can follow another: await the answer of the first before a third")
+        proto = forward_pb2.ForwardItem(item_id=item_id, token_ids=tokens, output=output_to_proto(output))
+        proto.handle.id, proto.handle.seq_len, proto.handle.version = handle
+        proto.follow.feed_chosen = not tokens
+        if not handle.id:
+            proto.follow.creation = follows.request_id
+        proto.request_id = new_request_id()
+        needs = (*needs_of(output), info_pb2.CAPABILITY_FOLLOW)
+        proto.needs.extend(needs)
+        item = Item(self, handle, tokens, output, None, proto.request_id, proto, needs, follows=follows, goes_on=True)
+        if run is not None:
+            _add_run(item, run)
+        follows.followed = True
+        return item
 
     def check(self, item: Item) -> None:
         """Refuse an item that the sequence has left behind; the last one sent may be sent again."""
+        if item.follows is not None and not item.committed:
+            return
         if item.handle != self.handle and item.request_id != self.last_request_id:
             raise SequenceMisuseError(
                 f"this item was built at length {0 if item.handle is None else item.handle.seq_len} and the sequence "
@@ -203,8 +276,18 @@ class SequenceState:
 
     # --- outcomes -----------------------------------------------------------------------------------------------
 
-    def committed(self, item: Item, handle: HandleRef, exact_span_tokens: int) -> None:
-        """The executor ran the item, now or when it was sent before. ``exact_span_tokens``: the executor's limit."""
+    def committed(self, item: Item, handle: HandleRef, exact_span_tokens: int, chosen: Sequence[int] = ()) -> None:
+        """The executor ran the item, now or when it was sent before. ``exact_span_tokens``: the executor's limit.
+        ``chosen``: the tokens of a run, of which all but the last were fed."""
+        if item.follows is not None:
+            if not item.follows.committed:
+                self.early = item, handle, exact_span_tokens, chosen
+                return
+            if not item.tokens and item.follows.chose is not None:
+                item.tokens = [item.follows.chose]
+        item.committed = True
+        if chosen:
+            item.chose = chosen[-1]
         if self.handle is None or (handle.id == self.handle.id and handle.version > self.handle.version):
             self.handle = handle
             self.last_request_id = item.request_id
@@ -215,13 +298,21 @@ class SequenceState:
                 self.pieces.cut(handle.seq_len)
             if self.tokens is not None:
                 self.tokens[start:] = fed
+                if chosen:
+                    self.tokens += chosen[:-1]
         self.doubt = None
         if self.creation is not None and self.creation.request_id == item.request_id:
             self.creation = None
+        if self.early is not None and self.early[0].follows is item:
+            early, self.early = self.early, None
+            self.committed(*early)
 
     def failed(self, item: Item, error: BaseException, repeat: Repeat) -> None:
         """The item was refused, or its fate is unknown."""
-        if item.handle is None:
+        if item.follows is not None:  # only the same item again can settle it
+            if self.doubt is None or not self.doubt.unknown:
+                self.doubt = settled(self.doubt, UnknownOutcome(("behind", item.request_id), item.request_id), error)
+        elif item.handle is None:
             self.creation = settled(self.creation, UnknownOutcome(item.content, item.request_id, repeat), error)
         else:
             self.doubt = settled(self.doubt, UnknownOutcome(item.content, item.request_id), error)
@@ -230,6 +321,15 @@ class SequenceState:
         """The sequence changed without being fed: it was rolled back."""
         self.handle = handle
         self.doubt = None
+        self.early = None
         self.pieces.cut(handle.seq_len)
         if self.tokens is not None:
             del self.tokens[handle.seq_len :]
+
+
+def _add_run(item: Item, run: Run) -> None:
+    item.run, item.goes_on = run, True
+    item.needs = (*item.needs, info_pb2.CAPABILITY_RUN)
+    item.proto.needs.append(info_pb2.CAPABILITY_RUN)
+    item.proto.run.max_tokens = run.max_tokens
+    item.proto.run.stop_token_ids.extend(run.stop_token_ids)

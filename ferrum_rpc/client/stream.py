@@ -19,12 +19,26 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.client.context import Metadata, closed
-from ferrum_rpc.client.frames import Frame, FrameCapacity, Kind, Request, Result, frame_of, group, results_of
+from ferrum_rpc.client.frames import (
+    Frame,
+    FrameCapacity,
+    Kind,
+    Parts,
+    Request,
+    Result,
+    frame_of,
+    group,
+    joined_parts,
+    part_of,
+    results_of,
+)
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
-from ferrum_rpc.core import OutputSpec, StepTiming
+from ferrum_rpc.core import OutputSpec, RowBlock, StepTiming
 from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.wire.items import timing_from_proto
+from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
@@ -65,12 +79,16 @@ class Pace:
 
 
 class _Step:
-    """A step in flight. The futures of ``requests`` are done early where their callers gave up."""
+    """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
+    ``apart``."""
 
-    __slots__ = ("cancelled", "kind", "requests", "rows", "sent")
+    __slots__ = ("apart", "blocks", "cancelled", "kind", "parts", "requests", "rows", "sent")
 
-    def __init__(self, requests: Sequence[Request[Any]], sent: float) -> None:
+    def __init__(self, requests: Sequence[Request[Any]], sent: float, apart: bool) -> None:
         self.requests = requests
+        self.apart = apart
+        self.parts: Parts = []  # of one request, and the blocks of their rows
+        self.blocks: list[RowBlock] = []
         self.sent = sent
         self.kind = requests[0].kind
         self.rows: list[session_pb2.SessionRows] = []
@@ -100,7 +118,7 @@ class SessionStream:
         self._most = 1
         self._waiting: dict[Kind, OrderedDict[Request[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
-        self._cancels: deque[int] = deque()
+        self._cancels: deque[session_pb2.SessionCancel] = deque()
         self._wake = asyncio.Event()
         self._pace = Pace()
         self._linger = False
@@ -132,8 +150,11 @@ class SessionStream:
                 self._output = item.output
                 self._row_bytes = item.output.row_bytes(self.capacity.vocab_size, self.capacity.hidden_size)
             request.row_bytes = item.output.row_count(len(item.tokens), item.start) * self._row_bytes
+            if item.run is not None:
+                request.row_bytes *= item.run.max_tokens
             large = request.row_bytes > self.capacity.row_bytes
-            request.kind = Kind.LARGE if large else Kind.FRAME if request.resent else Kind.SHARED
+            shared = Kind.APART if item.goes_on else Kind.SHARED
+            request.kind = Kind.LARGE if large else Kind.FRAME if request.resent else shared
         self._number += 1
         request.number, request.expires, request.step = self._number, expires, None
         request.future = asyncio.Future(loop=self._loop)
@@ -193,9 +214,8 @@ class SessionStream:
     def _next(self) -> Frame | None:
         """The next frame to send, if there is one that may go."""
         if self._cancels:
-            cancel = session_pb2.SessionCancel(step_id=self._cancels.popleft())
             self._step_id += 1
-            return Frame(step_id=self._step_id, cancel=cancel)
+            return Frame(step_id=self._step_id, cancel=self._cancels.popleft())
         first: Request[Any] | None = None
         for kind, waiting in self._waiting.items():
             if waiting and self._may_go(kind):
@@ -206,14 +226,14 @@ class SessionStream:
             return None
         waiting = self._waiting[first.kind]
         now = time.monotonic()
-        requests = group(waiting, self.capacity, now) if first.kind is Kind.SHARED else [first]
+        requests = group(waiting, self.capacity, now) if first.kind >= Kind.SHARED else [first]
         self._step_id = step_id = self._step_id + 1
         for request in requests:
             del waiting[request]
             request.step, request.resent = step_id, True
-        self._steps[step_id] = _Step(requests, now)
-        self._in_flight[first.kind] += 1
         frame = frame_of(requests, now)
+        self._steps[step_id] = _Step(requests, now, frame.forward.apart)
+        self._in_flight[first.kind] += 1
         frame.step_id = step_id
         return frame
 
@@ -226,7 +246,7 @@ class SessionStream:
             return False
         if kind is Kind.SHARED:
             return in_flight[kind] < self._pace.most
-        return kind is not Kind.LARGE or in_flight[kind] < max(1, self._most - 1)
+        return kind not in {Kind.LARGE, Kind.APART} or in_flight[kind] < max(1, self._most - 1)
 
     def _receive(self, response: session_pb2.SessionResponse) -> None:
         step = self._steps.get(response.step_id)
@@ -235,6 +255,9 @@ class SessionStream:
         if response.HasField("rows"):
             if not step.given_up:
                 step.rows.append(response.rows)
+            return
+        if step.apart and response.HasField("forward"):
+            self._receive_part(response.step_id, step, response.forward)
             return
         results = results_of(step.requests, response, step.rows)
         whole = response.HasField("error")
@@ -258,6 +281,49 @@ class SessionStream:
                 request.future.set_result(result)
         self._requeue(single, Kind.FRAME)
         self._wake.set()  # after the results: what their callers send next shares the next frame
+
+    def _receive_part(self, step_id: int, step: _Step, answer: session_pb2.SessionForwardAnswer) -> None:
+        """Some items of a step are answered; the others where no ``more`` parts come."""
+        failed: ExecutorError | None = None
+        try:
+            parts, blocks = part_of(step.requests, answer), rows_from_proto(answer.row_blocks, step.rows)
+        except ExecutorError as error:
+            parts, blocks, failed = [], [], error
+        step.rows = []
+        timing = timing_from_proto(answer)
+        if step.requests[0].frame is None:
+            single = []
+            for place, outcome in parts:
+                request = step.requests[place]
+                if request.future.done():
+                    continue
+                if isinstance(outcome, DeadlineExceeded) and len(step.requests) > 1:
+                    single.append(request)  # another's deadline
+                elif isinstance(outcome, ExecutorError):
+                    request.future.set_exception(outcome)
+                else:
+                    request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))
+            self._requeue(single, Kind.FRAME)
+            self._linger = bool(parts)
+        else:
+            for _, outcome in parts:
+                if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
+                    outcome.rows.block += len(step.blocks)
+            step.parts += parts
+            step.blocks += blocks
+            if not answer.more and failed is None and not (request := step.requests[0]).future.done():
+                try:
+                    outcomes = joined_parts(step.parts, request.items)
+                    request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing))
+                except ExecutorError as error:
+                    failed = error
+        if failed is not None or not answer.more:
+            for request in step.requests:
+                if request.step == step_id and not request.future.done():
+                    request.future.set_exception(failed or _unanswered())
+        if not answer.more:
+            self._forget(step_id)
+        self._wake.set()
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
@@ -324,9 +390,13 @@ class SessionStream:
             return
         if step.given_up:
             step.rows.clear()
-        if not step.cancelled:
+        if step.apart and request.frame is None:
+            place = step.requests.index(request)
+            self._cancels.append(session_pb2.SessionCancel(step_id=request.step, item_indexes=[place]))
+            self._wake.set()
+        elif not step.cancelled:
             step.cancelled = True
-            self._cancels.append(request.step)
+            self._cancels.append(session_pb2.SessionCancel(step_id=request.step))
             self._wake.set()
 
     # --- the two ends -----------------------------------------------------------------------------------------------
@@ -369,3 +439,7 @@ class SessionStream:
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
             return TransportError(error.message, metadata=error.metadata)
         return TransportError(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)
+
+
+def _unanswered() -> TransportError:
+    return TransportError("the executor did not answer all items", metadata={"grpc_code": "INTERNAL"})

@@ -14,7 +14,7 @@ from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, RowBlock, StepTiming
-from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.errors import ExecutorError, NotSupported, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, types_pb2
 from ferrum_rpc.wire.items import handle_from_proto, timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
@@ -75,6 +75,11 @@ class Transport:
         """Whether requests may be sent without `prepare`."""
         return True
 
+    @property
+    def chains(self) -> bool:
+        """Whether an item may follow one in flight."""
+        return False
+
     async def prepare(self, deadline: Deadline) -> None:
         """Find out how requests travel. Nothing is sent where this raises."""
 
@@ -83,6 +88,8 @@ class Transport:
     ) -> Forwarded:
         """Items in one forward pass. The refusal of a single feed's item is raised."""
         context, method = self._context, getattr(self._context.executor, feed.rpc)
+        if any([item.follows for item in items]):  # noqa: C419 - half the time
+            raise NotSupported("items follow each other in sessions only: ExecutorClient(session=True)", field="follow")
         if feed.single:
             answer = await context.call(method, feed.request(item=items[0].proto), deadline)
             outcomes = [answer.output]

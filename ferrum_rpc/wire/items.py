@@ -42,6 +42,8 @@ MAX_STOP_IDS: Final = 256
 
 RUN_END_TO_PROTO: Final[dict[RunEnd, Any]] = {each: forward_pb2.RunEnd.Value(f"RUN_END_{each.name}") for each in RunEnd}
 
+RUN_END_FROM_PROTO: Final[dict[Any, RunEnd]] = {number: end for end, number in RUN_END_TO_PROTO.items()}
+
 _NO_OPTIONS: Final = CreateOptions()
 _U32_MAX: Final = 0xFFFFFFFF
 _ONE_TOKEN: Final = np.zeros(1, np.int32)

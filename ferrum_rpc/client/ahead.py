@@ -1,0 +1,148 @@
+"""A stream of tokens that is computed by runs, ahead of the program that reads it.
+
+One run is under way, and where the executor lets items follow each other the next one waits behind it, so that a trip
+costs nothing as long as a run takes longer than a trip. What was computed and not yet yielded is in the executor's
+cache: a stream that is left early is settled by the sequence's next call, which rolls back to what the program has
+seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.info import Capability, ExecutorInfo
+from ferrum_rpc.client.retry import Deadline, fate_unknown
+from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.transport import DECODE
+from ferrum_rpc.core import OutputSpec, Run
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QuotaExceeded
+
+_PATIENCE: Final = 4
+"""A run may take so many times what its steps took so far, beyond the time that one step may take."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A run of ``tokens`` at most, in flight. ``deadline``: its own, and of what follows it at least."""
+
+    item: Item
+    tokens: int
+    task: asyncio.Task[Answer]
+
+
+class Ahead:
+    """What a stream has ahead of its program, which has seen ``length`` tokens of the sequence and one that is not fed
+    yet. ``send`` sends an item and feeds again what was lost; ``deadline`` makes one for so many seconds more than each
+    step may take. ``unknown``: more than ``length`` tokens may be in the cache. ``failed``: so the program was told."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        state: SequenceState,
+        send: Callable[[Item, Deadline], Coroutine[Any, Any, Answer]],
+        *,
+        output: OutputSpec,
+        stops: tuple[int, ...],
+        timeout_s: float | None,
+        length: int,
+    ) -> None:
+        self._connection = connection
+        self._state = state
+        self._send = send
+        self._output = output
+        self._stops = stops
+        self._timeout_s = timeout_s
+        self._most: int | None = None
+        self.length = length
+        self.flights: deque[Flight] = deque()
+        self.unknown = False
+        self.failed = False
+
+    def fill(self, token: int, at: int, left: int | None, info: ExecutorInfo) -> None:
+        """Send what is missing ahead: behind ``token``, which has been chosen and is not fed to the ``at`` tokens in
+        the cache, and behind what is in flight. ``left``: tokens that are wanted, None without a bound."""
+        connection, flights, limits = self._connection, self.flights, info.limits
+        chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
+        most = limits.max_run_tokens if self._most is None else self._most
+        room = info.model.max_context - at - sum(each.tokens for each in flights)
+        if left is not None:
+            room = min(room, left - sum(each.tokens for each in flights))
+        while room > 0 and len(flights) < 1 + chains:
+            count = min(connection.pace.tokens(most, chains=chains), room)
+            run, number = Run(count, self._stops), next(connection.context.item_ids)
+            if flights:
+                item = self._state.item_behind(
+                    flights[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
+                )
+            else:
+                item = self._state.item(number, [token], self._output, None, run)
+            room -= count
+            self._add(item, count)
+            if item.handle is None:  # it is rebuilt first: nothing is known yet that could be followed
+                return
+
+    def _add(self, item: Item, count: int) -> None:
+        connection = self._connection
+        deadline = connection.context.deadline(self._timeout_s)
+        if deadline.at is not None and connection.pace.step_s is not None:
+            tokens = count + sum(each.tokens for each in self.flights)
+            deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)
+        task = asyncio.get_running_loop().create_task(self._answer(item, deadline))
+        task.add_done_callback(_looked_at)
+        self.flights.append(Flight(item, count, task))
+
+    async def _answer(self, item: Item, deadline: Deadline) -> Answer:
+        began = time.monotonic()
+        if item.follows is None:
+            answer = await self._send(item, deadline)
+        else:
+            [outcome] = await self._connection.forward(DECODE, [item], deadline)
+            if isinstance(outcome, ExecutorError):
+                raise outcome
+            answer = outcome
+        elapsed_s = time.monotonic() - began if item.follows is None else None
+        self._connection.pace.note(elapsed_s, answer.timing, len(answer.tokens))
+        return answer
+
+    async def land(self) -> Answer | None:
+        """The answer of the first in flight. None: nothing in flight will be answered, because a run before it was
+        shorter than foreseen or the cache has no room for so long ones: `fill` again. Raises its refusal."""
+        flight = self.flights[0]
+        try:
+            answer = await asyncio.shield(flight.task)
+        except ExecutorError as error:
+            if fate_unknown(error):
+                raise
+            await self.drain()
+            if isinstance(error, KvBlocksExhausted | QuotaExceeded) and flight.tokens > 1:
+                self._most = flight.tokens // 2
+            elif flight.item.follows is None:
+                raise
+            return None
+        self.flights.popleft()
+        return answer
+
+    def leave(self) -> None:
+        """Nothing in flight is wanted any more: it is taken back, or cut."""
+        self.unknown = self.unknown or bool(self.flights)
+        for each in self.flights:
+            each.task.cancel()
+
+    async def drain(self) -> None:
+        """Wait for the end of all that is in flight, whatever becomes of it."""
+        if self.flights:
+            await asyncio.wait([each.task for each in self.flights])
+        self.flights.clear()
+
+
+def _looked_at(task: asyncio.Task[Answer]) -> None:
+    """Its outcome may be of no interest any more."""
+    if not task.cancelled():
+        task.exception()
