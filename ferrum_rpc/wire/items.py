@@ -145,10 +145,8 @@ def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
         raise InvalidRequest("a run needs a request id: its tokens cannot be computed again", field="request_id")
     if not isinstance(output.kind, Greedy | Sample) or output.positions is not Positions.LAST:
         raise InvalidRequest("a run chooses the next token: greedy or sample, of the last position", field="output")
-    if isinstance(output.kind, Sample) and output.kind.row_masks:
-        raise InvalidRequest("a run takes one mask, which holds for every row", field="output.row_mask_ids")
     if output.kind.row_masks:
-        raise InvalidRequest("the steps of a run have one mask, or none", field="output")
+        raise InvalidRequest("the steps of a run have one mask, or none", field="output.row_mask_ids")
     if run.max_tokens < 1:
         raise InvalidRequest("run.max_tokens must be at least 1", field="run.max_tokens")
     if len(run.stop_token_ids) > MAX_STOP_IDS:

@@ -20,6 +20,7 @@ from ferrum_rpc.core import (
     OutputKind,
     OutputSpec,
     Positions,
+    Sample,
     SelectedTokens,
     Span,
     SpanResult,
@@ -30,6 +31,7 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
+from ferrum_rpc.sampling.masks import Masks, RowMask, forbid
 from tests.checkpoints import FAMILIES, make_checkpoint, make_model
 from tests.identity_oracle import identity_logits
 from tests.numerics.harness import reference_logits
@@ -209,3 +211,23 @@ def test_nothing_in_begin_waits_for_the_device() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert all(isinstance(each, SpanResult) for each in runner.finish(pending).outcomes)
+
+
+def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits() -> None:
+    rng = np.random.default_rng(1)
+    logits, contents = torch.randn(5, 1000), [np.packbits(rng.random(1024) < 0.3).tobytes() for _ in range(3)]
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        masks, rows_on = Masks(device), logits.clone().to(device)
+        masks.change([], [])
+        forbid(rows_on.clone(), [RowMask(0, torch.ones(32, dtype=torch.int32, device=device))])  # constants are there
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            masks.change([(bytes([number]) * 32, words) for number, words in enumerate(contents)], [])
+            kind = Sample(row_masks=(bytes(32), b"", bytes([2]) * 32, bytes([1]) * 32, b""))
+            words = masks.of(kind, 5)
+            forbid(rows_on, [RowMask(row, each) for row, each in enumerate(words) if each is not None])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(rows_on.cpu())
+    assert torch.equal(*found) and torch.equal(found[0][1], logits[1])

@@ -86,7 +86,7 @@ FLOORS: dict[str, Floor] = {
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
     "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve runtime"),
-    "clients": Floor("core errors client", "numpy rich tokenizers"),
+    "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
 
