@@ -70,26 +70,37 @@ def verify(logits: Tensor, draws: Draws, proposals: Sequence[tuple[int, Proposal
 
 def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal]) -> Tensor:
     """The token of each row, int64 [r]."""
+    on_host = logits.device.type == "cpu"
     widest = max(len(each.token_ids) for each in proposals)
     ids = np.zeros((len(proposals), widest), np.int64)
     probabilities = np.zeros((len(proposals), widest), np.float64)
     for row, (_, row_ids, row_probabilities) in enumerate(proposals):
         ids[row, : len(row_ids)], probabilities[row, : len(row_ids)] = row_ids, row_probabilities
     tokens = np.array([each.token for each in proposals])
-    chosen = np.where(ids == tokens[:, None], probabilities, 0).max(axis=-1)
+    of_draft = np.where(ids == tokens[:, None], probabilities, 0).max(axis=-1)
     chances = [uniforms(draws["seed"], draws["position"], stream) for stream in (ACCEPT, TOKEN)]
     on_device = [
-        to_device(torch.from_numpy(each), logits.device) for each in (ids, probabilities, tokens, chosen, *chances)
+        to_device(torch.from_numpy(each), logits.device) for each in (ids, probabilities, tokens, of_draft, *chances)
     ]
-    candidates, drafted, token, chosen_by_draft, luck, chance = on_device
+    candidates, drafted, token, odds, luck, chance = on_device
     weights, plain = filtered(logits, draws)
-    target = weights.to(torch.float64)
-    total = target.sum(-1, keepdim=True)
-    held = target.gather(-1, token[:, None]).squeeze(-1) > luck * chosen_by_draft * total.squeeze(-1)
-    target.scatter_add_(-1, candidates, -drafted * total)
-    left = target.clamp_(min=0)
-    found = picked(left, chance).where(left.amax(-1) > 0, logits.argmax(-1))  # nothing: p and q differ by rounding
-    return token.where(held, found).where(plain, logits.argmax(-1))
+    total = weights.sum(-1, dtype=torch.float64, keepdim=True)
+    held = weights.gather(-1, token[:, None]).squeeze(-1) > luck * odds * total.squeeze(-1)
+    best = logits.argmax(-1)
+    chosen = token.where(plain, best)
+    # On a GPU the host must not wait for how many are rejected.
+    rejected = (~held & plain).nonzero().squeeze(-1) if on_host else torch.arange(len(token), device=logits.device)
+    if len(rejected):
+        left = (
+            weights[rejected]
+            .to(torch.float64)
+            .scatter_add_(-1, candidates[rejected], (-drafted * total)[rejected])
+            .clamp_(min=0)
+        )
+        drawn = picked(left, chance[rejected])
+        drawn = drawn.where(left.amax(-1) > 0, best[rejected])  # nothing is left: p and q differ by rounding
+        chosen[rejected] = chosen[rejected].where(held[rejected] | ~plain[rejected], drawn)
+    return chosen
 
 
 def accepted(
