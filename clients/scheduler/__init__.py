@@ -5,10 +5,13 @@ and cache; everything else is decided here, on the far side of a wire:
 
     policy.py    pure: what runs in the next step, who is admitted, who is preempted
     board.py     who waits, who runs, and which sequence is whose
+    speculation.py  guesses of what comes next, from the text itself or a smaller model
     driver.py    turns each plan into one forward call, and each answer into tokens
       text.py      tokens to text, safely while it streams
     display.py   what a person sees          report.py  what the run was like
     program.py   from the command line to the exit status
 
     python -m clients.scheduler --target localhost:50051 --demo
+    python -m clients.scheduler --target localhost:50051 --demo --speculate lookup
+    python -m clients.scheduler --target localhost:50051 --demo --draft localhost:50052
 """

@@ -52,7 +52,7 @@ class Board:
         sequence = self._sequences.get(request.index)
         if sequence is None:
             sequence = self._sequences[request.index] = self._client.sequence()
-        return sequence.item(request.next_tokens(feed.count), output)
+        return sequence.item([*request.next_tokens(feed.count), *request.draft[: feed.drafted]], output)
 
     def admit(self, requests: Iterable[Request]) -> None:
         """From the queue into the next step."""

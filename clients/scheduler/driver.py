@@ -16,8 +16,10 @@ from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request
+from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
+    Accept,
     Answer,
     ExecutorClient,
     ExecutorInfo,
@@ -55,6 +57,7 @@ NO_ROWS = OutputSpec(Positions.NONE, Greedy())
 FAILURES_OF_A_REQUEST = 3
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
+LONGEST_DRAFT = 16
 
 
 class ExecutorGone(Exception):
@@ -94,6 +97,7 @@ class Driver:
         stop_tokens: frozenset[int],
         observer: Observer,
         patience_s: float = 30.0,
+        drafter: Drafter | None = None,
     ) -> None:
         self._client = client
         self._max_context = info.model.max_context
@@ -104,6 +108,11 @@ class Driver:
         self._observer = observer
         self._patience = Patience(patience_s)
         self._admitting = True
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            exact = self._budget.exact  # a draft within it gives the very bits of single decodes
+            most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
+            self._speculation = Speculation(drafter, most)
         self._run = Run(())
         self._board = Board(client, self._run, observer)
 
@@ -123,6 +132,8 @@ class Driver:
         finally:
             run.wall_seconds = time.monotonic() - began
             await board.clear()
+            if self._speculation is not None:
+                await self._speculation.forget(requests)
         return run
 
     async def _step(self) -> None:
@@ -131,6 +142,8 @@ class Driver:
         assert pressure is not None  # noqa: S101 - `run` asked for it
         total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
         pool = Pool(min(pressure.free_blocks, total), total, pressure.block_size)
+        if self._speculation is not None:
+            await self._speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
         step = plan(board.running, list(board.waiting) if self._admitting else (), pool, self._budget)
         for request in step.hopeless:
             self._give_up(request, pool)
@@ -186,6 +199,8 @@ class Driver:
         kind = self._sampling
         if isinstance(kind, Sample) and kind.seed is not None:
             kind = replace(kind, seed=(kind.seed << 32 | feed.request.index) % 2**64)
+        if feed.drafted:
+            return OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
         return OutputSpec(Positions.LAST, kind)
 
     async def _send(self, items: list[Item]) -> list[Answer | ExecutorError]:
@@ -206,11 +221,13 @@ class Driver:
         request.failures = 0
         if not completes:
             return
-        token = answer.token
-        if token in self._stop:
-            self._finish(request, Ending.STOP)
-            return
-        self._board.token(request, token)
+        if feed.drafted and self._speculation is not None:
+            self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
+        for token in answer.tokens.tolist():
+            if token in self._stop:
+                self._finish(request, Ending.STOP)
+                return
+            self._board.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
             self._finish(request, Ending.LENGTH)
         elif request.known > self._max_context:
@@ -258,11 +275,18 @@ class Driver:
             return
         self._patience.renew()
         done = [feed for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
-        decodes = sum(bool(feed.request.generated) and feed.request.owed == 1 for feed in done)
+        decodes = [
+            (feed, result)
+            for feed, result in zip(feeds, results, strict=True)
+            if isinstance(result, Answer) and feed.request.generated and feed.request.owed == 1
+        ]
+        drafted = sum(feed.drafted for feed, _ in decodes)
+        emitted = sum(len(result.tokens) for _, result in decodes)
+        self._run.drafts(trips=len(decodes), drafted=drafted, emitted=emitted)
         timing = answers[0].timing
         self._run.step(
-            prompt=sum(feed.count for feed in done) - decodes,
-            decode=decodes,
+            prompt=sum(feed.count for feed in done) - len(decodes),
+            decode=emitted,
             sequences=len(done),
             seconds=seconds,
             executor_seconds=0.0 if timing is None else timing.forward_s,

@@ -27,6 +27,8 @@ class Options:
     credentials: ChannelCredentials | None
     session: bool
     plain: bool
+    speculate: str
+    draft: str | None
     patience_s: float
 
 
@@ -63,6 +65,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its folder; without: a token is a byte"
     )
     parser.add_argument("--unary", action="store_true", help="a call for each request, rather than one session")
+    drafts = parser.add_mutually_exclusive_group()
+    drafts.add_argument(
+        "--speculate", choices=["lookup"], default="", help="guess what follows from the text itself, and verify it"
+    )
+    drafts.add_argument("--draft", metavar="TARGET", help="guess by an executor of a smaller model, and verify it")
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
@@ -88,6 +95,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         credentials=credentials,
         session=not given.unary,
         plain=given.plain,
+        speculate=given.speculate,
+        draft=given.draft,
         patience_s=given.patience,
     )
 

@@ -8,6 +8,8 @@ A step is made in three passes over a ledger of free blocks:
 3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens plus some headroom
    for everybody, and nobody was preempted in this step.
 
+Drafts go with the decodes while there are tokens and blocks that nothing else takes.
+
 Preemption is by recompute: the victim's sequence is released and it comes back as a longer prompt. The oldest running
 request is never a victim while another is there, so something always finishes. Block arithmetic is the executor's own
 (`ceil(length / block_size)`), without shared prefixes: those only make the true number smaller.
@@ -16,7 +18,7 @@ request is never a victim while another is there, so something always finishes. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from clients.scheduler.request import Request
 
@@ -66,10 +68,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The next ``count`` owed tokens of a request."""
+    """The next ``count`` owed tokens of a request, and the first ``drafted`` tokens of its draft."""
 
     request: Request
     count: int
+    drafted: int = 0
 
     @property
     def completes(self) -> bool:
@@ -96,6 +99,7 @@ def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, bud
     step.unblock()
     if not step.victims:
         step.admit(waiting)
+    step.drafts()
     return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.hopeless))
 
 
@@ -162,6 +166,17 @@ class _Step:
             self.kept.append(request)
             self.admitted.append(request)
             self._feed_some(request)
+
+    def drafts(self) -> None:
+        for at, feed in enumerate(self.feeds):
+            request = feed.request
+            if not request.draft or not feed.completes or not request.generated:
+                continue
+            room = self.pool.room(request.cached + feed.count, self.free)
+            if (drafted := min(len(request.draft), self.tokens, room)) > 0:
+                self.free -= self.pool.growth(request.cached + feed.count, drafted)
+                self.tokens -= drafted
+                self.feeds[at] = replace(feed, drafted=drafted)
 
     def _promised(self) -> int:
         """Blocks that running requests still need for what they owe, and to grow a little."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from clients.scheduler.display import display_for
 from clients.scheduler.driver import NOT_NOW, Driver, ExecutorGone, Patience
@@ -13,6 +14,7 @@ from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
+from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import TokenizerError, tokenizer_for
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo
 from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
@@ -41,14 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def serve(options: Options) -> Run:
     """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
-    async with ExecutorClient(
-        options.target,
-        token=options.token,
-        credentials=options.credentials,
-        client_name="scheduler",
-        session=options.session,
-    ) as client:
+    async with AsyncExitStack() as clients:
+        client = await clients.enter_async_context(_client(options, options.target))
         info = await _info(client, options)
+        drafter: Drafter | None = Lookup() if options.speculate else None
+        if options.draft is not None:
+            small = await clients.enter_async_context(_client(options, options.draft))
+            vocabulary = (await _info(small, options)).model.vocab_size
+            if vocabulary != info.model.vocab_size:
+                raise TokenizerError(
+                    f"{options.draft} has a vocabulary of {vocabulary} tokens, {options.target} one of "
+                    f"{info.model.vocab_size}: a draft is in the same tokens"
+                )
+            drafter = DraftModel(small)
         tokenizer = tokenizer_for(info.model.vocab_size, options.tokenizer)
         requests = [
             Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)
@@ -72,12 +79,23 @@ async def serve(options: Options) -> Run:
             stop_tokens=frozenset(info.model.eos_token_ids),
             observer=display,
             patience_s=options.patience_s,
+            drafter=drafter,
         )
         before = await client.status()
         with display:
             run = await driver.run(requests)
         display.summary(summarise(run, before, await client.status()))
         return run
+
+
+def _client(options: Options, target: str) -> ExecutorClient:
+    return ExecutorClient(
+        target,
+        token=options.token,
+        credentials=options.credentials,
+        client_name="scheduler",
+        session=options.session,
+    )
 
 
 async def _info(client: ExecutorClient, options: Options) -> ExecutorInfo:

@@ -28,6 +28,9 @@ class Run:
     rebuilds: int = 0
     waits: int = 0
     peak_use: float = 0.0
+    trips: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def step(self, *, prompt: int, decode: int, sequences: int, seconds: float, executor_seconds: float) -> None:
         """One forward pass: prompt tokens and decode tokens that it fed. Passes with prompt tokens are prefill time."""
@@ -41,6 +44,12 @@ class Run:
         else:
             self.decode_seconds += seconds
             self.decode_only_tokens += decode
+
+    def drafts(self, *, trips: int, drafted: int, emitted: int) -> None:
+        """Of one forward pass: decodes, the draft tokens that went with them, and the tokens that came of both."""
+        self.trips += trips
+        self.drafted += drafted
+        self.accepted += emitted - trips
 
     def saw(self, pressure: Pressure) -> None:
         """Note how full the cache is."""
@@ -75,6 +84,12 @@ def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | N
         (
             "time in the executor",
             f"{_share(run.executor_seconds, run.prefill_seconds + run.decode_seconds)} of the steps",
+        ),
+        (
+            "drafts",
+            f"{run.accepted} of {run.drafted} tokens accepted, {1 + run.accepted / run.trips:.2f} tokens a trip"
+            if run.drafted
+            else "-",
         ),
         ("preemptions", str(run.preemptions)),
         ("rebuilt sequences", str(run.rebuilds)),

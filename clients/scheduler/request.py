@@ -36,7 +36,8 @@ class Request:
 
     ``computed``: tokens that have been in the cache, now or before a preemption; ``long``: where spans above the
     executor's ``exact_span_tokens`` began, and of how many tokens they were. Computed again in the same spans, and in
-    short ones between them, they have the same bits.
+    short ones between them, they have the same bits. ``draft``: what may come next, to be verified with the one token
+    that it owes.
 
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
@@ -46,6 +47,7 @@ class Request:
     max_new_tokens: int
     text: str = ""
     generated: list[int] = field(default_factory=list)
+    draft: tuple[int, ...] = ()
     cached: int = 0
     computed: int = 0
     long: list[tuple[int, int]] = field(default_factory=list)
@@ -82,7 +84,8 @@ class Request:
         return min(count, exact, self.computed - start)
 
     def fed(self, count: int, length: int, exact: int) -> None:
-        """``count`` tokens went, and ``length`` are in the cache."""
+        """``count`` owed tokens went, and ``length`` are in the cache, what was accepted of a draft among them."""
+        self.draft = ()
         if length > self.computed:
             if 0 < exact < count:
                 self.long.append((length - count, count))

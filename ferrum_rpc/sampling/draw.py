@@ -132,18 +132,22 @@ def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
         part = None
         if logits.device.type == "cpu" and vocabulary > 4 * SORTED:  # a GPU sorts, as it must not wait for the answer
-            part = _cut(logits, weights, top_k, top_p, *top_tokens(logits, SORTED))
+            part = _cut(logits, weights, (top_k, top_p), top_tokens(logits, SORTED))
         if part is None:
-            part = _cut(logits, weights, top_k, top_p, *logits.sort(dim=-1, descending=True, stable=True))
+            ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+            part = _cut(logits, weights, (top_k, top_p), (ordered, ids))
         assert part is not None  # noqa: S101 - all of a row is enough
         weights = part
     weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
     return weights, ((temperature > 0) & (largest.abs() < _FINITE)).squeeze(-1)
 
 
-def _cut(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, ordered: Tensor, ids: Tensor) -> Tensor | None:
-    """What top-k and top-p leave of ``weights`` [R, V], where the largest logits ``ordered`` [R, n] and their ``ids``
-    are enough to say; None where they are not. ``top_k`` [R, 1]: 1 to V, which is no filter; ``top_p`` [R, 1]."""
+def _cut(
+    logits: Tensor, weights: Tensor, filters: tuple[Tensor, Tensor], largest: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """What the ``filters`` top-k (int64 [R, 1], 1 to V, which is none) and top-p ([R, 1]) leave of ``weights`` [R, V],
+    where the ``largest`` logits, sorted [R, n], and their ids are enough to say; None where they are not."""
+    (top_k, top_p), (ordered, ids) = filters, largest
     vocabulary, most = logits.shape[-1], ordered.shape[-1]
     nothing = torch.zeros_like(weights)
     least = ordered.gather(-1, (top_k - 1).clamp(max=most - 1))

@@ -1,0 +1,123 @@
+"""Drafts: guesses of what comes next, which the executor verifies in the step of one token.
+
+A guess costs the executor little and saves trips where it is right. Both kinds are given without probabilities, so that
+a text is the same with any drafts and with none: greedy or of its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from clients.scheduler.request import Request
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client import Sequence as CachedSequence
+from ferrum_rpc.errors import ExecutorError
+
+LONGEST_MATCH: Final = 4
+FIRST_LENGTH: Final = 4
+"""Tokens of a request's first draft."""
+FAILURES: Final = 3
+"""Of drafts for one request; then there are no more."""
+
+
+class Drafter(Protocol):
+    """Where guesses come from."""
+
+    async def draft(self, request: Request, most: int) -> list[int]:
+        """Up to ``most`` tokens that may follow what is known of the request. Does not raise for want of any."""
+
+    async def forget(self, requests: Iterable[Request]) -> None:
+        """These have ended."""
+
+
+class Lookup:
+    """Prompt look-up (Saxena, 2023): what followed the last tokens where they stood before in the same text."""
+
+    async def draft(self, request: Request, most: int) -> list[int]:
+        return looked_up([*request.prompt, *request.generated], most)
+
+    async def forget(self, requests: Iterable[Request]) -> None:
+        pass
+
+
+def looked_up(text: Sequence[int], most: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest end of ``text``, of up to `LONGEST_MATCH` tokens."""
+    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+        end = list(text[-length:])
+        for at in range(len(text) - length - 1, -1, -1):
+            if text[at] == end[0] and list(text[at : at + length]) == end:
+                return list(text[at + length : at + length + most])
+    return []
+
+
+class DraftModel:
+    """The arg-max tokens of a smaller model on an executor of its own, whose sequences follow the requests' texts: what
+    was rejected is rolled back with the next tokens that it is fed. Requests draft in the same steps."""
+
+    def __init__(self, client: ExecutorClient) -> None:
+        self._client = client
+        self._sequences: dict[int, CachedSequence] = {}
+        self._failures: Counter[int] = Counter()
+
+    async def draft(self, request: Request, most: int) -> list[int]:
+        text = [*request.prompt, *request.generated]
+        if self._failures[request.index] >= FAILURES:
+            return []
+        try:
+            found = [await self._first(request.index, text)]
+            sequence = self._sequences[request.index]
+            while len(found) < most:
+                found.append((await sequence.decode(found[-1])).token)
+        except ExecutorError:  # full, out of context, or gone: the text goes on without a draft
+            self._failures[request.index] += 1
+            await self.forget([request])
+            return []
+        return found
+
+    async def forget(self, requests: Iterable[Request]) -> None:
+        gone = [self._sequences.pop(each.index) for each in requests if each.index in self._sequences]
+        await asyncio.gather(*(sequence.release() for sequence in gone), return_exceptions=True)
+
+    async def _first(self, index: int, text: list[int]) -> int:
+        """The token behind ``text``, after feeding what the sequence lacks of it."""
+        sequence = self._sequences.get(index)
+        if sequence is None:
+            sequence = self._sequences[index] = self._client.sequence(keep_tokens=True)
+            return (await sequence.prefill(text)).token
+        held = sequence.tokens
+        same = next((at for at, pair in enumerate(zip(held, text, strict=False)) if pair[0] != pair[1]), len(held))
+        same = min(same, len(text) - 1)
+        [answer] = await self._client.forward([sequence.item(text[same:], truncate_to=same)])
+        if isinstance(answer, ExecutorError):
+            raise answer
+        return answer.token
+
+
+class Speculation:
+    """Drafts of the requests that owe one token, as long as they have been worth it."""
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        self._drafter = drafter
+        self._most = most
+        self._lengths: dict[int, int] = {}
+
+    async def draft(self, requests: Iterable[Request], max_context: int) -> None:
+        """Give each request its draft. It is never longer than what the request may still need."""
+
+        async def one(request: Request) -> None:
+            needed = min(request.max_new_tokens - len(request.generated) - 1, max_context - request.known)
+            most = min(self._lengths.get(request.index, FIRST_LENGTH), self._most, needed)
+            request.draft = tuple(await self._drafter.draft(request, most)) if most > 0 else ()
+
+        await asyncio.gather(*map(one, requests))
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        """Twice as long after a draft that was right, one longer than what was right after one that was not."""
+        self._lengths[request.index] = min(2 * drafted if accepted == drafted else accepted + 1, self._most)
+
+    async def forget(self, requests: Iterable[Request]) -> None:
+        """These have ended."""
+        await self._drafter.forget(requests)

@@ -1,0 +1,206 @@
+"""Speculation in the scheduler: whatever guesses, in whatever company and pool, texts are those of plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from clients.scheduler.driver import Driver
+from clients.scheduler.options import parse
+from clients.scheduler.policy import Budget
+from clients.scheduler.program import serve
+from clients.scheduler.report import Run
+from clients.scheduler.request import Ending, Request
+from clients.scheduler.speculation import Drafter, DraftModel, Lookup, Speculation, looked_up
+from clients.scheduler.text import TokenizerError
+from ferrum_rpc.client import ExecutorClient, Greedy, Sample
+from ferrum_rpc.config import ModelSettings
+from tests.e2e.test_scheduler_runs import (
+    BUDGET,
+    DEMO,
+    SHAPES,
+    Watcher,
+    assert_nothing_is_left,
+    identity,
+    one_at_a_time,
+    prompts,
+    requests,
+)
+from tests.serving import serve_identity, serve_model
+
+BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+NEW_TOKENS = 30
+
+
+class Fortune:
+    """Guesses that are right, wrong, or right up to somewhere."""
+
+    def __init__(self, texts: list[list[int]], share: float) -> None:
+        self._texts = texts
+        self._share = share
+        self._dice = random.Random(5)
+        self.forgotten: set[int] = set()
+
+    async def draft(self, request: Request, most: int) -> list[int]:
+        at = len(request.generated)
+        right = self._texts[request.index][at : at + most]
+        return [each if self._dice.random() < self._share else (each + 1) % 256 for each in right]
+
+    async def forget(self, gone: Iterable[Request]) -> None:
+        self.forgotten |= {each.index for each in gone}
+
+
+async def speculate(
+    target: str,
+    work: list[Request],
+    drafter: Drafter | None,
+    *,
+    budget: Budget = BUDGET,
+    sampling: Greedy | Sample = Greedy(),  # noqa: B008
+    stop: frozenset[int] = frozenset(),
+    session: bool = True,
+) -> Run:
+    async with ExecutorClient(target, session=session) as client:
+        driver = Driver(
+            client,
+            await client.info(),
+            budget=budget,
+            sampling=sampling,
+            stop_tokens=stop,
+            observer=Watcher(),
+            drafter=drafter,
+        )
+        return await driver.run(work)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    async def generate() -> list[list[int]]:
+        async with identity(kv_blocks=512) as served:
+            return await one_at_a_time(served.target, prompts(12), NEW_TOKENS)
+
+    return asyncio.run(generate())
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+async def test_texts_do_not_depend_on_how_good_the_guesses_are(
+    expected: list[list[int]], share: float, session: bool
+) -> None:
+    async with identity(kv_blocks=512) as served:
+        work, drafter = requests(prompts(12), NEW_TOKENS), Fortune(expected, share)
+        run = await speculate(served.target, work, drafter, session=session)
+        assert [each.generated for each in work] == expected
+        assert drafter.forgotten == set(range(12))
+        assert run.drafted > 0 and run.trips + run.accepted == 12 * (NEW_TOKENS - 1) == run.decode_tokens
+        if share in (0.0, 1.0):
+            assert run.accepted == share * run.drafted
+        if share == 1.0:
+            assert run.trips < 0.5 * run.decode_tokens
+        await assert_nothing_is_left(served)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_texts_do_not_depend_on_budget_or_pool(expected: list[list[int]], shape: str) -> None:
+    """Drafts go where there is room, and preempt nobody who would not have been without."""
+    blocks, budget = SHAPES[shape]
+    async with identity(kv_blocks=max(blocks, 19)) as served:
+        work = requests(prompts(12), NEW_TOKENS)
+        await speculate(served.target, work, Fortune(expected, 0.7), budget=budget)
+        assert [each.generated for each in work] == expected
+        await assert_nothing_is_left(served)
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "a model of its own kind", "another model"])
+@pytest.mark.parametrize("sampling", [Greedy(), Sample(0.8, 20, 0.9, seed=3)], ids=["greedy", "sampled"])
+async def test_looked_up_and_drawn_up_guesses_change_no_text(drafts: str, sampling: Greedy | Sample) -> None:
+    same = drafts == "a model of its own kind"
+    async with (
+        identity(kv_blocks=512) as served,
+        serve_identity(kv_blocks=512, positional=same, head_dim=64 if same else 8, block_size=4) as other,
+        ExecutorClient(other.target, session=True) as small,
+    ):
+        plain, work = requests(prompts(6), NEW_TOKENS), requests(prompts(6), NEW_TOKENS)
+        await speculate(served.target, plain, None, sampling=sampling)
+        run = await speculate(
+            served.target, work, Lookup() if drafts == "lookup" else DraftModel(small), sampling=sampling
+        )
+        assert [each.generated for each in work] == [each.generated for each in plain]
+        assert run.drafted > 0
+        if same and isinstance(sampling, Greedy):
+            assert run.accepted == run.drafted
+        await assert_nothing_is_left(served)
+        await assert_nothing_is_left(other)
+
+
+async def test_a_stop_within_a_draft_ends_the_text_there(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=512) as served:
+        stop = expected[0][7]
+        work = requests(prompts(1), NEW_TOKENS)
+        await speculate(served.target, work, Fortune(expected, 1.0), stop=frozenset({stop}))
+        assert work[0].generated == expected[0][: expected[0].index(stop)] and work[0].ending is Ending.STOP
+        await assert_nothing_is_left(served)
+
+
+async def test_a_draft_executor_that_goes_away_leaves_plain_decoding(expected: list[list[int]]) -> None:
+    async with identity(kv_blocks=512) as served:
+        async with identity(kv_blocks=6, max_context=24) as other, ExecutorClient(other.target) as small:
+            work = requests(prompts(12), NEW_TOKENS)
+            await speculate(served.target, work, DraftModel(small))
+        assert [each.generated for each in work] == expected
+
+
+def test_what_followed_last_time_is_looked_up() -> None:
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
+    assert looked_up(text, 3) == [4, 9, 2]  # the longest match wins over the latest
+    assert looked_up([7, 5, 7, 6, 7], 2) == [6, 7]
+    assert looked_up([1, 1, 1], 4) == [1]
+    assert looked_up([1, 2, 3], 4) == looked_up([1], 4) == looked_up([], 4) == []
+
+
+async def test_drafts_grow_while_they_are_right_and_shrink_when_they_are_not() -> None:
+    asked: list[int] = []
+
+    class Asked(Lookup):
+        async def draft(self, request: Request, most: int) -> list[int]:
+            asked.append(most)
+            return [0] * most
+
+    speculation, request = Speculation(Asked(), 10), Request(0, (1,), 100)
+    for accepted in (4, 8, 3, 0, 1):
+        await speculation.draft([request], 1000)
+        speculation.verified(request, len(request.draft), accepted)
+    assert asked == [4, 8, 10, 4, 1]
+    request.generated = [0] * 97
+    await speculation.draft([request], 1000)
+    await speculation.draft([request], 98)
+    assert asked[5:] == [2] and request.draft == ()
+
+
+@pytest.mark.parametrize("way", ["--speculate", "--draft"])
+async def test_the_program_speculates_and_says_what_it_gained(capsys: pytest.CaptureFixture[str], way: str) -> None:
+    if not (DEMO / "model.safetensors").is_file():
+        pytest.skip("the demo models are not in this checkout")
+
+    def model(name: str) -> ModelSettings:
+        return ModelSettings(path=str(DEMO.parent / name), device="cpu", dtype="float32", kv_blocks=256)
+
+    async with serve_model(model("demo")) as served, serve_model(model("demo-draft")) as draft:
+        what = ["--target", served.target, "--demo", "--greedy", "--max-new-tokens", "24", "--plain"]
+        plain = await serve(parse(what))
+        assert "tokens a trip" not in capsys.readouterr().out
+        run = await serve(parse([*what, way, "lookup" if way == "--speculate" else draft.target]))
+        assert [each.generated for each in run.requests] == [each.generated for each in plain.requests]
+        assert f"{run.accepted} of {run.drafted} tokens accepted" in capsys.readouterr().out
+        assert run.steps < plain.steps if way == "--draft" else run.steps <= plain.steps
+        for each in (served, draft):
+            await assert_nothing_is_left(each)
+
+
+async def test_a_draft_in_other_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serve_identity(kv_blocks=64) as served, serve_identity(kv_blocks=64, vocab_size=300) as other:
+        with pytest.raises(TokenizerError, match="300"):
+            await serve(parse(["--target", served.target, "--draft", other.target, "--plain"]))
