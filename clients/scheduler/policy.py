@@ -170,8 +170,8 @@ class _Step:
     def drafts(self) -> None:
         for at, feed in enumerate(self.feeds):
             request = feed.request
-            if not request.draft or not feed.completes or not request.generated:
-                continue
+            if not request.draft or not feed.completes or not request.generated or not request.cached:
+                continue  # a sequence that is made anew takes no draft
             room = self.pool.room(request.cached + feed.count, self.free)
             if (drafted := min(len(request.draft), self.tokens, room)) > 0:
                 self.free -= self.pool.growth(request.cached + feed.count, drafted)

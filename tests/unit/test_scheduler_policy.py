@@ -66,6 +66,21 @@ def test_an_idle_executor_takes_what_fits_even_without_headroom() -> None:
     assert fed(plan([], [request(0, 20)], pool, BUDGET)) == [(0, 20)]
 
 
+def test_drafts_go_where_nothing_else_needs_the_room() -> None:
+    def drafts(pool: Pool, budget: Budget, *running: Request) -> list[int]:
+        for each in running:
+            each.draft = (1, 2, 3, 4, 5)
+        return [feed.drafted for feed in plan(running, [], pool, budget).feeds]
+
+    both = [decoding(0, 8), decoding(1, 8)]
+    assert drafts(ROOMY, BUDGET, *both) == [5, 5]
+    assert drafts(ROOMY, replace(BUDGET, tokens=8), *both) == [5, 1]
+    assert drafts(ROOMY, replace(BUDGET, tokens=2), *both) == [0, 0]
+    assert drafts(Pool(free=3, total=9, block_size=4), BUDGET, *both) == [5, 3]
+    assert drafts(Pool(free=2, total=9, block_size=4), BUDGET, *both) == [3, 3]
+    assert drafts(ROOMY, BUDGET, request(0, 9, 4, 1), request(1, 9, 0, 1), request(2, 9, 8)) == [0, 5, 0]  # 2, 0, 1
+
+
 def test_a_decode_without_a_block_takes_the_youngests() -> None:
     pool = Pool(free=0, total=12, block_size=4)
     running = [decoding(0, 16), decoding(1, 16), decoding(2, 16)]
