@@ -18,7 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import ROOT
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, RowDType
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    HiddenStates,
+    NextToken,
+    OutputKind,
+    OutputSpec,
+    Positions,
+    RowDType,
+    RowLogprobs,
+    Sample,
+    TopTokens,
+)
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 
@@ -41,6 +53,13 @@ LEAD_IN: Final = 2
 
 OUTPUTS: Final[dict[str, OutputKind]] = {
     "greedy": Greedy(),
+    "greedy-logprobs": Greedy(logprob=True, logprobs=RowLogprobs(5)),
+    "sample": Sample(seed=1),
+    "sample-penalties": Sample(0.8, 50, 0.95, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
+    "top-tokens-20": TopTokens(20),
+    "hidden-states": HiddenStates(RowDType.BF16),
+    "next-token": NextToken(),
+    "next-token-logprobs": NextToken(logprobs=RowLogprobs(5)),
     "full-bf16": FullLogits(RowDType.BF16),
     "full-f32": FullLogits(RowDType.F32),
 }
@@ -73,7 +92,8 @@ class Cell:
     @property
     def spec(self) -> OutputSpec:
         """What every sequence of a step asks for."""
-        return OutputSpec(Positions.LAST, OUTPUTS[self.output])
+        kind = OUTPUTS[self.output]
+        return OutputSpec(Positions.ALL if isinstance(kind, NextToken) else Positions.LAST, kind)
 
     @property
     def tokens_per_step(self) -> int:

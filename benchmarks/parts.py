@@ -1,5 +1,6 @@
-"""What stands around the cells of the suite: mixed load, bookkeeping, and how long a start takes.
+"""What stands around the cells of the suite: other outputs, mixed load, bookkeeping, and how long a start takes.
 
+- Steps that ask for other outputs than greedy tokens, by the runner in this process; rounds of all outputs alternate.
 - Decode steps of one scheduler beside another's long prompts in chunks. Nothing tells the two of each other: what a
   decode step waits for is what natural batching makes it wait for. A chunk now and then must not double a step.
 - What a sequence costs in a step besides computing: the slope of the server's bookkeeping in the size of the batch, by
@@ -16,13 +17,14 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
+from benchmarks.compare import Player, Round, contest
 from benchmarks.engines.grpc import Client, executor
 from benchmarks.profile import Profile, profile, steps_of
 from ferrum_rpc.client import ExecutorClient
@@ -34,6 +36,39 @@ SLOPE_TARGET_US: Final = 30.0
 """Microseconds for a sequence and a step, at most."""
 
 PIECE_BYTES: Final = 8 << 20
+
+
+GREEDY: Final = "greedy"
+DECODED: Final = ("greedy-logprobs", "sample", "sample-penalties", "top-tokens-20", "full-bf16", "hidden-states")
+PREFILLED: Final = ("next-token", "next-token-logprobs")
+"""Names of `cases.OUTPUTS`."""
+
+
+class Asking:
+    """A side whose steps ask for ``output``, whatever the cell says."""
+
+    def __init__(self, side: Player, output: str) -> None:
+        self.facts = side.facts
+        self._side, self._output = side, output
+
+    async def prepare(self, cell: Cell) -> None:
+        """As the side."""
+        await self._side.prepare(cell)
+
+    async def round(self, cell: Cell, number: int, steps: int) -> Round:
+        """As the side, for another output."""
+        return await self._side.round(replace(cell, output=self._output), number, steps)
+
+
+async def outputs(side: Player, cells: Sequence[Cell], rounds: int, round_s: float) -> list[dict[str, Any]]:
+    """For each cell, milliseconds of a greedy step, and of each other output the ratio of its step to that."""
+    found = []
+    for cell in cells:
+        asked = (GREEDY, *(PREFILLED if cell.kind == PREFILL else DECODED))
+        result = await contest(cell, {name: Asking(side, name) for name in asked}, GREEDY, rounds, round_s)
+        step_ms = result["sides"][GREEDY]["step_ms"]
+        found.append({name: result[name] for name in ("cell", "steps", "ratios", "disturbed")} | {"step_ms": step_ms})
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,6 +291,7 @@ def cells(name: str, result: Any) -> str:
     out."""
     kind = result["benchmark"]
     parts = [TEXTS[kind], *_table(tables.cells(result.get("cells", ())), "" if kind == "peers" else "cells")]
+    parts += _table(tables.outputs(result.get("outputs", ())), "outputs")
     parts += [*_table(tables.parts(result)), *_table(tables.attention(result))]
     for suite, found in result.get("tests", {}).items():
         counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))

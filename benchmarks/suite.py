@@ -5,8 +5,8 @@
     ours with int8 ...    the same of a server with ``--quantize int8``
     transformers eager    the same weights and the same tokens in a third, driven through its own forward
 
-The sides alternate round by round. Around them: how decode steps fare beside prefill chunks, what a sequence costs in
-bookkeeping, and how long a start takes. ``--only`` runs a part.
+The sides alternate round by round. Around them: what other outputs than greedy tokens cost, how decode steps fare
+beside prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from benchmarks.cases import CELLS, QUICK_CELLS, settings
 from benchmarks.engines.grpc import INT8, Client, open_int8
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, slopes, starting
+from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, outputs, slopes, starting
 from benchmarks.record import Contest, Opening, Record, finish, out_of, read_options
 
-PARTS: Final = ("cells", "mixed", "bookkeeping", "start")
+PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
 EAGER: Final = PeerKind("transformers eager", "hf")
 
 
@@ -48,6 +48,9 @@ async def run(options: argparse.Namespace) -> Record:
         record.save(start=await starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
     if "bookkeeping" in options.only:
         record.save(bookkeeping=await slopes(QUICK_SIZES if quick else SIZES, 8 if quick else 200))
+    if "outputs" in options.only:
+        async with Inside.open(folder, cells, options.threads) as inside:
+            record.save(outputs=await outputs(inside, cells, options.rounds, options.round_seconds / 4))
     mix = QUICK_MIX if quick else MIX
     record.save(limits=here.machine.limits())
     if not {"cells", "mixed"} & set(options.only):

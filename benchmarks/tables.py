@@ -102,6 +102,21 @@ def cells(results: Sequence[Mapping[str, Any]]) -> Table:
     return Table(CELL_COLUMNS, rows, (0, 1))
 
 
+def outputs(results: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each output, a column for each cell: how much longer than a greedy step."""
+    names = dict.fromkeys(name for each in results for name in each["ratios"])
+    rows: list[Row] = [("greedy, ms", *(spread(each["step_ms"]) for each in results))] if results else []
+    rows += [(name, *(_more(each["ratios"].get(name)) for each in results)) for name in names]
+    return Table(("output", *(each["cell"] for each in results)), rows)
+
+
+def _more(ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return ""
+    median, low, high = (100 * (ratio[name] - 1) for name in ("median", "low", "high"))
+    return f"{median:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
 def parts(result: Mapping[str, Any]) -> Table:
     """The other parts of a suite."""
     return Table(("what", "measured", "target"), list(_parts(result)))
@@ -143,7 +158,7 @@ def limit_line(result: Mapping[str, Any]) -> str:
 def show_suite(result: Mapping[str, Any]) -> None:
     """All of it on the terminal."""
     print()
-    for table in (cells(result.get("cells", ())), parts(result)):
+    for table in (cells(result.get("cells", ())), outputs(result.get("outputs", ())), parts(result)):
         if table.rows:
             show(table)
             print()

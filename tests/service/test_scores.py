@@ -12,7 +12,7 @@ import pytest
 
 from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
 from tests.identity_oracle import identity_logits
 from tests.serving import Served, serve_identity
@@ -145,6 +145,25 @@ async def test_a_replay_has_them_and_other_ones_are_another_call(served: Served)
         changed = item([1, 2], handle, request_id=f"r{number}", output=other)
         [result] = (await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[changed]))).results
         assert "REQUEST_ID_REUSED" in str(result.error)
+
+
+async def test_masked_tokens_and_accepted_drafts_have_those_of_the_row_as_the_model_gave_it(served: Served) -> None:
+    masked = output_pb2.GreedyOutput(logprob=True, logprobs=beside(3, (8,)))
+    masked.token_mask.dtype, masked.token_mask.data = types_pb2.D_TYPE_I32, (1 << 77).to_bytes(32, "little")
+    masked.token_mask.shape.append(8)
+    _, [block] = await batch(served, item(PROMPT, output=output_pb2.OutputSpec(greedy=masked)))
+    assert block is not None and block["token_ids"].tolist() == [77]
+    check(block, truth(PROMPT)[-1:], 3, (8,), logprob=True)
+    draft = [50, int(truth([*PROMPT[:4], 50])[4].argmax()), 9, 9]
+    choice = output_pb2.SampleOutput(temperature=0, logprobs=beside(2))
+    spec = output_pb2.OutputSpec(accept=output_pb2.AcceptOutput(sampling=choice))
+    sent = item(draft, await prefill(served, PROMPT[:4]), output=spec)
+    answer = await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=sent))
+    rows = answer.output.rows
+    assert rows.count >= 2
+    [block] = rows_from_proto(answer.row_blocks)
+    expected = truth([*PROMPT[:4], *draft])[4:][: rows.count]
+    check(block.between(rows.first, rows.first + rows.count), expected, 2, (), logprob=False)
 
 
 # --- scores of the item's own tokens ----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
 def quick(tmp_path_factory):
     out = tmp_path_factory.mktemp("suite") / "suite.json"
     command = [sys.executable, "-m", "benchmarks.suite", "--quick", "--out", str(out)]
-    command += ["--only", "cells", "mixed", "bookkeeping"]
+    command += ["--only", "cells", "outputs", "mixed", "bookkeeping"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert str(out) in done.stdout
@@ -56,8 +56,11 @@ def test_a_quick_run_plays_every_cell_on_every_side(quick):
 def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
     assert quick["mixed"]["p99_ms"] >= quick["mixed"]["p50_ms"] > 0 and quick["mixed"]["chunks"] > 0
     assert quick["bookkeeping"][0]["all_us"] > 0 and "admit" in str(quick["bookkeeping"][0]["stages_us"])
+    prefill, *decodes = quick["outputs"]
+    assert set(prefill["ratios"]) == set(parts.PREFILLED)
+    assert decodes and all(set(each["ratios"]) == set(parts.DECODED) for each in decodes)
     page = report.document([("suite-2cpu.json", quick)])
-    for row in tables.cells(quick["cells"]).rows:
+    for row in (*tables.cells(quick["cells"]).rows, *tables.outputs(quick["outputs"]).rows):
         assert "| " + " | ".join(row) + " |" in page
 
 
