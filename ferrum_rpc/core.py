@@ -308,7 +308,8 @@ class Span(NamedTuple):
     ``start`` is the sequence's length, or less: then the sequence is first rolled back to ``start`` in the same
     transaction. ``create`` marks a sequence that does not exist yet (``start`` is 0); ``reserve_tokens`` are tokens
     beyond the span for which blocks are held as well, or the span is refused. ``run``: the steps that follow by
-    themselves, for which blocks are held too.
+    themselves, for which blocks are held too. ``parent``: a sequence of whose first ``start`` tokens the new one is
+    made, as they were before the step.
     """
 
     sequence: int
@@ -318,6 +319,7 @@ class Span(NamedTuple):
     create: bool = False
     reserve_tokens: int = 0
     run: Run | None = None
+    parent: int | None = None
 
     @property
     def end(self) -> int:
@@ -359,11 +361,13 @@ class HandleRef(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CreateOptions:
     """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``lease_id``: the lease that
-    it ends with; none: it ends when it is unused for long."""
+    it ends with; none: it ends when it is unused for long. ``fork``: it is made of the sequence of the item's handle,
+    whose lease it has where none is named."""
 
     reserve_tokens: int = 0
     cache_salt: bytes = b""
     lease_id: str = ""
+    fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)

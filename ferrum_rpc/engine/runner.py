@@ -156,6 +156,7 @@ class TorchRunner:
             len(self._under_way) >= self.depth
             or any(each.closes_first for each in self._under_way)
             or not self._taken().isdisjoint([span.sequence for span in step.spans])
+            or not self._taken().isdisjoint([span.parent for span in step.spans])
         ):
             self._settle()
 
@@ -205,14 +206,20 @@ class TorchRunner:
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
         stage, reserve = self._stage, self.kv.reserve
-        for index, (sequence, tokens, start, _, create, ahead, run) in enumerate(step.spans):
+        spans = list(enumerate(step.spans))
+        forks = [each for each in spans if each[1].parent is not None]
+        if forks:  # first: their parents may be fed in the same step
+            spans = forks + [each for each in spans if each[1].parent is None]
+        for index, (sequence, tokens, start, _, create, ahead, run, parent) in spans:
             if index in refused:
                 continue
             try:
                 if stage is not None:
                     stage("reserve")
                 hold = 0 if run is None else run.max_tokens - 1
-                reservations[index] = reserve(sequence, start, len(tokens), create, ahead=ahead, hold=hold)
+                reservations[index] = reserve(
+                    sequence, start, len(tokens), create, ahead=ahead, hold=hold, parent=parent
+                )
             except ExecutorError as error:
                 group = next((each for each in step.atomic if index in each), range(index, index + 1))
                 error.position = index - group.start
@@ -226,6 +233,8 @@ class TorchRunner:
                     log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
                     raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
                 raise
+        if forks:
+            reservations = dict(sorted(reservations.items()))
         return refused, reservations
 
     def _queue(self, pending: Pending) -> None:

@@ -61,21 +61,25 @@ class KvManager:
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
 
     def reserve(
-        self, sequence: int, start: int, tokens: int, create: bool = False, *, ahead: int = 0, hold: int = 0
+        self,
+        sequence: int,
+        start: int,
+        tokens: int,
+        create: bool = False,
+        *,
+        ahead: int = 0,
+        hold: int = 0,
+        parent: int | None = None,
     ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
         ``start`` is its length, or less: then the commit also forgets the old tokens from ``start`` on. ``create``
         makes the sequence; ``ahead`` then promises blocks for that many tokens more, as `ensure_capacity` would, in the
-        same transaction. ``hold`` promises blocks for so many tokens more until `end_hold`, besides what was promised
+        same transaction; it is made of the first ``start`` tokens of ``parent``, which has no open reservation, or of
+        none. ``hold`` promises blocks for so many tokens more until `end_hold`, besides what was promised
         before. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
         """
-        if create:
-            if sequence in self._sequences:
-                raise KvMisuse(f"sequence {sequence} exists already")
-            state = SequenceState()
-        else:
-            state = self._idle(sequence)
+        state = self._made(sequence, parent, start) if create else self._idle(sequence)
         if not 0 <= start <= state.length or tokens < 1 or min(ahead, hold) < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
         size, table, end = self.block_size, state.table, start + tokens
@@ -102,7 +106,12 @@ class KvManager:
         extra = blocks_for(end + max(ahead, hold), size) - after if create else 0
         if hold and not create:
             extra = self._capacity.lacking_to_hold(state, start, after, end + hold, len(state.spares) - spared)
-        taken = self._capacity.take(needed - spared + extra)
+        try:
+            taken = self._capacity.take(needed - spared + extra)
+        except KvBlocksExhausted:
+            if parent is not None:
+                self.release(sequence)
+            raise
         # From here on nothing fails.
         unspared = len(state.spares) - spared
         fresh = state.spares[unspared:] + taken[: needed - spared]
@@ -151,6 +160,7 @@ class KvManager:
         state = self._opened(reservation)
         state.open = None
         if reservation.created:
+            self._pool.release([block for _, block in reservation.replaced])
             self.release(reservation.sequence)
             return
         if reservation.held is not None:
@@ -296,6 +306,15 @@ class KvManager:
         if state.open is not reservation:
             raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
         return state
+
+    def _made(self, sequence: int, parent: int | None, length: int) -> SequenceState:
+        """A new sequence, of the first tokens of ``parent`` where one is named; without, it is not there yet."""
+        if sequence in self._sequences:
+            raise KvMisuse(f"sequence {sequence} exists already")
+        if parent is None:
+            return SequenceState()
+        self.fork(parent, sequence, length)
+        return self._sequences[sequence]
 
     @staticmethod
     def _check_within(state: SequenceState, length: int) -> None:

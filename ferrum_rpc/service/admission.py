@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.service.handles import stale
 from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
@@ -278,6 +279,28 @@ def _run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) -
 # --- an item and its sequence -----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class Held:
+    """What a call holds until it has ended: its ``admitted`` items, the ``masks`` that they name, and sequences of
+    which they make ``parents`` and that it does not feed."""
+
+    admitted: list[Admitted] = field(default_factory=list)
+    masks: list[Registered] = field(default_factory=list)
+    parents: list[SequenceRecord] = field(default_factory=list)
+
+    def parent(self, state: ServerState, handle: HandleRef, owner: str, now: float) -> SequenceRecord:
+        """The sequence that an item forks, which stays as it is until the call's step. Raises as `HandleTable.claim`,
+        but for a sequence that is the call's own already."""
+        record = state.handles.live.get(handle.id)
+        mine = (*self.parents, *(each.record for each in self.admitted))
+        if record is None or not any(each is record for each in mine):
+            record = state.handles.claim(handle, owner, now=now)
+            self.parents.append(record)
+        elif (record.version, record.length) != (handle.version, handle.seq_len):
+            raise stale(record)
+        return record
+
+
 def admit(  # noqa: PLR0917 - once an item: keywords cost time
     state: ServerState,
     account: Account,
@@ -286,41 +309,46 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     model: ModelInfo,
     origin: object | None,
     now: float,
-    masks: list[Registered],
+    held: Held,
 ) -> Admitted | Entry:
     """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
-    having changed nothing. ``now``: on `time.monotonic`. The token masks that it names are added to ``masks``, to be
-    unpinned when the call has ended."""
+    having changed nothing. ``now``: on `time.monotonic`. What it holds besides is added to ``held``."""
     replay, owner = state.replay, account.caller.name
     words = item.output.words
     if words:
         item = item._replace(output=replace(item.output, words=b""))
-    _, handle, tokens, _, output, request_id, create, run, _ = item
+    _, handle, tokens, truncate_to, output, request_id, create, run, _ = item
     if request_id:
-        scope = replay.scope(scope_of(owner, b"" if handle is None else handle.id, request_id))
+        made = handle is None or create.fork
+        scope = replay.scope(scope_of(owner, b"" if made or handle is None else handle.id, request_id))
         fingerprint = item_fingerprint(item)
         if (known := scope.get(request_id)) is not None:
             return known.repeated(fingerprint)
-    if handle is None:
-        count = len(tokens)
-        room = count + create.reserve_tokens
+    if handle is None or create.fork:
+        parent = None if handle is None else held.parent(state, handle, owner, now)
+        start = 0 if parent is None else check_length(parent.length, truncate_to, 0, None)
+        end = start + len(tokens)
+        room = end + create.reserve_tokens
         check_length(0, None, room, model)
         if run is not None:
-            run, output = _fitted(run, output, count, model)
-            room = max(room, count + run.max_tokens - 1)
-        lease = state.leases.find(create.lease_id, owner, field="create.lease_id") if create.lease_id else None
-        held_to = count + create.reserve_tokens if create.reserve_tokens else 0
+            run, output = _fitted(run, output, end, model)
+            room = max(room, end + run.max_tokens - 1)
+        lease = None if parent is None else parent.lease
+        if create.lease_id:
+            lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
+        held_to = end + create.reserve_tokens if create.reserve_tokens else 0
         [record] = state.mint(1, account, lease, room, origin, held_to)
         record.creation = request_id
-        span = named(Span, (record.sequence, tokens, 0, output, True, create.reserve_tokens, run))
+        made_of = None if parent is None else parent.sequence
+        span = named(Span, (record.sequence, tokens, start, output, True, create.reserve_tokens, run, made_of))
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
     if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
         try:
-            masks += state.masks.pin(account, masked, words, model.vocab_size)
+            held.masks += state.masks.pin(account, masked, words, model.vocab_size)
         except ExecutorError:
-            if handle is None:
+            if span.create:
                 state.discard(record)
             else:
                 record.busy = False
@@ -346,7 +374,7 @@ def claimed_span(
     except ExecutorError:
         record.busy = False
         raise
-    return named(Span, (record.sequence, tokens, start, output, False, 0, run))
+    return named(Span, (record.sequence, tokens, start, output, False, 0, run, None))
 
 
 def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:

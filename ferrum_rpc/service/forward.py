@@ -46,6 +46,7 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.service.admission import (
     Admitted,
+    Held,
     Valid,
     admit,
     follow_up,
@@ -56,7 +57,6 @@ from ferrum_rpc.service.admission import (
     valid_items,
 )
 from ferrum_rpc.service.auth import ARRIVED
-from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
@@ -108,8 +108,8 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._account = account
         self._all_or_nothing = all_or_nothing
         self._deadline = deadline
-        self._admitted: list[Admitted] = []
-        self._masks: list[Registered] = []
+        self._held = Held()
+        self._admitted = self._held.admitted
         self._spans: list[Span] = []
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
@@ -147,10 +147,12 @@ class ForwardCall(Transaction["ForwardCall"]):
         state, account, admitted = self._state, self._account, self._admitted
         repeated: list[tuple[int, Entry]] = []
         now = time.monotonic()
+        if any(item.create.fork for _, item, _ in valid):  # last: what is fed besides is the call's own by then
+            valid = sorted(valid, key=lambda each: each[1].create.fork)
         for index, item, most in valid:
             try:
                 if item.follow is None:
-                    found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now, self._masks)
+                    found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now, self._held)
                 else:
                     found = self._follow(index, item)
             except ExecutorError as error:
@@ -173,7 +175,7 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _check_distinct(self, valid: Sequence[Valid]) -> None:
         """Refuse a call that names one sequence twice. Handles that name no sequence refuse their own items only."""
-        ids = [item.handle.id for _, item, _ in valid if item.handle is not None]
+        ids = [item.handle.id for _, item, _ in valid if item.handle is not None and not item.create.fork]
         if len(set(ids)) == len(ids):
             return
         has, owner = self._state.handles.has, self._account.caller.name
@@ -189,7 +191,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         if (known := scope.get(item.request_id)) is not None:
             return known.repeated(fingerprint)
         if (masked := item.output.masked) is not None:  # they must be there when the item's turn comes
-            self._masks += state.masks.pin(self._account, masked, words, state.model.vocab_size)
+            self._held.masks += state.masks.pin(self._account, masked, words, state.model.vocab_size)
         if not record.busy:
             each = follow_up(state, self._account, index, item, None)
             return each._replace(entry=state.replay.begin(scope, item.request_id, fingerprint))
@@ -330,6 +332,13 @@ class ForwardCall(Transaction["ForwardCall"]):
             follower, each.record.follower = each.record.follower, None
             if follower is not None:
                 follower()
+
+    def end(self, refusal: Exception | None = None) -> None:
+        for record in self._held.parents:
+            record.busy = False
+            if record.pending_end is not None:
+                self._state.supervisor.attempt(self._state.release, [record], record.pending_end)
+        super().end(refusal)
 
     def _finish(self) -> None:
         outcomes = self.outcomes

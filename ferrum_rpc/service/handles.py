@@ -122,9 +122,14 @@ class HandleTable:
         if record.busy:
             raise SequenceBusy("another call on this sequence is in flight")
         if not any_version and (version != record.version or length != record.length):
-            raise SequenceVersionMismatch(
-                f"the handle is stale: the sequence stands at version {record.version} with {record.length} tokens",
-                metadata={"version": record.version, "seq_len": record.length},
-            )
+            raise stale(record)
         record.busy = True
         return record
+
+
+def stale(record: SequenceRecord) -> SequenceVersionMismatch:
+    """The refusal of a handle that is not the sequence's current one."""
+    return SequenceVersionMismatch(
+        f"the handle is stale: the sequence stands at version {record.version} with {record.length} tokens",
+        metadata={"version": record.version, "seq_len": record.length},
+    )

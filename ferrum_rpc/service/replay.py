@@ -257,6 +257,8 @@ def item_fingerprint(item: WorkItem) -> Hashable:
         content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
     if handle is None:
         return (content, output, create, run)
+    if create.fork:
+        return (handle, content, truncate_to, output, create, run)
     _, length, version = handle
     feeds_chosen = follow is not None and follow.feed_chosen
     if isinstance(accept := output.kind, Accept):

@@ -47,6 +47,7 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_ROW_LOGPROBS,
     info_pb2.CAPABILITY_RUN,
     info_pb2.CAPABILITY_FOLLOW,
+    info_pb2.CAPABILITY_STEP_FORK,
     info_pb2.CAPABILITY_STEP_FRAMES,
 )
 """What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""

@@ -106,9 +106,10 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
         raise InvalidRequest("ForwardVerify takes a handle", field="handle")
     if item.needs:
         _check_needs(item.needs)
-    if has_handle and has_create:
-        if item.create.fork:
-            raise NotSupported("forks within a step are not offered (capability STEP_FORK)", field="create.fork")
+    fork = has_create and item.create.fork
+    if fork and (not has_handle or has_follow):
+        raise InvalidRequest("a fork takes the handle of its parent, and follows nothing", field="create.fork")
+    if has_handle and has_create and not fork:
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
@@ -132,7 +133,7 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
             item.truncate_to if has_handle and item.HasField("truncate_to") else None,
             output,
             request_id_from_proto(item.request_id) if len(item.request_id) > SHORT_REQUEST_ID else item.request_id,
-            _options_from_proto(item.create, lease_id) if has_create or not has_handle else _NO_OPTIONS,
+            _options_from_proto(item.create, "" if fork else lease_id) if has_create or not has_handle else _NO_OPTIONS,
             _run_from_proto(item, output) if item.HasField("run") else None,
             _follow_from_proto(item, shape) if has_follow else None,
         ),
@@ -203,7 +204,7 @@ def _options_from_proto(create: forward_pb2.CreateOptions, lease_id: str) -> Cre
         raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
     if create.cache_mode not in (forward_pb2.CACHE_MODE_UNSPECIFIED, forward_pb2.CACHE_MODE_BYPASS):
         raise NotSupported("there is no prefix cache (capability PREFIX_CACHE)", field="create.cache_mode")
-    return CreateOptions(create.reserve_tokens, create.cache_salt, create.lease_id or lease_id)
+    return CreateOptions(create.reserve_tokens, create.cache_salt, create.lease_id or lease_id, create.fork)
 
 
 def item_to_proto(

@@ -23,6 +23,7 @@ class Write:
 
     reservation: Reservation
     tokens: list[int]
+    base: list[int]
     saved: np.ndarray | None = None
 
     @property
@@ -40,14 +41,22 @@ class World:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def reserve(  # noqa: PLR0917
-        self, sequence: int, start: int, count: int, create: bool = False, ahead: int = 0, hold: int = 0
+        self,
+        sequence: int,
+        start: int,
+        count: int,
+        create: bool = False,
+        ahead: int = 0,
+        hold: int = 0,
+        parent: int | None = None,
     ) -> Write:
-        reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead, hold=hold)
+        base = self.tokens.get(sequence if parent is None else parent, [])[:start]
+        reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead, hold=hold, parent=parent)
         assert (reservation.sequence, reservation.start, reservation.end) == (sequence, start, start + count)
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
         first = self._next_token
         self._next_token += count
-        return Write(reservation, list(range(first, first + count)))
+        return Write(reservation, list(range(first, first + count)), base)
 
     def run(self, *writes: Write) -> None:
         """What the runner does for one step: all copies, all saves, then the forward pass."""
@@ -65,14 +74,13 @@ class World:
     def check_forward(self, write: Write) -> None:
         """The forward pass reads the old tokens below ``start``, then the new ones."""
         r = write.reservation
-        before = self.tokens.get(r.sequence, [])
-        assert self._read(r.table, r.end) == before[: r.start] + write.tokens
+        assert self._read(r.table, r.end) == write.base + write.tokens
 
     def commit(self, write: Write, kept: int | None = None) -> None:
         """Of what was written the first ``kept`` tokens stay."""
         r, tokens = write.reservation, write.tokens[:kept]
         assert self.kv.commit(r, np.array(tokens, np.int32)) == r.start + len(tokens)
-        self.tokens[r.sequence] = self.tokens.get(r.sequence, [])[: r.start] + tokens
+        self.tokens[r.sequence] = write.base + tokens
 
     def rollback(self, write: Write) -> None:
         if write.saved is not None:

@@ -67,20 +67,28 @@ class KvMachine(RuleBasedStateMachine):
         idle = sorted(set(self.world.tokens) - self.pinned - set(self.held))
         sequence = data.draw(st.sampled_from([*idle, 0]), label="sequence (0: a new one)")
         create = sequence == 0
-        back = ahead = 0
+        back = ahead = start = 0
+        parent = None
         hold = data.draw(st.sampled_from([0, 0, 1, 4, 9]), label="hold")
         if create:
             sequence = self.new()
             ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
+            parent = data.draw(st.sampled_from([None, *idle]), label="parent")
+            if parent is not None:
+                start = data.draw(st.integers(0, self.length(parent)), label="of the parent")
         else:
             back = data.draw(st.sampled_from([0, 0, 0, 1, 2, 3, size, 2 * size + 1, 100]), label="back")
-        length = 0 if create else self.length(sequence)
-        start = max(0, length - back)
+            start = max(0, self.length(sequence) - back)
         count = data.draw(st.sampled_from([1, 1, 1, 2, 3, size, 2 * size + 1]), label="count")
         before = everything(self.kv)
         try:
-            return self.world.reserve(sequence, start, count, create, ahead, hold)
+            made = self.world.reserve(sequence, start, count, create, ahead, hold, parent)
+            self.forked |= {parent, sequence} if parent is not None else set()
+            return made
         except KvBlocksExhausted as refusal:
+            if parent is not None:  # what the parent was promised may be other blocks now
+                assert self.kv.free_blocks == len(before["free"])
+                return None
             assert everything(self.kv) == before
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
             most = blocks_of(start + count + max(ahead, hold), size) - start // size

@@ -1,0 +1,136 @@
+"""Children made in the step that feeds them: one call for what took a ForkKv and a forward."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.wire.status import error_from_status
+from tests.service.test_run import SAMPLE, chosen, running, single_decodes
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import item, pb, prefill, refused
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2]
+FORK = forward_pb2.CreateOptions(fork=True)
+
+
+def child(tokens: list[int], parent: types_pb2.KvHandle, **fields: object) -> forward_pb2.ForwardItem:
+    return item(tokens, parent, **{"create": FORK, "output": SAMPLE, **fields})
+
+
+async def forward(served: Served, *items: forward_pb2.ForwardItem, **fields: bool) -> pb.UnifiedForwardResponse:
+    return await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items, **fields))
+
+
+@pytest.mark.parametrize("length", [4, 6, 7])
+async def test_one_parent_is_forked_often_and_fed_in_one_step(served: Served, length: int) -> None:
+    """With a block that is full, one that is not, and with all of it."""
+    parent = await prefill(served, PROMPT)
+    steps = served.server.state.engine.counters.steps
+    items = [
+        child([11], parent, truncate_to=length),
+        item([12], parent, output=SAMPLE),
+        child([13, 14], parent, truncate_to=length),
+        child([11], parent),
+    ]
+    answer = await forward(served, *items)
+    assert served.server.state.engine.counters.steps == steps + 1
+    texts = [[*PROMPT[:length], 11], [*PROMPT, 12], [*PROMPT[:length], 13, 14], [*PROMPT, 11]]
+    handles = [each.output.handle for each in answer.results]
+    assert [(each.seq_len, each.version) for each in handles] == [
+        (length + 1, 1),
+        (8, 2),
+        (length + 2, 1),
+        (8, 1),
+    ]
+    assert handles[1].id == parent.id and len({each.id for each in handles}) == 4
+    for text, result in zip(texts, answer.results, strict=True):
+        assert chosen(answer, result.output) == (await single_decodes(served, text, 1))
+    for handle, text in zip(handles, texts, strict=True):  # they share nothing that one of them writes
+        on = await served.executor.Decode(pb.DecodeRequest(item=item([7], handle, output=SAMPLE)))
+        assert chosen(on) == await single_decodes(served, [*text, 7], 1)
+    await served.check()
+    for record in served.server.state.handles.records():
+        await served.executor.Release(pb.ReleaseRequest(handle=types_pb2.KvHandle(id=record.id), any_version=True))
+    assert served.server.state.engine.cache.free_blocks == served.server.state.engine.cache.total_blocks
+
+
+async def test_children_run_and_have_their_parents_lease(served: Served) -> None:
+    lease = await served.executor.AcquireLease(pb.AcquireLeaseRequest())
+    parent = await prefill(served, PROMPT, create=forward_pb2.CreateOptions(lease_id=lease.lease_id))
+    run = running([9], parent, most=5, create=FORK)
+    answer = await forward(served, run, child([9], parent))
+    expected = await single_decodes(served, [*PROMPT, 9], 5)
+    assert chosen(answer, answer.results[0].output) == expected
+    assert chosen(answer, answer.results[1].output) == expected[:1]
+    again = await forward(served, run)
+    assert again.results[0].output.replayed
+    assert again.results[0].output.handle == answer.results[0].output.handle
+    released = await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease.lease_id))
+    assert released.released_sequences == 3
+    await served.check()
+
+
+async def test_a_parent_stays_as_it_is_until_its_children_are_made() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served:
+        parent = await prefill(served, PROMPT)
+        held = await gate.hold(forward(served, child([1], parent)))
+        busy = served.executor.Decode(pb.DecodeRequest(item=item([1], parent)))
+        await refused(busy, Reason.SEQUENCE_BUSY, grpc.StatusCode.ABORTED)
+        gate.open()
+        await held
+        await served.executor.Decode(pb.DecodeRequest(item=item([1], parent)))
+        stale = (await forward(served, child([1], parent))).results[0]
+        assert error_from_status(stale.error).reason is Reason.SEQUENCE_VERSION_MISMATCH
+        await served.check()
+
+
+async def test_where_blocks_run_short_nothing_is_left_of_a_child() -> None:
+    async with serve_identity(kv_blocks=4, block_size=4) as served:
+        parent = await prefill(served, PROMPT)
+        free = served.server.state.engine.cache.free_blocks
+        items = [child([1], parent), child([2] * 20, parent)]
+        answer = await forward(served, *items)
+        assert answer.results[0].output.handle.seq_len == 8
+        assert error_from_status(answer.results[1].error).reason is Reason.KV_BLOCKS_EXHAUSTED
+        await served.executor.Release(pb.ReleaseRequest(handle=answer.results[0].output.handle))
+        await refused(
+            forward(served, *items, all_or_nothing=True),
+            Reason.KV_BLOCKS_EXHAUSTED,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
+        await served.check()
+        assert served.server.state.engine.cache.free_blocks == free
+        await served.executor.Decode(pb.DecodeRequest(item=item([1], parent)))
+
+
+async def test_a_step_that_fails_leaves_no_children() -> None:
+    async with serve_identity() as served:
+        parent = await prefill(served, PROMPT)
+        free = served.server.state.engine.cache.free_blocks
+
+        def fail(stage: str) -> None:
+            if stage == "select":
+                raise RuntimeError("as asked")
+
+        served.runner._stage = fail
+        answer = await forward(served, child([1], parent), item([2], parent))
+        assert {error_from_status(each.error).reason for each in answer.results} == {Reason.STEP_FAILED}
+        served.runner._stage = None
+        await served.check()
+        assert served.server.state.engine.cache.free_blocks == free
+        assert len(served.server.state.handles) == 1
+
+
+async def test_a_bad_fork_is_refused_by_its_field(served: Served) -> None:
+    orphan = (await forward(served, item([1], create=FORK))).results[0]
+    assert error_from_status(orphan.error).field == "create.fork"
+    parent = await prefill(served, PROMPT)
+    beyond = (await forward(served, child([1], parent, truncate_to=8))).results[0]
+    assert error_from_status(beyond.error).reason is Reason.TRUNCATE_BEYOND_LENGTH
+    other = item([1], parent, create=forward_pb2.CreateOptions(reserve_tokens=1), output=output_pb2.OutputSpec())
+    assert error_from_status((await forward(served, other)).results[0].error).field == "create"
+    await forward(served, item([1], parent))  # it is free again
