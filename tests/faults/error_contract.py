@@ -155,6 +155,10 @@ async def _sessions(world: Provoked) -> None:
             await asyncio.sleep(0.02)
         answer = await too_late
         world.note(answer.error if answer.HasField("error") else answer.forward.results[0].error)
+        never = types_pb2.KvHandle(seq_len=1, version=1)
+        follower = item([1], never, request_id="follower", follow=forward_pb2.Follow(creation="never"))
+        broken = await session.ask(forward=session_pb2.SessionForward(items=[follower]))
+        world.note(broken.forward.results[0].error)
         await session.ask(close=session_pb2.SessionClose(release_sequences=True))
     stream = world.executor.Session()
     await stream.write(session_pb2.SessionRequest(step_id=1, keep_alive=session_pb2.SessionKeepAlive()))
