@@ -49,13 +49,14 @@ async def serve(options: Options) -> Run:
         drafter: Drafter | None = Lookup() if options.speculate else None
         if options.draft is not None:
             small = await clients.enter_async_context(_client(options, options.draft))
-            vocabulary = (await _info(small, options)).model.vocab_size
+            other = await _info(small, options)
+            vocabulary = other.model.vocab_size
             if vocabulary != info.model.vocab_size:
                 raise TokenizerError(
                     f"{options.draft} has a vocabulary of {vocabulary} tokens, {options.target} one of "
                     f"{info.model.vocab_size}: a draft is in the same tokens"
                 )
-            drafter = DraftModel(small)
+            drafter = DraftModel(small, other)
         tokenizer = tokenizer_for(info.model.vocab_size, options.tokenizer)
         requests = [
             Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)

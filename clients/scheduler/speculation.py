@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from clients.scheduler.request import Request
-from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client import Capability, ExecutorClient, ExecutorInfo, Run
 from ferrum_rpc.client import Sequence as CachedSequence
 from ferrum_rpc.errors import ExecutorError
 
@@ -55,10 +55,12 @@ def looked_up(text: Sequence[int], most: int) -> list[int]:
 
 class DraftModel:
     """The arg-max tokens of a smaller model on an executor of its own, whose sequences follow the requests' texts: what
-    was rejected is rolled back with the next tokens that it is fed. Requests draft in the same steps."""
+    was rejected is rolled back with the next tokens that it is fed. Requests draft in the same steps, and where that
+    executor offers runs, a draft is one trip."""
 
-    def __init__(self, client: ExecutorClient) -> None:
+    def __init__(self, client: ExecutorClient, info: ExecutorInfo) -> None:
         self._client = client
+        self._most = info.limits.max_run_tokens if Capability.RUN in info.capabilities else 1
         self._sequences: dict[int, CachedSequence] = {}
         self._failures: Counter[int] = Counter()
 
@@ -67,10 +69,9 @@ class DraftModel:
         if self._failures[request.index] >= FAILURES:
             return []
         try:
-            found = [await self._first(request.index, text)]
-            sequence = self._sequences[request.index]
+            found = await self._behind(request.index, text, most)
             while len(found) < most:
-                found.append((await sequence.decode(found[-1])).token)
+                found += await self._behind(request.index, text + found, most - len(found))
         except ExecutorError:  # full, out of context, or gone: the text goes on without a draft
             self._failures[request.index] += 1
             await self.forget([request])
@@ -81,19 +82,19 @@ class DraftModel:
         gone = [self._sequences.pop(each.index) for each in requests if each.index in self._sequences]
         await asyncio.gather(*(sequence.release() for sequence in gone), return_exceptions=True)
 
-    async def _first(self, index: int, text: list[int]) -> int:
-        """The token behind ``text``, after feeding what the sequence lacks of it."""
-        sequence = self._sequences.get(index)
+    async def _behind(self, index: int, text: list[int], most: int) -> list[int]:
+        """The next tokens behind ``text``, one or more, after feeding what the sequence lacks of it."""
+        sequence, run = self._sequences.get(index), Run(min(most, self._most)) if self._most > 1 else None
         if sequence is None:
             sequence = self._sequences[index] = self._client.sequence(keep_tokens=True)
-            return (await sequence.prefill(text)).token
+            return [*map(int, (await sequence.prefill(text, run=run)).tokens)]
         held = sequence.tokens
         same = next((at for at, pair in enumerate(zip(held, text, strict=False)) if pair[0] != pair[1]), len(held))
         same = min(same, len(text) - 1)
-        [answer] = await self._client.forward([sequence.item(text[same:], truncate_to=same)])
+        [answer] = await self._client.forward([sequence.item(text[same:], truncate_to=same, run=run)])
         if isinstance(answer, ExecutorError):
             raise answer
-        return answer.token
+        return [*map(int, answer.tokens)]
 
 
 class Speculation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup, Speculation, looked_up
 from clients.scheduler.text import TokenizerError
-from ferrum_rpc.client import ExecutorClient, Greedy, Sample
+from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
 from ferrum_rpc.config import ModelSettings
 from tests.e2e.test_scheduler_runs import (
     BUDGET,
@@ -114,10 +115,10 @@ async def test_texts_do_not_depend_on_budget_or_pool(expected: list[list[int]], 
         await assert_nothing_is_left(served)
 
 
-@pytest.mark.parametrize("drafts", ["lookup", "a model of its own kind", "another model"])
+@pytest.mark.parametrize("drafts", ["lookup", "a model of its own kind", "the same without runs", "another model"])
 @pytest.mark.parametrize("sampling", [Greedy(), Sample(0.8, 20, 0.9, seed=3)], ids=["greedy", "sampled"])
 async def test_looked_up_and_drawn_up_guesses_change_no_text(drafts: str, sampling: Greedy | Sample) -> None:
-    same = drafts == "a model of its own kind"
+    same = drafts in ("a model of its own kind", "the same without runs")
     async with (
         identity(kv_blocks=512) as served,
         serve_identity(kv_blocks=512, positional=same, head_dim=64 if same else 8, block_size=4) as other,
@@ -125,9 +126,11 @@ async def test_looked_up_and_drawn_up_guesses_change_no_text(drafts: str, sampli
     ):
         plain, work = requests(prompts(6), NEW_TOKENS), requests(prompts(6), NEW_TOKENS)
         await speculate(served.target, plain, None, sampling=sampling)
-        run = await speculate(
-            served.target, work, Lookup() if drafts == "lookup" else DraftModel(small), sampling=sampling
-        )
+        info = await small.info()
+        if drafts == "the same without runs":
+            info = replace(info, capabilities=info.capabilities - {Capability.RUN})
+        drafter = Lookup() if drafts == "lookup" else DraftModel(small, info)
+        run = await speculate(served.target, work, drafter, sampling=sampling)
         assert [each.generated for each in work] == [each.generated for each in plain]
         assert run.drafted > 0
         if same and isinstance(sampling, Greedy):
@@ -149,7 +152,7 @@ async def test_a_draft_executor_that_goes_away_leaves_plain_decoding(expected: l
     async with identity(kv_blocks=512) as served:
         async with identity(kv_blocks=6, max_context=24) as other, ExecutorClient(other.target) as small:
             work = requests(prompts(12), NEW_TOKENS)
-            await speculate(served.target, work, DraftModel(small))
+            await speculate(served.target, work, DraftModel(small, await small.info()))
         assert [each.generated for each in work] == expected
 
 
