@@ -205,9 +205,11 @@ def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             _check_top(k, "output.top_tokens.k", limits)
         case SelectedTokens(token_ids):
             _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
-    rows, masked = output.row_count(len(item.tokens) or 1, item.start), output.masked
-    if masked is not None and masked.row_masks and len(masked.row_masks) != rows:
-        raise InvalidRequest(f"{len(masked.row_masks)} masks for {rows} rows", field="output.row_mask_ids")
+    rows = output.row_count(len(item.tokens) or 1, item.start)
+    if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
+        masks = len(masked.row_masks)
+        if masks and masks != rows:
+            raise InvalidRequest(f"{masks} masks for {rows} rows", field="output.row_mask_ids")
     return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
 
 
