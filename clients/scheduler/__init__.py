@@ -4,6 +4,7 @@ It shows what a scheduler on this contract looks like, and it is the one that th
 and cache; everything else is decided here, on the far side of a wire:
 
     policy.py    pure: what runs in the next step, who is admitted, who is preempted
+    runs.py      several tokens with one trip, and the next run behind the present
     board.py     who waits, who runs, and which sequence is whose
     speculation.py  guesses of what comes next, from the text itself or a smaller model
     driver.py    turns each plan into one forward call, and each answer into tokens

@@ -12,6 +12,7 @@ from clients.scheduler.policy import Feed
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import ExecutorClient, Item, OutputSpec, Sequence
+from ferrum_rpc.client import Run as TokenRun
 
 
 class Observer(Protocol):
@@ -46,13 +47,16 @@ class Board:
         """Whether sequences wait to be released."""
         return bool(self._leaving)
 
-    def item(self, feed: Feed, output: OutputSpec) -> Item:
-        """The work item of a feed, on the request's sequence; a new one where it has none."""
+    def item(self, feed: Feed, output: OutputSpec, run: TokenRun | None = None, follows: Item | None = None) -> Item:
+        """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
+        item in flight, and feeds what that chooses."""
         request = feed.request
         sequence = self._sequences.get(request.index)
         if sequence is None:
             sequence = self._sequences[request.index] = self._client.sequence()
-        return sequence.item([*request.next_tokens(feed.count), *request.draft[: feed.drafted]], output)
+        if follows is not None:
+            return sequence.item(output=output, run=run, follows=follows)
+        return sequence.item([*request.next_tokens(feed.count), *request.draft[: feed.drafted]], output, run=run)
 
     def admit(self, requests: Iterable[Request]) -> None:
         """From the queue into the next step."""

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
 from clients.scheduler.report import Run
-from clients.scheduler.request import Ending, Request
+from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.runs import MAX_STOPS, WHILE_WAITING, Chain, Flight
 from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Accept,
     Answer,
+    Capability,
     ExecutorClient,
     ExecutorInfo,
     Greedy,
@@ -29,8 +33,10 @@ from ferrum_rpc.client import (
     Positions,
     Sample,
 )
+from ferrum_rpc.client import Run as TokenRun
 from ferrum_rpc.errors import (
     Cancelled,
+    ChainBroken,
     ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
@@ -85,7 +91,9 @@ class Patience:
 
 
 class Driver:
-    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it."""
+    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the most that
+    the executor chooses with one trip, 0 for single steps, as with a ``drafter``; where it ``chains``, the next run is
+    sent before the answer of the one before."""
 
     def __init__(
         self,
@@ -98,6 +106,8 @@ class Driver:
         observer: Observer,
         patience_s: float = 30.0,
         drafter: Drafter | None = None,
+        run_tokens: int = 0,
+        chains: bool = False,
     ) -> None:
         self._client = client
         self._max_context = info.model.max_context
@@ -113,6 +123,10 @@ class Driver:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
             self._speculation = Speculation(drafter, most)
+        offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS and drafter is None
+        self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
+        self._chains = chains and Capability.FOLLOW in info.capabilities
+        self._single = False  # for a step: blocks were short
         self._run = Run(())
         self._board = Board(client, self._run, observer)
 
@@ -149,7 +163,9 @@ class Driver:
             self._give_up(request, pool)
         await asyncio.gather(*(board.preempt(request) for request in step.preempt))
         if step.feeds:
-            await self._forward(step)
+            single, self._single = self._single, False
+            if single or not self._may_run(step) or not await self._decode(step, pool):
+                await self._forward(step)
         elif not step.hopeless and not step.preempt:
             await self._idle()
 
@@ -191,10 +207,80 @@ class Driver:
         if scarce is not None:
             await self._make_way(scarce)
 
-    def _output(self, feed: Feed) -> OutputSpec:
+    # --- several tokens a trip --------------------------------------------------------------------------------------
+
+    def _may_run(self, step: Plan) -> bool:
+        """Whether all that runs is decoded, and nothing else is to be done meanwhile."""
+        decodes = all(feed.request.generated and feed.request.owed == 1 for feed in step.feeds)
+        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self._board.running)
+
+    async def _decode(self, step: Plan, pool: Pool) -> bool:
+        """Decode by runs, each with its follower behind it, until all texts are complete or there is something else to
+        plan. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
+        most = min(self._run_tokens, WHILE_WAITING) if self._board.waiting else self._run_tokens
+        chain = Chain(pool, most, self._max_context)
+        flights = deque(self._launch(chain, [feed.request for feed in step.feeds]))
+        if not flights:
+            return False
+        letting_go, began = asyncio.ensure_future(self._board.let_go()), time.monotonic()
+        try:
+            while flights:
+                flight = flights[0]
+                if self._chains and not self._single and not self._board.waiting:
+                    going = [request for request in flight.items if request.stage is Stage.RUNNING]
+                    flights.extend(self._launch(chain, going, flight.items))
+                results = await flight.call
+                flights.popleft()
+                began = self._landed(flight, results, began)
+            return True
+        finally:
+            for flight in flights:
+                flight.call.cancel()
+            await asyncio.gather(letting_go, *(each.call for each in flights), return_exceptions=True)
+
+    def _launch(
+        self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
+    ) -> list[Flight]:
+        """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
+        stops, items = tuple(sorted(self._stop)), dict[Request, Item]()
+        for request, count in chain.extend(requests).items():
+            feed, run = Feed(request, 1), TokenRun(count, stops)
+            follows = None if behind is None else behind[request]
+            items[request] = self._board.item(feed, self._output(feed, last=True), run, follows)
+        return [Flight(items, asyncio.ensure_future(self._send(list(items.values()))))] if items else []
+
+    def _landed(self, flight: Flight, results: ListOf[Answer | ExecutorError], began: float) -> float:
+        """Take the tokens of runs. What was refused is planned anew, by a single step where blocks are short. Returns
+        the time."""
+        now, answers = time.monotonic(), [each for each in results if isinstance(each, Answer)]
+        if answers:
+            self._patience.renew()
+            timing = answers[-1].timing
+            self._run.step(
+                prompt=0,
+                decode=sum(len(each.tokens) for each in answers),
+                sequences=len(answers),
+                seconds=now - began,
+                executor_seconds=0.0 if timing is None else timing.forward_s,
+            )
+            self._run.saw(answers[-1].pressure)
+        for (request, item), result in zip(flight.items.items(), results, strict=True):
+            if request.stage is not Stage.RUNNING:
+                continue  # a run behind its last one
+            if isinstance(result, Answer):
+                request.fed(1, result.length, self._budget.exact)
+                request.failures = 0
+                self._chosen(request, result)
+            elif isinstance(result, NO_ROOM + NOT_NOW):
+                self._single = True
+            elif not isinstance(result, ChainBroken) and (item.follows is None or not isinstance(result, OUT_OF_STEP)):
+                self._refused(request, result)
+        return now
+
+    def _output(self, feed: Feed, *, last: bool = False) -> OutputSpec:
         """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
         its neighbours nor on whether it was preempted."""
-        if not feed.completes:
+        if not (feed.completes or last):
             return NO_ROWS
         kind = self._sampling
         if isinstance(kind, Sample) and kind.seed is not None:
@@ -223,6 +309,10 @@ class Driver:
             return
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
+        self._chosen(request, answer)
+
+    def _chosen(self, request: Request, answer: Answer) -> None:
+        """Its next tokens."""
         for token in answer.tokens.tolist():
             if token in self._stop:
                 self._finish(request, Ending.STOP)

@@ -26,6 +26,7 @@ class Options:
     token: str | None
     credentials: ChannelCredentials | None
     session: bool
+    run_tokens: int
     plain: bool
     speculate: str
     draft: str | None
@@ -70,11 +71,14 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         "--speculate", choices=["lookup"], default="", help="guess what follows from the text itself, and verify it"
     )
     drafts.add_argument("--draft", metavar="TARGET", help="guess by an executor of a smaller model, and verify it")
+    parser.add_argument(
+        "--run-tokens", type=int, default=16, metavar="N", help="tokens a trip, at most; 0: single steps (%(default)s)"
+    )
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
-    if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or given.seed < 0:
-        parser.error("temperature >= 0, top-k >= 0, 0 < top-p <= 1 and seed >= 0 are needed")
+    if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or min(given.seed, given.run_tokens) < 0:
+        parser.error("temperature >= 0, top-k >= 0, 0 < top-p <= 1, seed >= 0 and run-tokens >= 0 are needed")
     greedy = given.greedy or given.temperature == 0
     sampling = Greedy() if greedy else Sample(given.temperature, given.top_k, given.top_p, seed=given.seed)
     files = (given.tls_ca, given.tls_cert, given.tls_key)
@@ -94,6 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         token=token,
         credentials=credentials,
         session=not given.unary,
+        run_tokens=given.run_tokens,
         plain=given.plain,
         speculate=given.speculate,
         draft=given.draft,

@@ -81,6 +81,8 @@ async def serve(options: Options) -> Run:
             observer=display,
             patience_s=options.patience_s,
             drafter=drafter,
+            run_tokens=options.run_tokens,
+            chains=options.session,
         )
         before = await client.status()
         with display:

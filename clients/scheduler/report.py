@@ -81,6 +81,7 @@ def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | N
         ("decode", f"{run.decode_tokens} tokens, {_rate(run.decode_only_tokens, run.decode_seconds)} in pure steps"),
         ("time to first token", f"p50 {1000 * statistics.median(first):.1f} ms" if first else "-"),
         ("steps", f"{run.steps}, mean batch {run.sequences / run.steps:.1f}" if run.steps else "0"),
+        ("tokens per trip", f"{generated / run.steps:.1f}" if run.steps else "-"),
         (
             "time in the executor",
             f"{_share(run.executor_seconds, run.prefill_seconds + run.decode_seconds)} of the steps",

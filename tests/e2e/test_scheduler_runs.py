@@ -72,6 +72,7 @@ async def schedule(
     watcher: Watcher | None = None,
     patience_s: float = 30.0,
     session: bool = False,
+    run_tokens: int = 0,
 ) -> Run:
     async with ExecutorClient(target, resend=resend, session=session) as client:
         info = await client.info()
@@ -83,6 +84,8 @@ async def schedule(
             stop_tokens=stop,
             observer=watcher or Watcher(),
             patience_s=patience_s,
+            run_tokens=run_tokens,
+            chains=session,
         )
         return await driver.run(work)
 
@@ -214,6 +217,84 @@ async def test_a_callers_quota_is_kept_to_and_everybody_still_gets_their_tokens(
         work = requests(prompts(12))
         await schedule(served.target, work, session=session)
         assert [each.generated for each in work] == expected
+        await assert_nothing_is_left(served)
+
+
+# --- several tokens a trip ------------------------------------------------------------------------------------------
+
+
+SAMPLED = Sample(temperature=3.0, seed=5, repetition_penalty=1.3)
+"""The identity model's greedy tokens soon repeat; these do not."""
+
+
+STOP = frozenset({7, 99, 200})
+
+
+@pytest.fixture(scope="module")
+def sampled() -> list[tuple[list[int], Ending | None]]:
+    """Twelve texts by single steps, and what ended them."""
+
+    async def generate() -> list[tuple[list[int], Ending | None]]:
+        async with identity(kv_blocks=512) as served:
+            work = requests(prompts(12))
+            await schedule(served.target, work, sampling=SAMPLED, stop=STOP)
+            return [(each.generated, each.ending) for each in work]
+
+    return asyncio.run(generate())
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("run_tokens", [1, 5, 32])
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_texts_are_the_same_with_runs_whatever_the_budget_and_the_pool(
+    shape: str, run_tokens: int, sampled: list[tuple[list[int], Ending | None]], session: bool
+) -> None:
+    blocks, budget = SHAPES[shape]
+    assert {ending for _, ending in sampled} == {Ending.LENGTH, Ending.STOP}
+    async with identity(kv_blocks=blocks) as served:
+        work = requests(prompts(12))
+        run = await schedule(
+            served.target, work, budget=budget, sampling=SAMPLED, stop=STOP, session=session, run_tokens=run_tokens
+        )
+        assert [(each.generated, each.ending) for each in work] == sampled
+        assert not run.failed and run.rebuilds == 0
+        await assert_nothing_is_left(served)
+
+
+async def test_runs_make_few_trips() -> None:
+    async with identity(kv_blocks=1024) as served:
+        trips = []
+        for run_tokens in (0, 16):
+            work = requests(prompts(8), 64)
+            run = await schedule(served.target, work, sampling=SAMPLED, session=True, run_tokens=run_tokens)
+            trips.append(run.steps)
+        assert trips[0] >= 64 and trips[1] <= 12
+
+
+@BOTH_WAYS
+async def test_lost_connections_and_resets_change_no_token_of_runs(session: bool) -> None:
+    async with identity(kv_blocks=512) as served:
+        work = requests(prompts(12), 48)
+        await schedule(served.target, work, sampling=SAMPLED)
+        expected = [each.generated for each in work]
+        async with relayed(served.target, seed=1) as proxy:
+            proxy.weather.resets = 0.03
+            for _ in range(3):
+                work = requests(prompts(12), 48)
+                run = await schedule(proxy.target, work, sampling=SAMPLED, session=session, run_tokens=4)
+                assert [each.generated for each in work] == expected
+                assert run.rebuilds == 0
+            proxy.weather.resets = 0.0
+            assert proxy.lost_connections > 0
+        async with ExecutorClient(served.target) as operator:
+            watcher, work = Watcher(), requests(prompts(12), 48)
+            resets: list[asyncio.Task[int]] = []
+            watcher.on_token = lambda: (
+                resets.append(asyncio.ensure_future(operator.reset())) if len(watcher.tokens) in {100, 300} else None
+            )
+            await schedule(served.target, work, sampling=SAMPLED, watcher=watcher, session=session, run_tokens=8)
+            await asyncio.gather(*resets)
+            assert [each.generated for each in work] == expected
         await assert_nothing_is_left(served)
 
 
@@ -487,7 +568,8 @@ async def test_the_program_serves_prompts_and_sums_up(capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert shown.count("8 tokens, length") == 8
     method = "Session" if session else "UnifiedForward"
-    for heading in ("tokens/s", "time to first token", "mean batch", "preemptions", "cache use", method):
+    headings = ("tokens/s", "time to first token", "mean batch", "tokens per trip", "preemptions", "cache use", method)
+    for heading in headings:
         assert heading in shown
 
 
