@@ -153,11 +153,6 @@ async def _sessions(world: Provoked) -> None:
             await session.send(cancel=session_pb2.SessionCancel(step_id=step))
             world.note((await taken_back).error)
             await asyncio.sleep(0.02)
-        behind = types_pb2.KvHandle(seq_len=1, version=1)
-        follow = forward_pb2.Follow(creation="never begun")
-        broken = item([1], behind, follow=follow, request_id="follows")
-        answer = await session.ask(forward=session_pb2.SessionForward(items=[broken]))
-        world.note(answer.forward.results[0].error)
         answer = await too_late
         world.note(answer.error if answer.HasField("error") else answer.forward.results[0].error)
         never = types_pb2.KvHandle(seq_len=1, version=1)
