@@ -257,14 +257,15 @@ def item_fingerprint(item: WorkItem) -> Hashable:
         content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
     if handle is None:
         return (content, output, create, run)
-    if create.fork:
-        return (handle, content, truncate_to, output, create, run)
     _, length, version = handle
     feeds_chosen = follow is not None and follow.feed_chosen
     if isinstance(accept := output.kind, Accept):
         draft = hashlib.blake2b(accept.token_ids + accept.probabilities, digest_size=DIGEST_BYTES).digest()
         how = (accept.sampling, accept.candidates, draft)
-        return OfADraft((length, version, content, truncate_to, how, feeds_chosen))
+        where = handle if create.fork else (length, version)
+        return OfADraft((where, content, truncate_to, how, create, feeds_chosen))
+    if create.fork:
+        return (handle, content, truncate_to, output, create, run)
     return (length, version, content, truncate_to, output, run, feeds_chosen)
 
 

@@ -17,7 +17,7 @@ from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.tensor import fill_tensor
 from tests.faults.raw_session import raw_session
 from tests.service.test_sample import BAD as BAD_SAMPLES
-from tests.service.test_sample import sample
+from tests.service.test_sample import sample, tokens_of
 from tests.serving import Served, serve_identity
 from tests.wiring import full, item, pb, prefill, refused
 
@@ -190,6 +190,24 @@ async def test_a_replay_emits_what_the_call_emitted_and_keeps_its_tokens() -> No
         request.item.output.CopyFrom(spec)
         again = await served.executor.ForwardVerify(request)
         assert rows_from_proto(again.row_blocks)[0]["token_ids"].tolist() == tokens
+
+
+async def test_a_child_that_is_made_in_the_step_verifies_a_draft_too() -> None:
+    """The parent stays as it is; the recorded tokens stay, too."""
+    async with serve_identity(kv_blocks=64, block_size=4, replay_bytes=8, positional=True) as served:
+        text, handle = await plain(served), await prefill(served, [*PROMPT, 50, 51])
+        fork = forward_pb2.CreateOptions(fork=True)
+        draft = [LAST, *text[:2], wrong(text[2]), 1, 1, 1]
+        sent = item(draft, handle, truncate_to=4, output=accept(), create=fork, request_id="child")
+        for replayed in (False, True):
+            answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[sent]))
+            output = answer.results[0].output
+            assert tokens_of(answer) == [text[:3]]
+            assert (output.handle.seq_len, output.replayed) == (7, replayed)
+        assert (await verify(served, item([text[2]], output.handle, output=accept())))[1] == text[3:4]
+        handle, _ = await verify(served, item([LAST, 1], handle, output=accept()))
+        assert handle.seq_len >= 7
+        await served.check()
 
 
 async def test_a_draft_that_finds_no_blocks_changes_nothing_and_a_promise_covers_one(served: Served) -> None:
