@@ -74,8 +74,9 @@ class Submission:
     """Spans of one call. ``done`` is called on the event loop, exactly once unless the submission was cancelled, with
     one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
     whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0.
-    ``tell`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: a list of (index of the
-    span, tokens before, token). ``runs``: how many of its spans have one; ``cuts`` what cuts them, by index or all.
+    ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
+    span, tokens before, token) of each. ``runs``: how many of its spans have one; ``cuts`` what cuts them, by index or
+    all.
     ``slot`` is its place in the memory that an engine process shares."""
 
     spans: tuple[Span, ...]
@@ -84,7 +85,7 @@ class Submission:
     deadline: float | None = None
     caller: int = 0
     arrived: float = 0.0
-    tell: Callable[[list[tuple[int, int, int]]], object] | None = None
+    on_tokens: Callable[[list[tuple[int, int, int]]], object] | None = None
     tokens: int = field(init=False)
     runs: int = field(init=False)
     cuts: dict[int | None, ExecutorError] = field(default_factory=dict)

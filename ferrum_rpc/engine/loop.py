@@ -301,10 +301,10 @@ class EngineLoop(ABC):
     def _end_runs(self, runner: Runner, finished: Finished) -> None:
         """The answers of runs that are over, and what the others have chosen."""
         for call in self._runs.calls:
-            if call.told:
-                assert call.work.tell is not None  # noqa: S101 - or there were none
-                finished.append(partial(call.work.tell, call.told))
-                call.told = []
+            if call.chosen:
+                assert call.work.on_tokens is not None  # noqa: S101 - or there were none
+                finished.append(partial(call.work.on_tokens, call.chosen))
+                call.chosen = []
         ended, over = self._runs.take_ended()
         if ended:
             runner.end_hold(ended)

@@ -23,15 +23,15 @@ from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
 
 @dataclass(slots=True, eq=False)
 class RunCall:
-    """A submission whose runs are under way: ``outcomes`` so far, ``left`` runs that are not over, and what is to be
-    ``told`` of the present step (see `Submission.tell`). ``timing``: of its last step, but for the time in the forward
-    pass, which is of all, and in the queue, which is the first's."""
+    """A submission whose runs are under way: ``outcomes`` so far, ``left`` runs that are not over, and what they have
+    ``chosen`` in the present step (see `Submission.on_tokens`). ``timing``: of its last step, but for the time in the
+    forward pass, which is of all, and in the queue, which is the first's."""
 
     work: Submission
     outcomes: list[SpanOutcome]
     timing: StepTiming
     left: int = 0
-    told: list[tuple[int, int, int]] = field(default_factory=list)
+    chosen: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +113,8 @@ class Runs:
             return
         call, rows = each.call, outcome.rows
         token = int(rows.block["token_ids"][rows.first])
-        if call.work.tell is not None:
-            call.told.append((each.index, len(each.rows), token))
+        if call.work.on_tokens is not None:
+            call.chosen.append((each.index, len(each.rows), token))
         each.rows.append(rows)
         sequence, _, _, output, *_ = each.span
         each.span = Span(sequence, np.array((token,), np.int32), outcome.length, output)

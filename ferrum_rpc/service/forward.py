@@ -76,7 +76,7 @@ class ForwardCall(Transaction["ForwardCall"]):
     An item that is an error already (malformed on the wire) refuses itself only. The call as a whole is refused for its
     size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on `time.monotonic`.
     ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that creates
-    sequences. ``tell`` is called with what runs choose, step by step: a list of (item, tokens before, token).
+    sequences. ``on_tokens`` is called with what runs choose, step by step: a list of (item, tokens before, token).
     ``peer()`` names the connection, which a large answer takes room of before anything is submitted; call ``give_back``
     once, when the answer has left or the call is over.
     """
@@ -101,9 +101,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         max_bytes: int | None = None,
         origin: object | None = None,
         peer: Callable[[], str] | None = None,
-        tell: Callable[[list[tuple[int, int, int]]], object] | None = None,
+        on_tokens: Callable[[list[tuple[int, int, int]]], object] | None = None,
     ) -> None:
-        self._tell = tell
+        self._on_tokens = on_tokens
         self._state = state
         self._account = account
         self._all_or_nothing = all_or_nothing
@@ -239,7 +239,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 self._deadline,
                 account.number,
                 ARRIVED.get(),
-                None if self._tell is None else self._on_told,
+                None if self._on_tokens is None else self._pass_tokens,
             )
             if not has_room(state, account, len(self._spans), submission.tokens):
                 self._refuse(queue_full(state, account))
@@ -255,9 +255,9 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._submitted = True
             self._waits += 1
 
-    def _on_told(self, chosen: list[tuple[int, int, int]]) -> None:
-        if self._tell is not None and not self._abandoned:
-            self._tell([(self._admitted[index].place, first, token) for index, first, token in chosen])
+    def _pass_tokens(self, chosen: list[tuple[int, int, int]]) -> None:
+        if self._on_tokens is not None and not self._abandoned:
+            self._on_tokens([(self._admitted[index].place, first, token) for index, first, token in chosen])
 
     def _on_repeated(self, index: int, outcome: Outcome) -> None:
         """A call that an item repeats has ended."""

@@ -76,8 +76,8 @@ class Session:
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
         self._open: dict[int, Step] = {}
         self._ended: deque[Step] = deque()
-        self._told: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
-        self._tells = False
+        self._chosen: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
+        self._wants_tokens = False
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
         self._idle: asyncio.Future[None] | None = None  # the reader waits until all are answered
         self._leaving = False  # the last message of an answer is being written: its client may know before we do
@@ -165,7 +165,7 @@ class Session:
             raise InvalidRequest("the first frame of a session is `hello`", field="frame")
         hello, limits, leases = frame.hello, self._state.limits, self._state.leases
         self._last = frame.step_id
-        self._tells = hello.tokens
+        self._wants_tokens = hello.tokens
         self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
             LEAST_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
@@ -271,9 +271,9 @@ class Session:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def _on_told(self, number: int, chosen: list[tuple[int, int, int]], item: int | None = None) -> None:
+    def _on_tokens(self, number: int, chosen: list[tuple[int, int, int]], item: int | None = None) -> None:
         """Runs of a step have chosen tokens. ``item``: whose they are, where each item is a call of its own."""
-        runs = self._told.setdefault(number, {})
+        runs = self._chosen.setdefault(number, {})
         for index, first, token in chosen:
             runs.setdefault(index if item is None else item, (first, []))[1].append(token)
         self._wake_writer()
@@ -292,9 +292,9 @@ class Session:
             origin=self._origin,
             peer=self._context.peer,
         )
-        tell = partial(self._on_told, step.number) if self._tells else None
+        on_tokens = partial(self._on_tokens, step.number) if self._wants_tokens else None
         if not request.apart:
-            whole = call(items, all_or_nothing=request.all_or_nothing, tell=tell)
+            whole = call(items, all_or_nothing=request.all_or_nothing, on_tokens=on_tokens)
             step.calls, step.reply, step.give_back = (
                 (whole,),
                 partial(self._on_forward, request, whole),
@@ -306,7 +306,8 @@ class Session:
         if not items:
             raise InvalidRequest("the call has no items", field="items")
         calls = [
-            call([item], tell=None if tell is None else partial(tell, item=index)) for index, item in enumerate(items)
+            call([item], on_tokens=None if on_tokens is None else partial(on_tokens, item=index))
+            for index, item in enumerate(items)
         ]
         step.calls, step.reply, step.parts = calls, partial(self._on_part, request, calls, step), []
         step.give_back = partial(_give_back, calls)
@@ -361,9 +362,9 @@ class Session:
     async def _answer_ended(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""
         while True:
-            while self._ended or self._told:
-                if self._told:  # first: they are of steps that end later, or are answered next
-                    await self._write_told()
+            while self._ended or self._chosen:
+                if self._chosen:  # first: they are of steps that end later, or are answered next
+                    await self._write_chosen()
                     continue
                 step = self._ended.popleft()
                 more = bool(step.waits)
@@ -378,10 +379,10 @@ class Session:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
 
-    async def _write_told(self) -> None:
+    async def _write_chosen(self) -> None:
         """What runs have chosen since the last time, a frame a step."""
-        told, self._told = self._told, {}
-        for number, runs in told.items():
+        chosen, self._chosen = self._chosen, {}
+        for number, runs in chosen.items():
             answer = Answer(step_id=number)
             for item, (first, token_ids) in runs.items():
                 answer.tokens.runs.add(item_index=item, first=first, token_ids=token_ids)

@@ -404,16 +404,16 @@ async def test_more_runs_than_may_run_wait_for_their_places() -> None:
 
 
 async def read_parts(stream: Stream) -> tuple[list[Any], list[tuple[int, int, list[int]]]]:
-    """The parts of the next step's answer, and the tokens that were told before each."""
-    parts, told = [], []
+    """The parts of the next step's answer, and the tokens that came before each."""
+    parts, came = [], []
     while True:
         answer = await stream.read()
         if answer.WhichOneof("frame") == "tokens":
-            told += [(each.item_index, each.first, list(each.token_ids)) for each in answer.tokens.runs]
+            came += [(each.item_index, each.first, list(each.token_ids)) for each in answer.tokens.runs]
             continue
         parts.append(answer.forward)
         if not answer.forward.more:
-            return parts, told
+            return parts, came
 
 
 async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> None:
@@ -426,7 +426,7 @@ async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> 
             item([999], output=top(2)),
         ]
         await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
-        parts, told = await read_parts(stream)
+        parts, came = await read_parts(stream)
         order = [result.item_index for part in parts for result in part.results]
         assert sorted(order) == [0, 1, 2, 3] and order.index(1) < order.index(0) == 3
         for part in parts:
@@ -437,7 +437,7 @@ async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> 
                     assert chosen(part, result.output) == expected[: [12, 3][result.item_index]]
         for index, most in enumerate([12, 3]):
             tokens: list[int] = []
-            for _, first, each in [entry for entry in told if entry[0] == index]:
+            for _, first, each in [entry for entry in came if entry[0] == index]:
                 assert first == len(tokens)
                 tokens += each
             assert tokens == expected[:most]

@@ -346,15 +346,17 @@ def tokens_of(outcome: Any) -> list[int]:
     return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
 
 
-async def test_a_run_goes_on_by_itself_and_tells_its_tokens(tmp_path: Path) -> None:
+async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path: Path) -> None:
     async with harness(tmp_path) as made:
-        told: list[Any] = []
-        _, done = made.submit(span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,))), tell=told.extend)
+        chosen: list[Any] = []
+        _, done = made.submit(
+            span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,))), on_tokens=chosen.extend
+        )
         outcomes, timing = await done
         assert [tokens_of(each) for each in outcomes] == [[5], [1001, 1002, 1003, 1004], [1501, 1502, 1503]]
         assert [each.length for each in outcomes] == [1, 4, 3]
         assert [each.ended and each.ended.end for each in outcomes] == [None, RunEnd.MAX_TOKENS, RunEnd.STOP_ID]
-        assert sorted(told) == [(1, n, 1001 + n) for n in range(4)] + [(2, n, 1501 + n) for n in range(3)]
+        assert sorted(chosen) == [(1, n, 1001 + n) for n in range(4)] + [(2, n, 1501 + n) for n in range(3)]
         assert timing.step == made.engine.counters.steps == 4 and made.engine.counters.running == 0
         assert timing.forward_s == pytest.approx(0.004)
         assert await made.do("given_back") == [3, 2]

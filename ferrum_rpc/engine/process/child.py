@@ -97,9 +97,9 @@ class ChildLoop(EngineLoop):
             return replace(what, work=self._with_runs.get(slot))
         if rest:
             spans = tuple([make_span(*span) for span in what])
-            atomic, deadline, caller, arrived, tells = rest
-            tell = partial(self._tell, slot) if tells else None
-            work = Submission(spans, done, atomic, deadline, caller, arrived, tell)
+            atomic, deadline, caller, arrived, wanted = rest
+            on_tokens = partial(self._on_tokens, slot) if wanted else None
+            work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens)
             if work.runs:
                 self._with_runs[slot] = work
         else:
@@ -126,7 +126,7 @@ class ChildLoop(EngineLoop):
         self._with_runs.pop(slot, None)
         self._answers.append((slot, answer))
 
-    def _tell(self, slot: int, chosen: Any) -> None:
+    def _on_tokens(self, slot: int, chosen: Any) -> None:
         self._chosen.append((slot, chosen))
 
     def _deliver(self, finished: Finished) -> None:

@@ -1,11 +1,11 @@
 """Messages and memory between a server (`parent`) and the engine process that it started (`child`).
 
-    server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived, whether to tell), (slot,
+    server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived, tokens wanted), (slot,
                        `Command`), (slot, `Cut`), or None: stop
     engine -> server   ((chosen, answers, steps), counters, cache, news) for all that one turn of the engine's loop
-                       finished: by slot, what ``tell`` and ``done`` get, and nothing where the work was cancelled; by
-                       step, what ``on_step`` gets; what else changed, or None. A `Described` when the runner is built;
-                       the error that ends the engine
+                       finished: by slot, what ``on_tokens`` and ``done`` get, and nothing where the work was
+                       cancelled; by step, what ``on_step`` gets; what else changed, or None. A `Described` when the
+                       runner is built; the error that ends the engine
 
 Messages are pickles, and go between a server and its own child, nowhere else. Large columns of rows lie in shared
 memory beside them: a socket would copy 10 MB of logits twice, in pieces of its own size. The memory is an anonymous

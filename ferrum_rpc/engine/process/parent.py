@@ -135,7 +135,7 @@ class EngineProcess:
             self._send((slot, work.run))
         else:
             spans = [take_span(span) for span in work.spans]
-            options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.tell is not None
+            options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.on_tokens is not None
             self._send((slot, spans, *options))
 
     def cancel(self, work: Submission | Operation) -> bool:
@@ -240,8 +240,8 @@ class EngineProcess:
             finished.append(partial(self._program.on_news, news))
         for slot, tokens in chosen:
             running = self._open[slot]
-            assert isinstance(running, Submission) and running.tell is not None  # noqa: S101 - it asked
-            finished.append(partial(running.tell, tokens))
+            assert isinstance(running, Submission) and running.on_tokens is not None  # noqa: S101 - it asked
+            finished.append(partial(running.on_tokens, tokens))
         for slot, answer in answers:
             work = self._open.pop(slot)
             self._slots.append(slot)
