@@ -214,7 +214,9 @@ class Blocks:
         after = self.blocks_for(end)
         shared = [i for i in range(start // self.size, min(held, after)) if sequence.blocks[i].holders > 1]
         added = max(0, after - held)
-        from_spares = min(len(shared) + added, sequence.spares)
+        promised = self.blocks_for(sequence.promised_end)  # what is written beyond leaves the spares alone
+        within = sum(i < promised for i in shared) + max(0, min(after, promised) - held)
+        from_spares = min(within, sequence.spares)
         beyond = self.blocks_for(end + ahead) - after
         from_pool = len(shared) + added - from_spares + beyond
         if from_pool > self.free:
