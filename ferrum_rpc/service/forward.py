@@ -334,7 +334,12 @@ class ForwardCall(Transaction["ForwardCall"]):
                 follower()
 
     def end(self, refusal: Exception | None = None) -> None:
-        for record in self._held.parents:
+        held = self._held
+        if held.masks:
+            self._state.masks.unpin(held.masks)
+            held.masks.clear()
+        while held.parents:
+            record = held.parents.pop()
             record.busy = False
             if record.pending_end is not None:
                 self._state.supervisor.attempt(self._state.release, [record], record.pending_end)

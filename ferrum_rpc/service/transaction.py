@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from ferrum_rpc.errors import InternalError
-from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.replay import Entry, Outcome, Waiter
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
@@ -36,7 +35,6 @@ class Transaction(ABC, Generic[T]):
 
     _state: ServerState
     _on_end: Callable[[], object] | None = None
-    _masks: Sequence[Registered] = ()  # that its items name, which stay until it has ended
     _repeated: tuple[tuple[Entry, Waiter], ...] = ()  # calls in flight that it repeats
     ended = False
     refusal: Exception | None = None
@@ -94,9 +92,6 @@ class Transaction(ABC, Generic[T]):
         self.ended, self.refusal = True, refusal
         if self._repeated:
             self._leave_repeated()
-        if self._masks:
-            self._state.masks.unpin(self._masks)
-            self._masks = ()
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
