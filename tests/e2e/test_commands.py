@@ -56,6 +56,7 @@ async def test_status_names_every_number_in_json_and_in_text(
             "queued_items": 0,
             "queued_tokens": 0,
             "sequences": 1,
+            "running_items": 0,
         }
         await run(served.target, "status")
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -193,6 +193,7 @@ async def test_the_program_speculates_and_says_what_it_gained(capsys: pytest.Cap
 
     async with serve_model(model("demo")) as served, serve_model(model("demo-draft")) as draft:
         what = ["--target", served.target, "--demo", "--greedy", "--max-new-tokens", "24", "--plain"]
+        what += ["--run-tokens", "0"]  # a trip a token, which drafts spare
         plain = await serve(parse(what))
         assert "tokens a trip" not in capsys.readouterr().out
         run = await serve(parse([*what, way, "lookup" if way == "--speculate" else draft.target]))
