@@ -74,7 +74,10 @@ class Capacity:
         """Only what was promised before stays, counted from the lowest length since."""
         if state.before_hold is not None:
             (_, state.promised_tokens), state.before_hold = state.before_hold, None
-            self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
+            if state.promised_tokens:  # which going back may have shortened
+                self.resize(state, state.promised_from, state.length)
+            else:
+                self._give_back(state, 0)
 
     def resize(self, state: SequenceState, lowest: int, length: int) -> None:
         """Set the length, ``lowest`` having been the least on the way, and make the spares fit the promise again.

