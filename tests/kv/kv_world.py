@@ -24,7 +24,6 @@ class Write:
     reservation: Reservation
     tokens: list[int]
     base: list[int]
-    parent: int | None = None
     saved: np.ndarray | None = None
 
     @property
@@ -57,7 +56,7 @@ class World:
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
         first = self._next_token
         self._next_token += count
-        return Write(reservation, list(range(first, first + count)), base, parent)
+        return Write(reservation, list(range(first, first + count)), base)
 
     def run(self, *writes: Write) -> None:
         """What the runner does for one step: all copies, all saves, then the forward pass."""
