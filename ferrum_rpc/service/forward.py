@@ -305,7 +305,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 answer = outcome
             else:
                 length, rows, ended = outcome
-                if record.length != span.start:
+                if record.length > span.start:
                     state.counters.tokens_truncated += record.length - span.start
                 record.length = length
                 record.version += 1

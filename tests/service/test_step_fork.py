@@ -37,6 +37,7 @@ async def test_one_parent_is_forked_often_and_fed_in_one_step(served: Served, le
     ]
     answer = await forward(served, *items)
     assert served.server.state.engine.counters.steps == steps + 1
+    assert served.server.state.counters.tokens_truncated == 0  # a child is cut, its parent is not
     texts = [[*PROMPT[:length], 11], [*PROMPT, 12], [*PROMPT[:length], 13, 14], [*PROMPT, 11]]
     handles = [each.output.handle for each in answer.results]
     assert [(each.seq_len, each.version) for each in handles] == [
