@@ -22,6 +22,8 @@ from benchmarks.machine import RESULTS, ROOT
 from benchmarks.peers import PEERS
 from benchmarks.record import SCHEMA
 from benchmarks.tables import IN_PROCESS, NOT_YET, TEXTS, Row, Table, number
+from benchmarks.trips import OTHERS_TARGET
+from benchmarks.trips import TARGETS as TRIP_TARGETS
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 PICTURE: Final = "benchmarks.svg"
@@ -134,6 +136,13 @@ def _costs() -> Iterator[Target]:
         ):
             point = {"transport": "tcp", "way": way, "depth": depth}
             yield Target(what + engine, benchmark, ("points", point, "steps_per_s"), 3000, unit="/s")
+    for batch in (1, 8):
+        for delay_ms, bound in TRIP_TARGETS.items():
+            what = f"{batch} text{'s' * (batch > 1)} by runs, {delay_ms:g} ms each way, of no delay"
+            point = {"way": "runs", "delay_ms": delay_ms, "batch": batch}
+            yield Target(what, "trips", ("points", point, "of_no_delay"), bound)
+    what = "p99 of a decode step beside 32 runs, in those beside single steps"
+    yield Target(what, "trips", ("beside", {"beside": "runs"}, "of_single_steps"), OTHERS_TARGET, least=False)
     mixed = "p99 over p50 of a decode step under mixed load"
     yield Target(mixed, "suite", ("mixed", "ratio"), 2.0, least=False)
     bookkeeping = "bookkeeping of a sequence and step"
@@ -393,6 +402,22 @@ def protocol(name: str, result: Any) -> str:
     return "\n".join([TEXTS["protocol"], table, "", _legend("protocol"), "", conditions(name, result, rows)])
 
 
+def trips(name: str, result: Any) -> str:
+    """One run of `benchmarks.trips`."""
+    settings = result["settings"]
+    rows = [
+        ("model", settings["model"]),
+        (
+            "rounds",
+            f"{settings['rounds']}, of {settings['tokens']} tokens a text, and as many decode steps beside others",
+        ),
+        ("seed", str(settings["seed"])),
+    ]
+    parts = [TEXTS["trips"], tables.trips(result["points"]).markdown(), "", TEXTS["beside"]]
+    parts += [tables.beside(result["beside"]).markdown(), "", _legend("trips"), ""]
+    return "\n".join([*parts, conditions(name, result, rows)])
+
+
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
     here, commit = result["hardware"], result["commit"]
@@ -418,6 +443,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "peers": cells,
     "protocol": protocol,
     "wire": wire,
+    "trips": trips,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

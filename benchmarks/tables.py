@@ -266,6 +266,48 @@ def _protocol(depths: Mapping[int, Mapping[str, Any]]) -> Row:
     )
 
 
+# --- what a long way costs --------------------------------------------------------------------------------------------
+
+
+def trips(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way, batch and delay of `benchmarks.trips`."""
+    rows = [
+        (
+            each["way"],
+            f"{each['batch']}",
+            f"{each['delay_ms']:g} ms",
+            f"{each['tokens_per_s']:,.0f}",
+            f"{each['of_no_delay']:.2f}",
+            "" if each["target"] is None else f"≥ {each['target']:g}",
+        )
+        for each in points
+    ]
+    return Table(("way", "texts", "each way", "tokens/s", "of no delay", "target"), rows)
+
+
+def beside(found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each load beside the decode steps of one sequence."""
+    rows = [
+        (
+            each["beside"],
+            number(each["p50_ms"]),
+            number(each["p99_ms"]),
+            f"{each['of_alone']:.2f}",
+            f"{each['of_single_steps']:.2f}",
+            "" if each["target"] is None else f"≤ {each['target']:g}",
+        )
+        for each in found
+    ]
+    return Table(("beside", "p50, ms", "p99, ms", "p99 in alone", "p99 in single steps", "target"), rows)
+
+
+def show_trips(result: Mapping[str, Any]) -> None:
+    """Both tables on the terminal."""
+    show(trips(result["points"]))
+    print()
+    show(beside(result["beside"]), "trips")
+
+
 # --- attention kernels on a GPU ---------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,10 @@
-"""What a long way costs: texts by single steps, and by runs with followers, through a proxy that delays each way.
+"""What a long way costs: texts by single steps, and by runs with followers, through a proxy that delays each way; and
+what other schedulers' runs cost a decode step.
 
 `Sequence.generate` of the client in one session, one text at a time and several at once, against an executor in a
 process of its own. The proxy stands in this one, and with no delay too; it keeps the order of the bytes and lets any
 number of them be under way, as a long wire does. All rounds of a batch size alternate, so ratios to no delay are of one
-run.
+run. So do the rounds of a sequence's decode steps alone, beside batches of single steps, and beside as many runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 from benchmarks import tables
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
-from ferrum_rpc.client import Capability, ExecutorClient, Sample
+from ferrum_rpc.client import Capability, ExecutorClient, Run, Sample
+from ferrum_rpc.client import Sequence as ClientSequence
 
 DELAYS_MS: Final = (0.0, 1.0, 10.0)
 """Each way."""
@@ -31,9 +33,19 @@ TARGETS: Final = {1.0: 0.9, 10.0: 0.6}
 
 WAYS: Final = ("single steps", "runs")
 BATCHES: Final = (1, 8)
+BESIDE: Final = ("alone", "single steps", "runs")
+"""What goes on in the executor while one sequence decodes."""
+
+OTHERS: Final = 32
+OTHERS_TARGET: Final = 2.0
+"""99th percentile of a decode step beside `OTHERS` runs, in that beside the same sequences in single steps, at most."""
+
+CONTEXT: Final = 32
 SERVED: Final = {"device": "cpu", "kv-blocks": 8192, "lease-ttl-s": 600.0}
 PROMPT: Final = b"In the beginning"
 SAMPLE: Final = Sample(temperature=0.8, seed=1)
+TOKEN: Final = 5
+RUN_TOKENS: Final = 32
 
 
 @asynccontextmanager
@@ -81,6 +93,72 @@ async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
     return total / (time.perf_counter() - began)
 
 
+class Others:
+    """`OTHERS` sequences of one client that decode in batches of single steps, or in runs, until they are stopped."""
+
+    def __init__(self, client: ExecutorClient) -> None:
+        self._client = client
+        self._sequences: list[ClientSequence] = []
+
+    async def prefill(self) -> None:
+        """Make the sequences."""
+        for number in range(OTHERS):
+            self._sequences.append(self._client.sequence())
+            await self._sequences[-1].prefill([1 + number] * CONTEXT)
+
+    @asynccontextmanager
+    async def decoding(self, way: str) -> AsyncIterator[None]:
+        """Until the block ends; ``way`` as in `BESIDE`."""
+        if way == "alone":
+            yield
+            return
+        began, stop = asyncio.Event(), asyncio.Event()
+        decoding = asyncio.create_task(self._decode(Run(RUN_TOKENS) if way == "runs" else None, began, stop))
+        await began.wait()
+        try:
+            yield
+        finally:
+            stop.set()
+            await decoding
+
+    async def _decode(self, run: Run | None, began: asyncio.Event, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            items = [each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in self._sequences]
+            for answer in await self._client.forward(items):
+                if isinstance(answer, Exception):
+                    began.set()
+                    raise answer
+            began.set()
+
+
+async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
+    """Milliseconds of each of ``steps`` decode steps from `CONTEXT` tokens on."""
+    taken = []
+    for index in range(steps):
+        began = time.perf_counter()
+        await sequence.decode(TOKEN, truncate_to=None if index else CONTEXT)
+        taken.append(1e3 * (time.perf_counter() - began))
+    return taken
+
+
+def beside(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
+    """Percentiles of all steps; ``of_alone`` and ``of_single_steps``: of the ratios of a round's 99th percentile to
+    that of the same round's, the median."""
+    p99 = {way: [float(np.percentile(each, 99)) for each in rounds] for way, rounds in taken.items()}
+    ratios = {way: [round(float(np.median(np.divide(p99[way], p99[of]))), 3) for of in BESIDE[:2]] for way in taken}
+    return [
+        {
+            "beside": way,
+            "p50_ms": round(float(np.median(np.concatenate(rounds))), 3),
+            "p99_ms": round(float(np.percentile(np.concatenate(rounds), 99)), 3),
+            "of_alone": ratios[way][0],
+            "of_single_steps": ratios[way][1],
+            "target": OTHERS_TARGET if way == "runs" else None,
+        }
+        for way, rounds in taken.items()
+    ]
+
+
 def points(taken: dict[tuple[str, float, int], list[float]]) -> list[dict[str, Any]]:
     """Medians of the rounds; ``of_no_delay``: of the ratios to the same round's with no delay."""
     found = []
@@ -99,24 +177,11 @@ def points(taken: dict[tuple[str, float, int], list[float]]) -> list[dict[str, A
     return found
 
 
-def table(found: Sequence[dict[str, Any]]) -> tables.Table:
-    """A row for each point."""
-    rows = [
-        (
-            each["way"],
-            f"{each['batch']}",
-            f"{each['delay_ms']:g} ms",
-            f"{each['tokens_per_s']:,.0f}",
-            f"{each['of_no_delay']:.2f}" + (f" ({each['target']})" if each["target"] else ""),
-        )
-        for each in found
-    ]
-    return tables.Table(("way", "texts", "each way", "tokens/s", "of no delay (target)"), rows)
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    record = Record("trips", {"model": options.model, **SERVED, "tokens": options.tokens}, options.out)
+    record = Record(
+        "trips", {"model": options.model, **SERVED, "rounds": options.rounds, "tokens": options.tokens}, options.out
+    )
     taken: dict[tuple[str, float, int], list[float]] = {}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -135,7 +200,17 @@ async def run(options: argparse.Namespace) -> Record:
                 for (way, delay_ms), client in clients.items():
                     rate = await texts(client, batch, options.tokens)
                     taken.setdefault((way, delay_ms, batch), []).append(rate)
-    record.save(points=points(taken))
+        record.save(points=points(taken))
+        crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
+        others, sequence = Others(crowd), await enter(alone.sequence())
+        await others.prefill()
+        await sequence.prefill([TOKEN] * CONTEXT)
+        steps: dict[str, list[list[float]]] = {way: [] for way in BESIDE}
+        for _ in range(options.rounds):
+            for way, rounds in steps.items():
+                async with others.decoding(way):
+                    rounds.append(await steps_ms(sequence, options.tokens))
+        record.save(beside=beside(steps))
     return record
 
 
@@ -152,7 +227,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
-    finish(run(parse(argv)), lambda values: tables.show(table(values["points"])))
+    finish(run(parse(argv)), tables.show_trips)
 
 
 if __name__ == "__main__":
