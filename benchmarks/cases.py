@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from benchmarks.machine import ROOT
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HiddenStates,
@@ -51,6 +52,12 @@ PERIOD: Final = 4194301
 LEAD_IN: Final = 2
 """Steps of a decode round that are not timed: the roll-back, and one that finds the caches as the timed ones do."""
 
+MASK: Final = b"every second token"
+"""Id of the mask that a runner of a benchmark knows; its words: see `mask_words`."""
+
+DRAFT: Final = 4
+"""Tokens of the drafts that the outputs with such a name are about."""
+
 OUTPUTS: Final[dict[str, OutputKind]] = {
     "greedy": Greedy(),
     "greedy-logprobs": Greedy(logprob=True, logprobs=RowLogprobs(5)),
@@ -58,6 +65,11 @@ OUTPUTS: Final[dict[str, OutputKind]] = {
     "sample-penalties": Sample(0.8, 50, 0.95, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
     "top-tokens-20": TopTokens(20),
     "hidden-states": HiddenStates(RowDType.BF16),
+    "greedy-masked": Sample(0.0, mask=MASK),
+    "sample-masked": Sample(seed=1, mask=MASK),
+    "verify-4": Greedy(),
+    "accept-4": Accept(),
+    "accept-4-sampled": Accept(Sample(seed=1)),
     "next-token": NextToken(),
     "next-token-logprobs": NextToken(logprobs=RowLogprobs(5)),
     "full-bf16": FullLogits(RowDType.BF16),
@@ -93,7 +105,13 @@ class Cell:
     def spec(self) -> OutputSpec:
         """What every sequence of a step asks for."""
         kind = OUTPUTS[self.output]
-        return OutputSpec(Positions.ALL if isinstance(kind, NextToken) else Positions.LAST, kind)
+        every = isinstance(kind, NextToken) or self.rows > 1
+        return OutputSpec(Positions.ALL if every else Positions.LAST, kind)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that each sequence feeds in a decode step."""
+        return 1 + DRAFT * self.output.startswith(("verify", "accept"))
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,7 +121,7 @@ class Cell:
     @property
     def blocks(self) -> int:
         """Blocks of the cache that its sequences take at their longest, a spare each for copies."""
-        tokens = self.context if self.kind == PREFILL else self.context + LEAD_IN + self.most
+        tokens = self.context if self.kind == PREFILL else self.context + LEAD_IN + self.most + DRAFT
         return self.batch * (-(-tokens // BLOCK_SIZE) + 1)
 
     def prompts(self, vocab_size: int) -> Tokens:
@@ -136,6 +154,11 @@ GPU_CELLS: Final = (Cell(PREFILL, 1, 8192), Cell(DECODE, 1, 1024), Cell(DECODE, 
 
 QUICK_CELLS: Final = (Cell(PREFILL, 1, 24, most=4), Cell(DECODE, 1, 24, most=4), Cell(DECODE, 3, 8, most=4))
 """Of the ``tiny`` shape: does everything run?"""
+
+
+def mask_words(vocab_size: int) -> bytes:
+    """Of `MASK`: it allows every second token."""
+    return b"\x55" * (4 * -(-vocab_size // 32))
 
 
 def settings(cells: Sequence[Cell], threads: int, device: str = "") -> dict[str, Any]:

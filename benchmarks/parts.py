@@ -39,7 +39,10 @@ PIECE_BYTES: Final = 8 << 20
 
 
 GREEDY: Final = "greedy"
-DECODED: Final = ("greedy-logprobs", "sample", "sample-penalties", "top-tokens-20", "full-bf16", "hidden-states")
+DECODED: Final = (
+    *("greedy-logprobs", "greedy-masked", "sample", "sample-penalties", "sample-masked"),
+    *("top-tokens-20", "full-bf16", "hidden-states", "verify-4", "accept-4", "accept-4-sampled"),
+)
 PREFILLED: Final = ("next-token", "next-token-logprobs")
 """Names of `cases.OUTPUTS`."""
 

@@ -11,9 +11,10 @@ import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
+from benchmarks.cases import LEAD_IN, MASK, NOTHING, PREFILL, Cell, mask_words, settings
 from benchmarks.compare import Round
 from benchmarks.engines.grpc import last_rows
 from ferrum_rpc.building import build
@@ -50,6 +51,7 @@ class Inside:
             runner = await asyncio.get_running_loop().run_in_executor(pool, build, loading)
             assert isinstance(runner, TorchRunner)
             side = cls(runner, pool)
+            await side._run(partial(runner.change_masks, [(MASK, mask_words(runner.info.vocab_size))], []))
             del runner
             yield side
             del side
@@ -90,8 +92,9 @@ class Inside:
                 timed.done()
                 self._release()
         else:
-            for index, fed in timed.steps(cell.fed(self._vocab_size, steps)[:, :, None], LEAD_IN):
-                start = cell.context + index  # the first step rolls back
+            drafted = cell.fed(self._vocab_size, steps)[:, :, None].repeat(cell.rows, axis=2)
+            for index, fed in timed.steps(drafted, LEAD_IN):
+                start = cell.context + index  # the first step rolls back, and every one of drafts
                 spans = [Span(each, token, start, output) for each, token in zip(self._live, fed, strict=False)]
                 block = self._forward(spans)
                 timed.done()
