@@ -1,7 +1,12 @@
 """Complete prompts as JSON of a schema, many at once, and say how many of the texts are that.
 
+With ``--draft-tokens`` several tokens come with a trip: those that the schema forces and those that look-up guesses are
+verified together, with a mask for each row. The texts are the same ones where a span of a draft's length gives the bits
+of single steps (`limits.exact_span_tokens`), elsewhere within rounding.
+
 ferrum-rpc serve demo
 python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json
+python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json --draft-tokens 8
 """
 
 from __future__ import annotations
@@ -11,14 +16,15 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
 
 from clients.structured.schema import Schema
-from ferrum_rpc.client import ExecutorClient, Greedy, Sample
+from ferrum_rpc.client import Accept, ExecutorClient, Greedy, Sample
 from ferrum_rpc.errors import ExecutorError
 
 SCHEMA: Final[dict[str, Any]] = {
@@ -39,24 +45,44 @@ SCHEMA: Final[dict[str, Any]] = {
 AT_ONCE: Final = 32
 
 
-async def complete(client: ExecutorClient, schema: Schema, prompt: Sequence[int], output: Greedy | Sample) -> str:
-    """The text behind a prompt: the executor chooses each token as ``output`` says, of those that the schema leaves."""
-    state, chosen, fed = schema.begin(), list[int](), list(prompt)
+@dataclass(slots=True)
+class Text:
+    """A text, and what it took: ``trips``, and of ``drafted`` tokens those that were ``accepted``."""
+
+    tokens: list[int] = field(default_factory=list)
+    trips: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+async def complete(
+    client: ExecutorClient, schema: Schema, prompt: Sequence[int], output: Greedy | Sample, most: int = 0
+) -> Text:
+    """The text behind a prompt: the executor chooses each token as ``output`` says, of those that the schema leaves.
+    ``most``: tokens of a draft."""
+    state, text = schema.begin(), Text()
     async with client.sequence() as sequence:
         while not state.complete:
-            mask = await client.register_token_mask(state.mask())  # no call, where the client knows it already
-            answer = await sequence.prefill(fed, masked(output, mask))
-            fed = [answer.token]
-            state.push(answer.token)
-            chosen += fed
-    return schema.decode(chosen)
+            draft, words = state.ahead([*prompt, *text.tokens], most if text.tokens else 0)
+            # no call for those that the client knows already
+            masks = [await client.register_token_mask(each) for each in words]
+            if draft:
+                answer = await sequence.verify([text.tokens[-1], *draft], accepting(output, masks))
+            else:
+                answer = await sequence.prefill(text.tokens[-1:] or prompt, replace(output, mask=masks[0]))
+            chosen = answer.tokens.tolist()
+            state.push(chosen)
+            text.tokens += chosen
+            text.trips += 1
+            text.drafted += len(draft)
+            text.accepted += len(chosen) - 1
+    return text
 
 
-def masked(output: Greedy | Sample, mask: bytes) -> Greedy | Sample:
-    """The same choice among fewer tokens."""
-    if isinstance(output, Greedy):
-        return Greedy(mask=mask)
-    return Sample(output.temperature, top_p=output.top_p, seed=output.seed, mask=mask)
+def accepting(output: Greedy | Sample, masks: Iterable[bytes]) -> Accept:
+    """The same choice for each row of a draft, by its own mask."""
+    sampling = output if isinstance(output, Sample) else Sample(0.0)
+    return Accept(replace(sampling, row_masks=tuple(masks)))
 
 
 def output_of(temperature: float, seed: int) -> Greedy | Sample:
@@ -70,20 +96,26 @@ async def run(options: argparse.Namespace) -> int:
     check, slots = jsonschema.Draft202012Validator(wanted), asyncio.Semaphore(AT_ONCE)
     schema, began = Schema(wanted, options.tokenizer), time.perf_counter()
     async with ExecutorClient(options.target, session=True, timeout_s=options.timeout) as client:
+        limits = (await client.info()).limits
+        most = min(options.draft_tokens, limits.max_draft_tokens)
+        if limits.exact_span_tokens:  # a draft within it gives the very bits of single steps
+            most = min(most, limits.exact_span_tokens - 1)
 
-        async def text_of(number: int) -> str:
-            prompt = f"{options.prompt} {number}: "
+        async def text_of(number: int) -> Text:
+            prompt = schema.encode(f"{options.prompt} {number}: ")
+            output = output_of(options.temperature, options.seed + number)
             async with slots:
-                return await complete(
-                    client, schema, schema.encode(prompt), output_of(options.temperature, options.seed + number)
-                )
+                return await complete(client, schema, prompt, output, most)
 
-        texts = await asyncio.gather(*map(text_of, range(options.count)))
-    took = time.perf_counter() - began
+        found = await asyncio.gather(*map(text_of, range(options.count)))
+    took, texts = time.perf_counter() - began, [schema.decode(each.tokens) for each in found]
     right = sum(map(check.is_valid, map(json.loads, texts)))
     for text in dict.fromkeys(texts[: options.show]):
         print(text)
     print(f"{right} of {len(texts)} texts are of the schema, {len(set(texts))} of them different; {took:.1f} s")
+    tokens, trips = sum(len(each.tokens) for each in found), sum(each.trips for each in found)
+    accepted, drafted = sum(each.accepted for each in found), sum(each.drafted for each in found)
+    print(f"{tokens / trips:.2f} tokens a trip; {accepted} of {drafted} drafted tokens accepted")
     return 0 if right == len(texts) else 1
 
 
@@ -97,6 +129,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="texts")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=1, help="of the first text; the next has the next")
+    parser.add_argument("--draft-tokens", type=int, default=0, help="of a draft; 0: no speculation")
     parser.add_argument("--show", type=int, default=5, help="texts that are printed")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a step may take")
     try:

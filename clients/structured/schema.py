@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+Words = npt.NDArray[np.int32]
+"""A mask, for `ExecutorClient.register_token_mask`."""
+
 
 class Schema:
     """Texts that are JSON of ``schema``, in tokens of the Hugging Face ``tokenizer.json``."""
@@ -45,11 +48,42 @@ class State:
         """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
-    def mask(self) -> npt.NDArray[np.int32]:
-        """The tokens that may follow, as words for `ExecutorClient.register_token_mask`."""
+    def mask(self) -> Words:
+        """The tokens that may follow."""
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
 
-    def push(self, token: int) -> None:
-        """A token follows. Raises ValueError for one that may not."""
-        if not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} may not follow: {self._matcher.get_error()}")
+    def ahead(self, text: list[int], most: int) -> tuple[list[int], list[Words]]:
+        """A draft of up to ``most`` tokens that may follow ``text``, and the masks of the rows that verify it, one more
+        than tokens. The state does not change.
+
+        It has the tokens that the schema forces, and between them those that prompt look-up guesses, as far as they may
+        follow. It ends before a token that completes the text: the last row chooses that."""
+        draft, masks, matcher = list[int](), [self.mask()], self._matcher
+        while len(draft) < most:
+            guess = (matcher.compute_ff_tokens() or looked_up([*text, *draft]))[: most - len(draft)]
+            possible = guess[: matcher.validate_tokens(guess)]
+            for token in possible:
+                matcher.consume_token(token)
+                if self.complete:
+                    matcher.rollback(1)
+                    possible = []
+                    break
+                draft.append(token)
+                masks.append(self.mask())
+            if not possible or len(possible) < len(guess):
+                break
+        matcher.rollback(len(draft))
+        return draft, masks
+
+    def push(self, tokens: list[int]) -> None:
+        """Tokens follow. Raises ValueError for one that may not."""
+        if not self._matcher.consume_tokens(tokens):
+            raise ValueError(f"tokens {tokens} may not follow: {self._matcher.get_error()}")
+
+
+def looked_up(text: list[int]) -> list[int]:
+    """Prompt look-up: what followed the last two tokens where they stood before."""
+    for at in range(len(text) - 3, -1, -1):
+        if text[at : at + 2] == text[-2:]:
+            return text[at + 2 :]
+    return []
