@@ -60,13 +60,12 @@ class Connection:
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
         whose lease is gone go out again with another, once, and once those whose masks are registered again."""
-        for item in items:
-            if item.needs:
-                await self._check_offered(item.needs, deadline)
         while True:
             for item in items:
                 if item.handle is None:
                     await self.leases.assign(item, deadline)
+                if item.needs:  # each time: a lease is gone with its executor too, and another may offer less
+                    await self._check_offered(item.needs, deadline)
             if not self.transport.ready:
                 await self.transport.prepare(deadline)
             try:

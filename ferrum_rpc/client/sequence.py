@@ -379,10 +379,10 @@ class Sequence:
         ends: frozenset[int] | None,
         timeout_s: float | None,
     ) -> AsyncGenerator[int, None]:
-        info = await self._context.info(self._context.deadline(timeout_s))
+        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
+        info = await self._context.info(self._context.deadline(timeout_s))  # of the executor that has it now
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
-        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
         if Capability.RUN in info.capabilities and len(ends) <= MAX_STOP_IDS:
             async with aclosing(self._in_runs(answer, most, output, ends, timeout_s=timeout_s, info=info)) as stream:
                 async for token in stream:

@@ -123,14 +123,20 @@ def environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    *flags: str, port: int = 0, model: str = "identity", kv_blocks: int = 4096, prefix: Sequence[str] = ()
+    *flags: str,
+    port: int = 0,
+    model: str = "identity",
+    kv_blocks: int = 4096,
+    prefix: Sequence[str] = (),
+    root: Path = ROOT,
 ) -> AsyncIterator[ServerProcess]:
-    """A server process that is ready. ``prefix``: a command before it, such as ``ip netns exec``."""
+    """A server process that is ready. ``prefix``: a command before it, such as ``ip netns exec``. ``root``: the folder
+    of its package."""
     command = [*prefix, sys.executable, "-m", "ferrum_rpc.cli", "serve", model, "--port", str(port)]
     command += ["--log-format", "json", "--threads", "1", "--kv-blocks", str(kv_blocks), "--no-warmup", *flags]
     server = ServerProcess(
         await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=environment(), stderr=asyncio.subprocess.PIPE, limit=1 << 22
+            *command, cwd=root, env=environment(), stderr=asyncio.subprocess.PIPE, limit=1 << 22
         )
     )
     try:
