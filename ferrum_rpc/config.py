@@ -145,6 +145,8 @@ class ServeSettings:
     max_queued_tokens: int = Field(default=1 << 18, ge=1, description="tokens that may wait for a step")
     max_top_tokens: int = Field(default=1024, ge=1, description="k of top_tokens")
     max_selected_tokens: int = Field(default=4096, ge=1, description="ids of selected_tokens")
+    max_run_tokens: int = Field(default=32, ge=1, description="tokens of one run")
+    max_running: int = Field(default=64, ge=1, description="runs under way at a time, and runs of a call")
     max_request_bytes: Bytes = Field(default=1 << 20, description="bytes of a request message")
     max_response_bytes: Bytes = Field(default=32 << 20, description="bytes of an answer's rows")
     replay_bytes: Bytes = Field(default=64 << 20, description="bytes of recorded answers")

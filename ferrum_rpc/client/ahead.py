@@ -65,27 +65,31 @@ class Ahead:
         self.unknown = False
         self.failed = False
 
-    def fill(self, token: int, at: int, left: int | None, info: ExecutorInfo) -> None:
-        """Send what is missing ahead: behind ``token``, which has been chosen and is not fed to the ``at`` tokens in
-        the cache, and behind what is in flight. ``left``: tokens that are wanted, None without a bound."""
+    def fill(self, tokens: list[int], at: int, left: int | None, info: ExecutorInfo, *, least: int = 0) -> None:
+        """Send what is missing ahead: behind ``tokens``, which are not fed yet to the ``at`` tokens in the cache, and
+        behind what is in flight. ``left``: tokens that are wanted, None without a bound. ``least``: those to ask for
+        where there is no room for any, which the executor refuses."""
         connection, flights, limits = self._connection, self.flights, info.limits
         chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
         most = limits.max_run_tokens if self._most is None else self._most
-        room = info.model.max_context - at - sum(each.tokens for each in flights)
+        in_flight = sum(each.tokens for each in flights)
+        room = info.model.max_context - at - (len(tokens) - 1) - in_flight
         if left is not None:
-            room = min(room, left - sum(each.tokens for each in flights))
+            room = min(room, left - in_flight)
+        room = max(room, least)
         while room > 0 and len(flights) < 1 + chains:
-            count = min(connection.pace.tokens(most, chains=chains), room)
+            # What comes with a prompt comes late for its first token: no longer a run than one that is followed.
+            count = min(connection.pace.tokens(most, chains=chains or least > 0), room)
             run, number = Run(count, self._stops), next(connection.context.item_ids)
             if flights:
                 item = self._state.item_behind(
                     flights[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
                 )
             else:
-                item = self._state.item(number, [token], self._output, None, run)
+                item = self._state.item(number, tokens, self._output, None, run)
             room -= count
             self._add(item, count)
-            if item.handle is None:  # it is rebuilt first: nothing is known yet that could be followed
+            if item.follows is None and item.start != at:  # rebuilt first: nothing is known yet that could be followed
                 return
 
     def _add(self, item: Item, count: int) -> None:
@@ -108,7 +112,7 @@ class Ahead:
                 raise outcome
             answer = outcome
         elapsed_s = time.monotonic() - began if item.follows is None else None
-        self._connection.pace.note(elapsed_s, answer.timing, len(answer.tokens))
+        self._connection.pace.note(elapsed_s, answer.timing, 0 if len(item.tokens) > 1 else len(answer.tokens))
         return answer
 
     async def land(self) -> Answer | None:
@@ -129,11 +133,12 @@ class Ahead:
         self.flights.popleft()
         return answer
 
-    def leave(self) -> None:
-        """Nothing in flight is wanted any more: it is taken back, or cut."""
+    def leave(self) -> list[asyncio.Task[Answer]]:
+        """Nothing in flight is wanted any more: it is taken back, or cut. Returns its calls, which end soon."""
         self.unknown = self.unknown or bool(self.flights)
         for each in self.flights:
             each.task.cancel()
+        return [each.task for each in self.flights]
 
     async def drain(self) -> None:
         """Wait for the end of all that is in flight, whatever becomes of it."""

@@ -309,9 +309,8 @@ class ExecutorClient:
         states = list(dict.fromkeys(each._state for each in listed if not each.released))
         for state in states:
             state.check_idle("release")
-        for each in listed:
-            each._leave_stream()
-        refusals = dict(zip(states, await self._connection.release(*states), strict=True))
+        ending = [task for each in listed for task in each._leave_stream()]
+        refusals = dict(zip(states, await self._connection.release(states, ending), strict=True))
         return [refusals.get(each._state) for each in listed]
 
     # --- batches ----------------------------------------------------------------------------------------------------

@@ -250,15 +250,18 @@ class Connection:
         self.live.add(child)
         return child
 
-    async def release(self, *states: SequenceState) -> list[ExecutorError | None]:
+    async def release(
+        self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]] = ()
+    ) -> list[ExecutorError | None]:
         """Free sequences and whatever a doubtful call of theirs may have created. None: it is free. Runs to its end,
-        within ``release_timeout_s``, even when the caller is cancelled."""
+        within ``release_timeout_s``, even when the caller is cancelled. ``ending``: cancelled calls of theirs."""
         for state in states:
             state.released = True
             self.live.discard(state)
-        if all(state.handle is None and state.creation is None and state.fork is None for state in states):
+        held = [state for state in states if state.handle or state.creation or state.fork]
+        if not held and not ending:
             return [None] * len(states)
-        task = asyncio.get_running_loop().create_task(self._release(states))
+        task = asyncio.get_running_loop().create_task(self._release(states, ending))
         self._releasing.add(task)
         task.add_done_callback(self._released)
         return await asyncio.shield(task)
@@ -269,8 +272,12 @@ class Connection:
             for refusal in filter(None, task.result()):
                 log.debug("a sequence was not released: %s", refusal)
 
-    async def _release(self, states: Sequence[SequenceState]) -> list[ExecutorError | None]:
+    async def _release(
+        self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]]
+    ) -> list[ExecutorError | None]:
         deadline = Deadline.after(self.release_timeout_s)
+        if ending:  # what they have created is known when they have ended
+            await asyncio.wait(ending, timeout=deadline.remaining())
         held = [(at, state.handle) for at, state in enumerate(states) if state.handle is not None]
         for at, state in enumerate(states):
             for doubt in (state.creation, state.fork):
@@ -324,4 +331,4 @@ class Connection:
         waiting = self.live - covered
         self.live.clear()
         if waiting and not deadline.passed:
-            await self.release(*waiting)
+            await self.release(list(waiting))

@@ -31,7 +31,9 @@ class Pace:
             return
         if elapsed_s is not None:
             trip_s = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
-            self.trip_s = trip_s if self.trip_s is None else self.trip_s + (trip_s - self.trip_s) * _SMOOTHING
+            if self.trip_s is None or trip_s < self.trip_s:  # what comes between only adds to it: a lease, a new stream
+                self.trip_s = trip_s
+            self.trip_s += (trip_s - self.trip_s) * _SMOOTHING
         if tokens:
             step_s = timing.forward_s / tokens
             self.step_s = step_s if self.step_s is None else self.step_s + (step_s - self.step_s) * _SMOOTHING

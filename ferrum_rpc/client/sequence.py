@@ -5,6 +5,7 @@ Prompts go in chunks, and what was lost with an executor is fed again where the 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import logging
@@ -217,8 +218,8 @@ class Sequence:
         tokens), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A sampled text
         depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
 
-        Where the executor offers runs, several tokens come with one trip, as many as hide it, and in a session the next
-        run waits at the executor behind the present one.
+        Where the executor offers runs, several tokens come with one trip, as many as hide it, the first ones with that
+        of the prompt, and in a session the next run waits at the executor behind the present one.
 
         L counts all but the last token that was yielded, which is not fed yet. So a stream may be left or closed
         (``aclose``) anywhere, and `generate` from that token goes on: what is in flight is taken back, and the next
@@ -334,8 +335,7 @@ class Sequence:
         Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
         if not self._state.released:
             self._state.check_idle("release")
-            self._leave_stream()
-            [refusal] = await self._connection.release(self._state)
+            [refusal] = await self._connection.release([self._state], self._leave_stream())
             if refusal is not None:
                 raise refusal
 
@@ -345,8 +345,7 @@ class Sequence:
     async def __aexit__(self, *_: object) -> None:
         if self._state.released:
             return
-        self._leave_stream()
-        [refusal] = await self._connection.release(self._state)
+        [refusal] = await self._connection.release([self._state], self._leave_stream())
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
@@ -384,10 +383,11 @@ class Sequence:
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
         if Capability.RUN in info.capabilities and len(ends) <= MAX_STOP_IDS:
-            async with aclosing(self._in_runs(answer, most, output, ends, timeout_s=timeout_s, info=info)) as stream:
+            async with aclosing(self._in_runs(tokens, most, output, ends, timeout_s=timeout_s, info=info)) as stream:
                 async for token in stream:
                     yield token
             return
+        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
         for count in itertools.count(1):
             token = answer.token
             if token in ends:
@@ -399,7 +399,7 @@ class Sequence:
 
     async def _in_runs(
         self,
-        answer: Answer,
+        unfed: list[int],
         left: int | None,
         output: OutputSpec,
         ends: frozenset[int],
@@ -407,7 +407,7 @@ class Sequence:
         timeout_s: float | None,
         info: ExecutorInfo,
     ) -> AsyncGenerator[int, None]:
-        """The tokens of an answer and those that come behind it, ``left`` in all."""
+        """The tokens behind ``unfed``, ``left`` at most. What goes in one call is fed by the first run."""
         stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
 
         def begin() -> Ahead:
@@ -422,14 +422,24 @@ class Sequence:
             )
             return self._ahead
 
-        ahead = begin()
+        with self._state.claim("generate"):
+            deadline = self._context.deadline(timeout_s)
+            await self._settle(deadline)
+            unfed = unfed[(await self._feed_chunks(unfed, output, None, deadline)).fed :]
+            ahead, at = begin(), self.length
+            ahead.fill(unfed, at, left, info, least=1)
         try:
-            while True:
+            while ahead.flights:
+                with self._state.claim("generate"):
+                    while (answer := await ahead.land()) is None:
+                        ahead.fill(unfed, at, left, self._context.known_info or info)
+                self._prompt = None
                 tokens, at = answer.tokens.tolist(), answer.length
+                unfed = tokens[-1:]
                 if left is not None:
                     left -= len(tokens)
-                if tokens[-1] not in ends:
-                    ahead.fill(tokens[-1], at, left, info)
+                if unfed[0] not in ends:
+                    ahead.fill(unfed, at, left, info)
                 for index, token in enumerate(tokens):
                     ahead.length = at - len(tokens) + 1 + index
                     if token in ends:
@@ -439,15 +449,9 @@ class Sequence:
                     if self._ahead is not ahead:  # another call was made meanwhile: go on from where it left it
                         left = None if left is None else left + len(tokens) - 1 - index
                         with self._state.claim("generate"):
-                            ahead, at = begin(), self.length
-                            ahead.fill(token, at, left, info)
+                            ahead, at, unfed = begin(), self.length, [token]
+                            ahead.fill(unfed, at, left, info)
                         break
-                if not ahead.flights:
-                    return
-                with self._state.claim("generate"):
-                    while (landed := await ahead.land()) is None:
-                        ahead.fill(token, at, left, self._context.known_info or info)
-                answer = landed
         except BaseException as error:
             ahead.failed = not isinstance(error, GeneratorExit) and fate_unknown(error)
             raise
@@ -459,22 +463,22 @@ class Sequence:
 
     async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
         """Send a run of a stream, and where the sequence is lost and may be rebuilt again on the new one."""
+        feed = PREFILL if item.handle is None or len(item.tokens) > 1 else DECODE
 
         async def send() -> Answer:
             if item.handle != self._state.handle:
-                return await self._forward(DECODE, item.tokens, item.output, None, deadline, run=item.run)
-            [answer] = await self._connection.forward(DECODE, [item], deadline)
+                return await self._forward(feed, item.tokens, item.output, None, deadline, run=item.run)
+            [answer] = await self._connection.forward(feed, [item], deadline)
             if isinstance(answer, ExecutorError):
                 raise answer
             return answer
 
         return await self._recover(send, deadline)
 
-    def _leave_stream(self) -> None:
-        """The sequence ends: what a stream has computed ahead ends with it."""
-        if self._ahead is not None:
-            self._ahead.leave()
-            self._ahead = None
+    def _leave_stream(self) -> list[asyncio.Task[Answer]]:
+        """The sequence ends: what a stream has computed ahead ends with it. Returns the calls that are ending."""
+        ahead, self._ahead = self._ahead, None
+        return [] if ahead is None else ahead.leave()
 
     async def _settle(self, deadline: Deadline) -> None:
         """Roll back what a stream that was left has computed beyond what its program has seen. Whether a run of unknown
@@ -527,26 +531,33 @@ class Sequence:
     async def _prefill(
         self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline, run: Run | None
     ) -> Answer:
+        prompt, spec = await self._feed_chunks(tokens, output, chunk, deadline), output
+        if prompt.fed and (masks := row_masks_of(output, len(tokens))):
+            spec = with_masks(output, masks[prompt.fed :])
+        prompt.answers.append(await self._feed(PREFILL, tokens[prompt.fed :], spec, None, deadline, run=run))
+        self._prompt = None
+        return joined(prompt.answers)
+
+    async def _feed_chunks(
+        self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline
+    ) -> _Prompt:
+        """Feed all of a prompt but its last chunk."""
         chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
         if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
             prompt = self._prompt = _Prompt(tokens, output)
         silent = with_masks(replace(output, positions=Positions.NONE), ())
         masks = row_masks_of(output, len(tokens))
-        while True:
-            part = tokens[prompt.fed : prompt.fed + chunk]
-            last = prompt.fed + len(part) == len(tokens)
-            spec = output if last or output.positions is Positions.ALL else silent
-            if isinstance(output.kind, NextToken) and not last:
-                following = tokens[prompt.fed + len(part)]
+        while len(tokens) - prompt.fed > chunk:
+            part, following = tokens[prompt.fed : prompt.fed + chunk], tokens[prompt.fed + chunk]
+            spec = output if output.positions is Positions.ALL else silent
+            if isinstance(output.kind, NextToken):
                 spec = replace(output, kind=replace(output.kind, following_token=following))
-            if masks and len(part) < len(tokens):
-                spec = with_masks(output, masks[prompt.fed : prompt.fed + len(part)])
-            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline, run=run if last else None))
-            prompt.fed += len(part)
+            if masks:
+                spec = with_masks(output, masks[prompt.fed : prompt.fed + chunk])
+            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
+            prompt.fed += chunk
             prompt.length = self.length
-            if last:
-                self._prompt = None
-                return joined(prompt.answers)
+        return prompt
 
     def _feed(
         self,

@@ -26,7 +26,15 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.pace import FIRST_RUN, Pace
 from ferrum_rpc.core import StepTiming
-from ferrum_rpc.errors import ChainBroken, InvalidRequest, KvBlocksExhausted, NotSupported, SequenceBusy, StepFailed
+from ferrum_rpc.errors import (
+    ChainBroken,
+    ContextLengthExceeded,
+    InvalidRequest,
+    KvBlocksExhausted,
+    NotSupported,
+    SequenceBusy,
+    StepFailed,
+)
 from tests.e2e.test_client_faults import proxied as lossy
 from tests.faults.proxy import proxied
 from tests.serving import Gate, Served, serve_identity
@@ -132,6 +140,54 @@ async def test_a_stream_makes_few_trips() -> None:
         assert await items() - before == 128
 
 
+@BOTH_WAYS
+async def test_a_short_stream_is_one_trip(session: bool) -> None:
+    async with connected(session) as (_, client):
+        expected = await by_hand(client, 4)
+
+        async def requests() -> int:
+            methods = (await client.status()).methods
+            names = ("Session",) if session else ("Prefill", "Decode")
+            return sum(each.items for each in methods if each.method.endswith(names))
+
+        before = await requests()
+        async with client.sequence() as sequence:
+            assert await taken(sequence, PROMPT, FIRST_RUN) == expected
+        assert await requests() - before == 1
+
+
+@BOTH_WAYS
+async def test_a_long_prompt_runs_behind_its_last_chunk(session: bool) -> None:
+    prompt = [each % 250 for each in range(70)]
+    async with connected(session, max_batch_tokens=32) as (_, client):
+        async with client.sequence() as single:
+            expected = [(await single.prefill(prompt, SAMPLE)).token]
+            while len(expected) < 20:
+                expected.append((await single.decode(expected[-1], SAMPLE)).token)
+        async with client.sequence(keep_tokens=True) as sequence:
+            assert await taken(sequence, prompt, 20) == expected
+            assert sequence.tokens == prompt + expected[:-1]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_stream_that_is_cancelled_in_its_first_run_leaves_nothing(session: bool, goes_on: bool) -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, ExecutorClient(served.target, session=session) as client:
+        async with client.sequence() as sequence:
+            held = await gate.hold(anext(sequence.generate(PROMPT, max_tokens=3)))
+            held.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await held
+            assert (sequence.length, sequence.in_doubt) == (0, True)
+            gate.open()
+            if goes_on:
+                assert len(await taken(sequence, PROMPT, 3, output=Greedy())) == 3
+                assert (sequence.length, sequence.in_doubt) == (len(PROMPT) + 2, False)
+        await served.check()
+        assert not served.server.state.handles.live
+
+
 def test_runs_are_long_where_trips_are_and_steps_are_not() -> None:
     def pace(trip_s: float, step_s: float, *, chains: bool = True) -> int:
         pace = Pace()
@@ -144,6 +200,13 @@ def test_runs_are_long_where_trips_are_and_steps_are_not() -> None:
     assert pace(0.020, 0.005) == 6
     assert pace(0.020, 0.005, chains=False) == 24
     assert pace(0.200, 0.001) == pace(0.0, 0.0) == 32
+
+
+def test_a_trip_is_what_the_fastest_answers_took() -> None:
+    pace = Pace()
+    for elapsed_s in (0.5, 0.012, 0.012):  # the first opened a session
+        pace.note(elapsed_s, StepTiming(1, 1, 1, 0.0, 0.010), 0)
+    assert pace.trip_s == pytest.approx(0.002) and pace.step_s is None
 
 
 # --- left early, other calls ------------------------------------------------------------------------------------------
@@ -203,6 +266,18 @@ async def test_a_call_between_two_tokens_comes_between(session: bool) -> None:
                 if len(seen) == 6:
                     await sequence.decode(77, SAMPLE)
             assert seen == expected
+
+
+@BOTH_WAYS
+async def test_a_prompt_that_does_not_fit_is_refused_as_it_is_alone(session: bool) -> None:
+    async with connected(session, kv_blocks=4, block_size=4, max_context=40) as (_, client):
+        async with client.sequence() as sequence:
+            assert len(await taken(sequence, list(range(16)), 1)) == 1
+        for prompt, error in ((list(range(17)), KvBlocksExhausted), (list(range(41)), ContextLengthExceeded)):
+            async with client.sequence() as sequence:
+                with pytest.raises(error):
+                    await taken(sequence, prompt)
+                assert (sequence.length, sequence.in_doubt) == (0, False)
 
 
 async def test_a_stream_takes_shorter_runs_where_blocks_are_short() -> None:

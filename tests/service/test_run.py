@@ -183,6 +183,20 @@ async def test_runs_beyond_the_limits_are_refused(served: Served) -> None:
     assert error.metadata["max_running"] == "64"
 
 
+async def test_how_long_and_how_many_runs_may_be_is_set() -> None:
+    async with serve_identity(max_run_tokens=3, max_running=2) as served:
+        limits = (await served.executor.GetInfo(pb.GetInfoRequest())).limits
+        assert (limits.max_run_tokens, limits.max_running) == (3, 2)
+        request = pb.PrefillRequest(item=running(PROMPT, most=3))
+        assert len(chosen(await served.executor.Prefill(request))) == 3
+        request = pb.PrefillRequest(item=running(PROMPT, most=4))
+        error = await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+        assert (error.field, error.metadata["max_run_tokens"]) == ("run.max_tokens", "3")
+        many = pb.UnifiedForwardRequest(items=[running(PROMPT, most=2) for _ in range(3)])
+        error = await refused(served.executor.UnifiedForward(many), Reason.INVALID_REQUEST, INVALID)
+        assert error.metadata["max_running"] == "2"
+
+
 async def test_a_run_happens_once(served: Served) -> None:
     """A retry gets the recorded tokens; one that meets it in flight shares them; other content is refused. The tokens
     stay when the rows' budget is used up."""

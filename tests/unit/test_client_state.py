@@ -217,7 +217,7 @@ async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
     transport: Any = Transport()
     unused: Any = None
     states = [state(handle=handle(3, 7, name)) for name in (b"busy", b"gone", b"failed")]
-    refusals = await Connection(unused, unused, transport, 5.0).release(*states)
+    refusals = await Connection(unused, unused, transport, 5.0).release(states)
     assert [type(each) for each in refusals] == [type(None), type(None), StepFailed]
     assert [count for count, _ in sent] == [3, 1, 1]
     assert len({request_id for _, request_id in sent}) == 1

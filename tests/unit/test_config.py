@@ -29,6 +29,11 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch
     assert (settings.port, settings.model.block_size, settings.host, settings.max_batch_items) == (3, 32, "::1", 256)
 
 
+def test_limits_are_the_settings_of_the_same_names() -> None:
+    limits = load_settings("identity", {"max_run_tokens": "8", "max_running": "3"}).limits()
+    assert (limits.max_run_tokens, limits.max_running, limits.max_followers) == (8, 3, 1)
+
+
 def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ferrum.toml"
     file.write_text('kv_memory = "64MiB"\n')
@@ -61,6 +66,9 @@ def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(
 def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535"):
         load_settings("identity", {"port": "70000"})
+    for name in ("max_run_tokens", "max_running"):
+        with pytest.raises(ConfigError, match=rf"^{name}: .*greater than or equal to 1 \(got '0'\)"):
+            load_settings("identity", {name: "0"})
     with pytest.raises(ConfigError, match="device"):
         load_settings("identity", {"device": "tpu"})
     with pytest.raises(ConfigError, match=r"quantize: .*'none' or 'int8'"):
