@@ -241,10 +241,11 @@ class Blocks:
         sequence.tokens[write.start :] = tokens
         self._fit_spares(sequence, lowest)
 
-    def rollback(self, write: Write, created: bool) -> None:
+    def rollback(self, write: Write, created: bool, others: Iterable[Sequence]) -> None:
+        """``others``: those that are in no step. The end of a sequence, though it never began, is as its release."""
         sequence = write.sequence
         if created:
-            self.release(sequence)
+            self.release(sequence, others)
             return
         for i, block in write.replaced:
             self._drop(sequence.blocks[i])
@@ -427,6 +428,10 @@ class Oracle:
         self.forget_rows(sequence.handle.id)
         self.counts["released"] += 1
 
+    def warmed_up(self) -> None:
+        """Sequences of its own came and went."""
+        self.blocks.release(Sequence(0), self.live.values())
+
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
@@ -597,8 +602,11 @@ class Oracle:
         none = all_or_nothing and len(writes) < len(admitted)
         fails = bool(admitted) if failing == "reserve" else bool(failing and writes and not none)
         if none or fails:
-            for index, write in reversed(writes.items()):
-                self.blocks.rollback(write, items[index].handle is None)
+            fed = {write.sequence for write in writes.values()}
+            for index, write in writes.items():
+                fed.remove(write.sequence)
+                others = [each for each in self.live.values() if each not in fed]
+                self.blocks.rollback(write, items[index].handle is None, others)
             for index in admitted:
                 outcomes[index] = exhausted if not fails else failed if index not in writes else STEP_FAILED
             return

@@ -800,6 +800,8 @@ class ExecutorMachine(RuleBasedStateMachine):
         if isinstance(answer, Refusal):
             self.check_refusal(answer, Refused(frozenset({INVALID, EXHAUSTED, TOO_MANY})))
         else:
+            if answer.steps:
+                self.oracle.warmed_up()
             self.check_pressure(answer.pressure)
         self.forgive("tokens", "rows", "kv_exhausted")
 
@@ -938,7 +940,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
 
 ExecutorMachine.TestCase.settings = settings(
-    max_examples=max(1, int(70 * ROUNDS)),
+    max_examples=max(1, int(28 * ROUNDS)),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
