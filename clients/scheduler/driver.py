@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
-from clients.scheduler.runs import MAX_STOPS, WHILE_WAITING, Chain, Flight
+from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
 from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
@@ -92,8 +92,8 @@ class Patience:
 
 class Driver:
     """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the most that
-    the executor chooses with one trip, 0 for single steps, as with a ``drafter``; where it ``chains``, the next run is
-    sent before the answer of the one before."""
+    the executor chooses with one trip, 0 for single steps; where it ``chains``, the next run is sent before the answer
+    of the one before. With a ``drafter`` runs are for requests without a draft, and for all while that is faster."""
 
     def __init__(
         self,
@@ -115,17 +115,18 @@ class Driver:
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
         self._sampling = sampling
         self._stop = stop_tokens
+        self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
         self._patience = Patience(patience_s)
         self._admitting = True
+        offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
+        self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
+        self._chains = chains and Capability.FOLLOW in info.capabilities
         self._speculation: Speculation | None = None
         if drafter is not None:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
-            self._speculation = Speculation(drafter, most)
-        offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS and drafter is None
-        self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
-        self._chains = chains and Capability.FOLLOW in info.capabilities
+            self._speculation = Speculation(drafter, most, runs=self._run_tokens > 0)
         self._single = False  # for a step: blocks were short
         self._run = Run(())
         self._board = Board(client, self._run, observer)
@@ -156,16 +157,24 @@ class Driver:
         assert pressure is not None  # noqa: S101 - `run` asked for it
         total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
         pool = Pool(min(pressure.free_blocks, total), total, pressure.block_size)
-        if self._speculation is not None:
-            await self._speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
+        began, speculation, limit = time.monotonic(), self._speculation, None
+        if speculation is not None:
+            drafts, limit = speculation.turn()
+            if drafts:
+                await speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
         step = plan(board.running, list(board.waiting) if self._admitting else (), pool, self._budget)
         for request in step.hopeless:
             self._give_up(request, pool)
         await asyncio.gather(*(board.preempt(request) for request in step.preempt))
         if step.feeds:
             single, self._single = self._single, False
-            if single or not self._may_run(step) or not await self._decode(step, pool):
-                await self._forward(step)
+            runs, known = not single and self._may_run(step), sum(feed.request.known for feed in step.feeds)
+            drafts = any(feed.drafted for feed in step.feeds)
+            if drafts or not runs or not await self._decode(step, pool, limit):
+                await self._forward(step, pool if drafts and runs else None)
+            if speculation is not None and runs:
+                tokens = sum(feed.request.known for feed in step.feeds) - known
+                speculation.took(time.monotonic() - began, tokens / len(step.feeds), drafts=drafts)
         elif not step.hopeless and not step.preempt:
             await self._idle()
 
@@ -188,16 +197,25 @@ class Driver:
             else:
                 return
 
-    async def _forward(self, step: Plan) -> None:
+    async def _forward(self, step: Plan, pool: Pool | None) -> None:
+        """One step. With a ``pool``, short runs of the requests that have no draft beside those that have."""
         self._board.admit(step.admitted)
-        items = [self._board.item(feed, self._output(feed)) for feed in step.feeds]
+        runs = dict[Request, TokenRun]()
+        if pool is not None:
+            chain = Chain(pool, min(self._run_tokens, SHORT), self._max_context)
+            chain.fed([feed for feed in step.feeds if feed.drafted])
+            found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
+            runs = {request: TokenRun(count, self._stops) for request, count in found.items()}
+        items = [self._board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
         results, _ = await asyncio.gather(self._send(items), self._board.let_go())
-        self._count(step.feeds, results, time.monotonic() - began)
+        self._count(step.feeds, results, time.monotonic() - began, runs)
         scarce: ExecutorError | None = None
         for feed, result in zip(step.feeds, results, strict=True):
             if isinstance(result, Answer):
                 self._fed(feed, result)
+            elif isinstance(result, NO_ROOM) and feed.request in runs:
+                self._single = True
             elif isinstance(result, NO_ROOM + NOT_NOW):
                 scarce = result
                 if isinstance(result, NOT_NOW):
@@ -214,45 +232,57 @@ class Driver:
         decodes = all(feed.request.generated and feed.request.owed == 1 for feed in step.feeds)
         return self._run_tokens > 0 and decodes and len(step.feeds) == len(self._board.running)
 
-    async def _decode(self, step: Plan, pool: Pool) -> bool:
-        """Decode by runs, each with its follower behind it, until all texts are complete or there is something else to
-        plan. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
-        most = min(self._run_tokens, WHILE_WAITING) if self._board.waiting else self._run_tokens
-        chain = Chain(pool, most, self._max_context)
-        flights = deque(self._launch(chain, [feed.request for feed in step.feeds]))
-        if not flights:
+    async def _decode(self, step: Plan, pool: Pool, limit: int | None) -> bool:
+        """Decode by runs, each with its follower behind it, until all texts are complete, or ``limit`` tokens longer,
+        or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
+        else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
+        most = min(self._run_tokens, SHORT) if self._board.waiting else self._run_tokens
+        chain = Chain(pool, most, self._max_context, limit)
+        ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
+        if not ways:
             return False
         letting_go, began = asyncio.ensure_future(self._board.let_go()), time.monotonic()
         try:
-            while flights:
-                flight = flights[0]
-                if self._chains and not self._single and not self._board.waiting:
-                    going = [request for request in flight.items if request.stage is Stage.RUNNING]
-                    flights.extend(self._launch(chain, going, flight.items))
-                results = await flight.call
-                flights.popleft()
-                began = self._landed(flight, results, began)
+            while ways:
+                for way in ways:
+                    if self._chains and len(way) == 1 and not (self._single or chain.broken or self._board.waiting):
+                        items = way[0].items
+                        going = [request for request in items if request.stage is Stage.RUNNING]
+                        way.extend(self._launch(chain, going, items))
+                await asyncio.wait([way[0].call for way in ways], return_when=asyncio.FIRST_COMPLETED)
+                landed = [way for way in ways if way[0].call.done()]
+                began = self._landed(chain, [way[0] for way in landed], began)
+                for way in landed:
+                    way.popleft()
+                ways = [way for way in ways if way]
             return True
         finally:
-            for flight in flights:
-                flight.call.cancel()
-            await asyncio.gather(letting_go, *(each.call for each in flights), return_exceptions=True)
+            calls = [flight.call for way in ways for flight in way]
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(letting_go, *calls, return_exceptions=True)
 
     def _launch(
         self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
     ) -> list[Flight]:
         """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
-        stops, items = tuple(sorted(self._stop)), dict[Request, Item]()
+        items = dict[Request, Item]()
         for request, count in chain.extend(requests).items():
-            feed, run = Feed(request, 1), TokenRun(count, stops)
+            feed, run = Feed(request, 1), TokenRun(count, self._stops)
             follows = None if behind is None else behind[request]
             items[request] = self._board.item(feed, self._output(feed, last=True), run, follows)
-        return [Flight(items, asyncio.ensure_future(self._send(list(items.values()))))] if items else []
+        ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []
+        return [Flight(way, asyncio.ensure_future(self._send(list(way.values())))) for way in ways]
 
-    def _landed(self, flight: Flight, results: ListOf[Answer | ExecutorError], began: float) -> float:
+    def _landed(self, chain: Chain, flights: Iterable[Flight], began: float) -> float:
         """Take the tokens of runs. What was refused is planned anew, by a single step where blocks are short. Returns
         the time."""
-        now, answers = time.monotonic(), [each for each in results if isinstance(each, Answer)]
+        results = [
+            (each, result)
+            for flight in flights
+            for each, result in zip(flight.items.items(), flight.call.result(), strict=True)
+        ]
+        now, answers = time.monotonic(), [each for _, each in results if isinstance(each, Answer)]
         if answers:
             self._patience.renew()
             timing = answers[-1].timing
@@ -264,7 +294,7 @@ class Driver:
                 executor_seconds=0.0 if timing is None else timing.forward_s,
             )
             self._run.saw(answers[-1].pressure)
-        for (request, item), result in zip(flight.items.items(), results, strict=True):
+        for (request, item), result in results:
             if request.stage is not Stage.RUNNING:
                 continue  # a run behind its last one
             if isinstance(result, Answer):
@@ -273,7 +303,9 @@ class Driver:
                 self._chosen(request, result)
             elif isinstance(result, NO_ROOM + NOT_NOW):
                 self._single = True
-            elif not isinstance(result, ChainBroken) and (item.follows is None or not isinstance(result, OUT_OF_STEP)):
+            elif isinstance(result, ChainBroken) or (item.follows is not None and isinstance(result, OUT_OF_STEP)):
+                chain.broken = True
+            else:
                 self._refused(request, result)
         return now
 
@@ -358,7 +390,13 @@ class Driver:
             need = pool.blocks(request.known)
             self._board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
 
-    def _count(self, feeds: ListOf[Feed], results: ListOf[Answer | ExecutorError], seconds: float) -> None:
+    def _count(
+        self,
+        feeds: ListOf[Feed],
+        results: ListOf[Answer | ExecutorError],
+        seconds: float,
+        runs: Container[Request],
+    ) -> None:
         """Note a step, before its answers change the requests."""
         answers = [each for each in results if isinstance(each, Answer)]
         if not answers:
@@ -370,13 +408,16 @@ class Driver:
             for feed, result in zip(feeds, results, strict=True)
             if isinstance(result, Answer) and feed.request.generated and feed.request.owed == 1
         ]
-        drafted = sum(feed.drafted for feed, _ in decodes)
-        emitted = sum(len(result.tokens) for _, result in decodes)
-        self._run.drafts(trips=len(decodes), drafted=drafted, emitted=emitted)
+        verified = [(feed, result) for feed, result in decodes if feed.request not in runs]
+        self._run.drafts(
+            trips=len(verified),
+            drafted=sum(feed.drafted for feed, _ in verified),
+            emitted=sum(len(result.tokens) for _, result in verified),
+        )
         timing = answers[0].timing
         self._run.step(
             prompt=sum(feed.count for feed in done) - len(decodes),
-            decode=emitted,
+            decode=sum(len(result.tokens) for _, result in decodes),
             sequences=len(done),
             seconds=seconds,
             executor_seconds=0.0 if timing is None else timing.forward_s,

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from clients.scheduler.policy import Pool
+from clients.scheduler.policy import Feed, Pool
 from clients.scheduler.request import Request
 from ferrum_rpc.client import Answer, Item
 from ferrum_rpc.errors import ExecutorError
 
-WHILE_WAITING: Final = 4
-"""Tokens of a run while a request waits."""
+SHORT: Final = 4
+"""Tokens of a run while a request waits, or beside drafts."""
 
 MAX_STOPS: Final = 256
 """Stop ids of a run."""
@@ -27,7 +27,7 @@ Call = asyncio.Task[list[Answer | ExecutorError]]
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Runs that were sent in one call: the item of each request."""
+    """Runs that are answered together: the item of each request."""
 
     items: dict[Request, Item]
     call: Call
@@ -35,14 +35,23 @@ class Flight:
 
 @dataclass(slots=True)
 class Chain:
-    """Runs of some requests, one call behind the other. ``ends``: the length that each request's sequence has when all
-    its runs have ended, as foreseen; ``began``: the one it had before the first."""
+    """Runs of some requests, one behind the other. ``limit``: tokens of each request in all, None without a bound.
+    ``ends``: the length that each request's sequence has when all its runs have ended, as foreseen; ``began``: the one
+    it had before the first. ``broken``: blocks were short, or a run ended otherwise than foreseen."""
 
     pool: Pool
     most: int
     max_context: int
+    limit: int | None = None
     began: dict[Request, int] = field(default_factory=dict)
     ends: dict[Request, int] = field(default_factory=dict)
+    broken: bool = False
+
+    def fed(self, feeds: Iterable[Feed]) -> None:
+        """What is fed beside the runs takes its blocks first."""
+        for feed in feeds:
+            length = feed.request.cached
+            self.began[feed.request], self.ends[feed.request] = length, length + feed.count + feed.drafted
 
     def extend(self, requests: Iterable[Request]) -> dict[Request, int]:
         """Tokens of the next run of each request that wants more. Shorter ones where the blocks are few, none where
@@ -59,9 +68,11 @@ class Chain:
                 self.ends = ends
                 return counts
             most //= 2
+        self.broken = bool(requests)
         return {}
 
     def _wanted(self, request: Request, most: int) -> int:
         end = self.ends.get(request, request.cached)
         planned = end - request.cached
-        return min(most, request.max_new_tokens - len(request.generated) - planned, self.max_context - end)
+        wanted = min(most, request.max_new_tokens - len(request.generated) - planned, self.max_context - end)
+        return wanted if self.limit is None else min(wanted, self.limit - (end - self.began[request]))

@@ -19,6 +19,10 @@ from ferrum_rpc.errors import ExecutorError
 LONGEST_MATCH: Final = 4
 FIRST_LENGTH: Final = 4
 """Tokens of a request's first draft."""
+REST: Final = 32
+"""Tokens by runs, behind a draft of which nothing was right."""
+AGAIN: Final = 256
+"""Tokens by the faster way, of drafts and runs, until the other is tried again."""
 FAILURES: Final = 3
 """Of drafts for one request; then there are no more."""
 
@@ -98,18 +102,45 @@ class DraftModel:
 
 
 class Speculation:
-    """Drafts of the requests that owe one token, as long as they have been worth it."""
+    """Drafts of the requests that owe one token, as long as they have been worth it. Where ``runs`` give tokens too, a
+    request of whose draft nothing was right rests for `REST` tokens, and whether any drafts are made depends on which
+    of both has given tokens faster."""
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
+    def __init__(self, drafter: Drafter, most: int, *, runs: bool = False) -> None:
         self._drafter = drafter
         self._most = most
+        self._runs = runs
         self._lengths: dict[int, int] = {}
+        self._rests: dict[int, int] = {}
+        self._paces: dict[bool, float] = {}
+        self._since: Counter[bool] = Counter()
+
+    def turn(self) -> tuple[bool, int | None]:
+        """Whether it is drafts that give the next tokens, and how many runs may give, before this is asked again. Both
+        ways are tried, and the slower again now and then: texts change, and so does what a trip takes."""
+        if not self._runs:
+            return True, None
+        if len(self._paces) < 2:
+            return True not in self._paces, REST
+        drafts = self._paces[True] <= self._paces[False]
+        left = AGAIN - self._since[not drafts]
+        return (drafts, REST if drafts else max(REST, left)) if left > 0 else (not drafts, REST)
+
+    def took(self, seconds: float, tokens: float, *, drafts: bool) -> None:
+        """So long for so many tokens of each request."""
+        if tokens:
+            pace, before = seconds / tokens, self._paces.get(drafts)
+            self._paces[drafts] = pace if before is None else (before + pace) / 2
+            self._since[drafts] = 0
+            self._since[not drafts] += round(tokens)
 
     async def draft(self, requests: Iterable[Request], max_context: int) -> None:
         """Give each request its draft. It is never longer than what the request may still need."""
 
         async def one(request: Request) -> None:
             needed = min(request.max_new_tokens - len(request.generated) - 1, max_context - request.known)
+            if len(request.generated) < self._rests.get(request.index, 0):
+                needed = 0
             most = min(self._lengths.get(request.index, FIRST_LENGTH), self._most, needed)
             request.draft = tuple(await self._drafter.draft(request, most)) if most > 0 else ()
 
@@ -118,6 +149,8 @@ class Speculation:
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         """Twice as long after a draft that was right, one longer than what was right after one that was not."""
         self._lengths[request.index] = min(2 * drafted if accepted == drafted else accepted + 1, self._most)
+        if self._runs and accepted == 0:
+            self._rests[request.index] = len(request.generated) + REST
 
     async def forget(self, requests: Iterable[Request]) -> None:
         """These have ended."""

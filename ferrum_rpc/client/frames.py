@@ -62,12 +62,32 @@ class Request(Generic[Result]):
 
     ``resent``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
     deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
-    sent in, None while it waits.
+    sent in, None while it waits. ``batch``: the refusal of an item that is apart is its outcome; else it is raised.
     """
 
-    __slots__ = ("expires", "frame", "future", "items", "kind", "number", "resent", "row_bytes", "size", "step")
+    __slots__ = (
+        "batch",
+        "expires",
+        "frame",
+        "future",
+        "items",
+        "kind",
+        "number",
+        "resent",
+        "row_bytes",
+        "size",
+        "step",
+    )
 
-    def __init__(self, *, frame: Frame | None = None, items: Sequence[Item] = (), kind: Kind = Kind.FRAME) -> None:
+    def __init__(
+        self,
+        *,
+        frame: Frame | None = None,
+        items: Sequence[Item] = (),
+        kind: Kind = Kind.FRAME,
+        batch: bool = False,
+    ) -> None:
+        self.batch = batch
         self.frame = frame
         self.items = items
         self.kind = kind

@@ -74,16 +74,17 @@ class SessionTransport(Transport):
     def forward(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool = False
     ) -> Coroutine[Any, Any, Forwarded]:
-        """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time."""
+        """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time: also
+        a batch of one that goes on."""
         if not self._used:
             return super().forward(feed, items, deadline, all_or_nothing=all_or_nothing)
         frame = None
-        if not feed.single:
+        if not feed.single and (all_or_nothing or len(items) > 1 or not items[0].goes_on):
             frame = Frame()
             frame.forward.items.extend([item.proto for item in items])
             frame.forward.all_or_nothing = all_or_nothing
             frame.forward.apart = not all_or_nothing and any([item.goes_on for item in items])  # noqa: C419 - half the time
-        request: Request[Forwarded] = Request(frame=frame, items=items)
+        request: Request[Forwarded] = Request(frame=frame, items=items, batch=not feed.single)
         return self._context.call(self._submit, request, deadline)
 
     async def _operate(self, operations: Sequence[Operation], deadline: Deadline) -> Sequence[Operated]:

@@ -299,7 +299,7 @@ class SessionStream:
                     continue
                 if isinstance(outcome, DeadlineExceeded) and len(step.requests) > 1:
                     single.append(request)  # another's deadline
-                elif isinstance(outcome, ExecutorError):
+                elif isinstance(outcome, ExecutorError) and not request.batch:
                     request.future.set_exception(outcome)
                 else:
                     request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))

@@ -15,7 +15,7 @@ from clients.scheduler.policy import Budget
 from clients.scheduler.program import serve
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request
-from clients.scheduler.speculation import Drafter, DraftModel, Lookup, Speculation, looked_up
+from clients.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
 from clients.scheduler.text import TokenizerError
 from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
 from ferrum_rpc.config import ModelSettings
@@ -63,6 +63,7 @@ async def speculate(
     sampling: Greedy | Sample = Greedy(),  # noqa: B008
     stop: frozenset[int] = frozenset(),
     session: bool = True,
+    run_tokens: int = 0,
 ) -> Run:
     async with ExecutorClient(target, session=session) as client:
         driver = Driver(
@@ -73,6 +74,8 @@ async def speculate(
             stop_tokens=stop,
             observer=Watcher(),
             drafter=drafter,
+            run_tokens=run_tokens,
+            chains=session,
         )
         return await driver.run(work)
 
@@ -113,6 +116,62 @@ async def test_texts_do_not_depend_on_budget_or_pool(expected: list[list[int]], 
         await speculate(served.target, work, Fortune(expected, 0.7), budget=budget)
         assert [each.generated for each in work] == expected
         await assert_nothing_is_left(served)
+
+
+@pytest.mark.parametrize(
+    ("shape", "session"),
+    [("a roomy pool", True), ("a roomy pool", False), ("two items a step", True), ("a pool for three", True)],
+)
+async def test_texts_do_not_depend_on_which_of_them_come_by_runs(
+    expected: list[list[int]], shape: str, session: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some have no guesses and others bad ones, and the faster way is another one each time."""
+    dice = random.Random(3)
+    monkeypatch.setattr(Speculation, "turn", lambda _: (dice.random() < 0.8, 12))
+
+    class Some(Fortune):
+        async def draft(self, request: Request, most: int) -> list[int]:
+            return await super().draft(request, most) if request.index % 3 else []
+
+    blocks, budget = SHAPES[shape]
+    async with identity(kv_blocks=blocks) as served:
+        work = requests(prompts(12), NEW_TOKENS)
+        run = await speculate(served.target, work, Some(expected, 0.5), budget=budget, session=session, run_tokens=5)
+        assert [each.generated for each in work] == expected
+        assert 0 < run.accepted < run.drafted and run.rebuilds == 0
+        assert run.trips + run.accepted < run.decode_tokens, "the others came by runs"
+        await assert_nothing_is_left(served)
+
+
+def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
+    speculation = Speculation(Lookup(), 8, runs=True)
+    assert speculation.turn() == (True, REST)
+    speculation.took(1.0, 2, drafts=True)
+    assert speculation.turn() == (False, REST)
+    speculation.took(1.0, 8, drafts=False)
+    assert speculation.turn() == (False, AGAIN - 8)
+    speculation.took(30.0, AGAIN - 8, drafts=False)
+    assert speculation.turn() == (True, REST)
+    speculation.took(1.0, 16, drafts=True)
+    speculation.took(4.0, 8, drafts=False)
+    assert speculation.turn() == (True, REST)
+    speculation.took(16.0, AGAIN, drafts=True)
+    assert speculation.turn() == (False, REST)
+    assert Speculation(Lookup(), 8).turn() == (True, None)
+
+
+async def test_a_request_rests_behind_a_draft_of_which_nothing_was_right() -> None:
+    speculation, request = Speculation(Lookup(), 8, runs=True), Request(0, (1, 2, 1, 2, 1), 100)
+    await speculation.draft([request], 1000)
+    assert request.draft == (2, 1)
+    request.generated = [7, 1, 2]
+    speculation.verified(request, 2, 0)
+    drafts = []
+    for _ in range(REST + 1):
+        await speculation.draft([request], 1000)
+        drafts.append(len(request.draft))
+        request.generated.append(1)
+    assert not any(drafts[:REST]) and drafts[REST] == 1
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "a model of its own kind", "the same without runs", "another model"])

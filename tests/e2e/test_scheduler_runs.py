@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -258,6 +259,25 @@ async def test_texts_are_the_same_with_runs_whatever_the_budget_and_the_pool(
         )
         assert [(each.generated, each.ending) for each in work] == sampled
         assert not run.failed and run.rebuilds == 0
+        await assert_nothing_is_left(served)
+
+
+async def test_a_text_that_ends_early_waits_for_no_longer_run() -> None:
+    ended, waits = threading.Event(), list[bool]()
+
+    def stage(name: str) -> None:
+        if name == "forward" and served.server.state.engine.counters.steps == 12:
+            waits.append(ended.wait(10))
+
+    class Ended(Watcher):
+        def changed(self, request: Request) -> None:
+            if request.stage is Stage.FINISHED:
+                ended.set()
+
+    async with identity(kv_blocks=512, stage=stage) as served:
+        work = [Request(0, (1, 2, 3), 40), Request(1, (4, 5), 6)]
+        await schedule(served.target, work, session=True, run_tokens=32, watcher=Ended())
+        assert waits == [True] and [len(each.generated) for each in work] == [40, 6]
         await assert_nothing_is_left(served)
 
 
