@@ -21,6 +21,7 @@ from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
 from benchmarks.peers import PEERS
 from benchmarks.record import SCHEMA
+from benchmarks.speculation import TARGETS as DRAFT_TARGETS
 from benchmarks.tables import IN_PROCESS, NOT_YET, TEXTS, Row, Table, number
 from benchmarks.trips import OTHERS_TARGET
 from benchmarks.trips import TARGETS as TRIP_TARGETS
@@ -141,6 +142,10 @@ def _costs() -> Iterator[Target]:
             what = f"{batch} text{'s' * (batch > 1)} by runs, {delay_ms:g} ms each way, of no delay"
             point = {"way": "runs", "delay_ms": delay_ms, "batch": batch}
             yield Target(what, "trips", ("points", point, "of_no_delay"), bound)
+    for batch, bound in DRAFT_TARGETS.items():
+        what = f"{batch} text{'s' * (batch > 1)} with the draft model, 10 ms each way, of single steps"
+        point = {"way": "draft model", "delay_ms": 10.0, "batch": batch}
+        yield Target(what, "speculation", ("points", point, "of_single"), bound)
     what = "p99 of a decode step beside 32 runs, in those beside single steps"
     yield Target(what, "trips", ("beside", {"beside": "runs"}, "of_single_steps"), OTHERS_TARGET, least=False)
     mixed = "p99 over p50 of a decode step under mixed load"
@@ -418,6 +423,18 @@ def trips(name: str, result: Any) -> str:
     return "\n".join([*parts, conditions(name, result, rows)])
 
 
+def speculation(name: str, result: Any) -> str:
+    """One run of `benchmarks.speculation`."""
+    settings = result["settings"]
+    rows = [
+        ("models", f"{settings['model']}; drafts by {settings['draft']}"),
+        ("rounds", f"{settings['rounds']}, of {settings['tokens']} tokens a text; runs of {settings['run_tokens']}"),
+        ("seed", str(settings["seed"])),
+    ]
+    table = tables.speculation(result["points"]).markdown()
+    return "\n".join([TEXTS["speculation"], table, "", _legend("speculation"), "", conditions(name, result, rows)])
+
+
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
     here, commit = result["hardware"], result["commit"]
@@ -444,6 +461,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "protocol": protocol,
     "wire": wire,
     "trips": trips,
+    "speculation": speculation,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

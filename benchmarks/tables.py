@@ -285,6 +285,25 @@ def trips(points: Sequence[Mapping[str, Any]]) -> Table:
     return Table(("way", "texts", "each way", "tokens/s", "of no delay", "target"), rows)
 
 
+def speculation(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way, batch and delay of `benchmarks.speculation`."""
+    rows = [
+        (
+            each["way"],
+            f"{each['batch']}",
+            f"{each['delay_ms']:g} ms",
+            f"{each['tokens_per_s']:,.0f}",
+            f"{each['of_single']:.2f}",
+            "" if each["target"] is None else f"≥ {each['target']:g}",
+            f"{each['per_trip']:.1f}",
+            "" if each["accepted"] is None else f"{each['accepted']:.0%}",
+        )
+        for each in points
+    ]
+    headings = ("way", "texts", "each way", "tokens/s", "of single steps", "target", "tokens a trip", "accepted")
+    return Table(headings, rows)
+
+
 def beside(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each load beside the decode steps of one sequence."""
     rows = [
