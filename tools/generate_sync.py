@@ -56,7 +56,7 @@ def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[
     is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in each.decorator_list)
     returned = "None" if each.returns is None else ast.unparse(each.returns)
     arguments = ast.unparse(each.args)
-    if returned == "Sequence":
+    if returned == "Sequence" and not original.endswith(".Sequence"):  # within its own class it has no name yet
         return [f"{each.name} = making(Sequence, {original}.{each.name})"]
     if "Sequence" not in names(returned) | names(arguments):
         if isinstance(each, ast.AsyncFunctionDef):
@@ -69,6 +69,8 @@ def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[
     call = f"self._async.{each.name}" + ("" if is_property else f"({passed})")
     if isinstance(each, ast.AsyncFunctionDef):
         call = f"self._background.run({call})"
+    if returned == "Sequence":
+        call = f"Sequence({call}, self._background)"
     if returned == "list[Sequence]":
         call = f"[Sequence(each, self._background) for each in {call}]"
     return [

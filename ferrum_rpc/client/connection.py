@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Final
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
@@ -30,6 +31,9 @@ from ferrum_rpc.wire.items import RUN_END_FROM_PROTO, handle_from_proto, handle_
 from ferrum_rpc.wire.status import error_from_status
 
 log = logging.getLogger("ferrum_rpc.client")
+
+_FIELDS: Final = {Capability.RUN: "run", Capability.FOLLOW: "follow", Capability.STEP_FORK: "create.fork"}
+"""What asks for a capability; for the others it is the output."""
 
 
 class Connection:
@@ -62,7 +66,7 @@ class Connection:
         whose lease is gone go out again with another, once, and once those whose masks are registered again."""
         while True:
             for item in items:
-                if item.handle is None:
+                if item.handle is None and item.parent is None:
                     await self.leases.assign(item, deadline)
                 if item.needs:  # each time: a lease is gone with its executor too, and another may offer less
                     await self._check_offered(item.needs, deadline)
@@ -119,7 +123,7 @@ class Connection:
         offered = (await self.context.info(deadline)).capabilities
         for need in map(Capability, needs):
             if need not in offered:
-                field = {Capability.RUN: "run", Capability.FOLLOW: "follow"}.get(need, "output")
+                field = _FIELDS.get(need, "output")
                 raise NotSupported(f"the executor does not offer this {field} (capability {need.name})", field=field)
 
     def _answer(
@@ -243,10 +247,8 @@ class Connection:
         return [self._child(state, each) for each in handles]
 
     def _child(self, parent: SequenceState, handle: HandleRef) -> SequenceState:
-        length = handle.seq_len
-        tokens = None if parent.tokens is None else parent.tokens[:length]
-        pieces = parent.pieces.upto(length)
-        child = SequenceState(parent.create, handle, tokens, lease_id=parent.lease_id, pieces=pieces)
+        child = parent.child(handle.seq_len)
+        child.handle = handle
         self.live.add(child)
         return child
 

@@ -168,7 +168,7 @@ class Leases:
     def unassign(self, item: Item, error: ExecutorError) -> bool:
         """Whether a creation was refused only because the client's own lease is gone: it may go out with another."""
         lease_id = item.state.lease_id
-        if item.handle is not None or not lease_id:
+        if item.handle is not None or item.parent is not None or not lease_id:
             return False
         self.lost(lease_id, error)
         item.proto.create.lease_id = item.state.lease_id = ""

@@ -36,7 +36,14 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unkno
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, SequenceBusy, SequenceVersionMismatch
+from ferrum_rpc.errors import (
+    ExecutorError,
+    InvalidRequest,
+    NotSupported,
+    SequenceBusy,
+    SequenceVersionMismatch,
+    TruncateBeyondLength,
+)
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
@@ -249,12 +256,7 @@ class Sequence:
         In a session an item may be sent while another of the same sequence is in flight, one at a time: it ``follows``
         that one, on the sequence as that will leave it, and without ``tokens`` it feeds the token that this chooses.
         Where that ends otherwise, or with a stop id, the item is refused with `ChainBroken`, and nothing changed."""
-        if self._state.released:
-            raise SequenceMisuseError("item: this sequence was released")
-        if self._lost is not None:
-            raise SequenceMisuseError("item: this sequence was lost and is not rebuilt yet: await rebuild() first")
-        if self._ahead is not None:
-            raise SequenceMisuseError("item: a stream of this sequence was not read to its end: await truncate() first")
+        self._check_settled("item")
         spec = as_output(output, Positions.LAST)
         feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
         listed = [] if feeds_chosen else as_tokens(tokens)
@@ -290,6 +292,23 @@ class Sequence:
                 deadline,
             )
         return [Sequence(self._connection, state, rebuild=self._rebuilds) for state in states]
+
+    def child(self, at: int | None = None) -> Sequence:
+        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
+        it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
+        first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
+
+        The executor makes it if this one then still stands as it does now: `SequenceVersionMismatch` otherwise. This
+        one is busy for that step, and a child's own call waits while another one makes a child of it. Raises
+        `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
+        `NotSupported`: there is `fork`."""
+        at = as_optional(at, "at_length")
+        self._check_settled("child")
+        length = self._handle().seq_len
+        if at is not None and at > length:
+            raise TruncateBeyondLength(f"a child of {at} tokens, and its parent has {length}")
+        state = self._state.child(length if at is None else at)
+        return Sequence(self._connection, state, rebuild=self._rebuilds)
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
@@ -352,6 +371,17 @@ class Sequence:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _check_settled(self, what: str) -> None:
+        """Refuse what is built on the sequence as it stands, where that is not known."""
+        if self._state.released:
+            raise SequenceMisuseError(f"{what}: this sequence was released")
+        if self._lost is not None:
+            raise SequenceMisuseError(f"{what}: this sequence was lost and is not rebuilt yet: await rebuild() first")
+        if self._ahead is not None:
+            raise SequenceMisuseError(
+                f"{what}: a stream of this sequence was not read to its end: await truncate() first"
+            )
+
     def _held_tokens(self) -> list[int]:
         """The tokens in the cache, those included that a stream is ahead of its program."""
         tokens = self._state.tokens if self._lost is None else self._lost.tokens
@@ -378,16 +408,23 @@ class Sequence:
         ends: frozenset[int] | None,
         timeout_s: float | None,
     ) -> AsyncGenerator[int, None]:
+        info = await self._context.info(self._context.deadline(timeout_s))
+        if Capability.RUN in info.capabilities and len(ends or info.model.eos_token_ids) <= MAX_STOP_IDS:
+            try:
+                async with aclosing(
+                    self._in_runs(tokens, most, output, ends, timeout_s=timeout_s, info=info)
+                ) as stream:
+                    async for token in stream:
+                        tokens, most = [token], None if most is None else most - 1
+                        yield token
+                return
+            except NotSupported as refusal:  # another executor stands there now: go on as it can
+                if refusal.field != "run":
+                    raise
         answer = await self.prefill(tokens, output, timeout_s=timeout_s)
         info = await self._context.info(self._context.deadline(timeout_s))  # of the executor that has it now
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
-        if Capability.RUN in info.capabilities and len(ends) <= MAX_STOP_IDS:
-            async with aclosing(self._in_runs(tokens, most, output, ends, timeout_s=timeout_s, info=info)) as stream:
-                async for token in stream:
-                    yield token
-            return
-        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
         for count in itertools.count(1):
             token = answer.token
             if token in ends:
@@ -402,15 +439,16 @@ class Sequence:
         unfed: list[int],
         left: int | None,
         output: OutputSpec,
-        ends: frozenset[int],
+        stop: frozenset[int] | None,
         *,
         timeout_s: float | None,
         info: ExecutorInfo,
     ) -> AsyncGenerator[int, None]:
         """The tokens behind ``unfed``, ``left`` at most. What goes in one call is fed by the first run."""
-        stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
 
         def begin() -> Ahead:
+            ends = info.model.eos_token_ids if stop is None else stop
+            stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
             self._ahead = Ahead(
                 self._connection,
                 self._state,
@@ -433,7 +471,8 @@ class Sequence:
                 with self._state.claim("generate"):
                     while (answer := await ahead.land()) is None:
                         ahead.fill(unfed, at, left, self._context.known_info or info)
-                self._prompt = None
+                self._prompt, info = None, self._context.known_info or info  # of the executor that has it now
+                ends = info.model.eos_token_ids if stop is None else stop
                 tokens, at = answer.tokens.tolist(), answer.length
                 unfed = tokens[-1:]
                 if left is not None:
@@ -504,9 +543,11 @@ class Sequence:
         self._ahead = None
 
     def _claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
-        """Begin a call that needs a sequence which exists, or will when what was lost is fed again."""
+        """Begin a call that needs a sequence which exists, or will: when what was lost is fed again, or for a child
+        that this call feeds."""
         state = self._state.claim(what)
-        if state.handle is None and self._lost is None:
+        made = state.parent is not None and what in {"decode", "verify"}
+        if state.handle is None and self._lost is None and not made:
             state.busy = ""
             raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
         if not keeps_prompt:
@@ -584,9 +625,11 @@ class Sequence:
         run: Run | None = None,
     ) -> Answer:
         state = self._state
-        if state.handle is None:
+        if state.handle is None and state.parent is None:
             feed, truncate_to = PREFILL, None
-        elif truncate_to == state.handle.seq_len:  # what was lost may have been rebuilt to exactly that
+        elif (
+            truncate_to is not None and truncate_to == state.length
+        ):  # what was lost may have been rebuilt to exactly that
             truncate_to = None
         item = state.item(next(self._context.item_ids), tokens, output, truncate_to, run)
         [answer] = await self._connection.forward(feed, [item], deadline)
@@ -616,11 +659,13 @@ class Sequence:
                     await self._feed_lost(deadline)
                 return await send()
             except SequenceBusy:
-                doubt, backoff = self._state.doubt, backoff or Backoff.while_busy(deadline)
-                if doubt is None or not doubt.unknown or not await backoff.wait():
+                state, backoff = self._state, backoff or Backoff.while_busy(deadline)
+                made = state.handle is None and state.parent is not None  # another child of its parent is being made
+                may_run = state.doubt is not None and state.doubt.unknown
+                if not (made or may_run) or not await backoff.wait():
                     raise
             except SEQUENCE_GONE:
-                if rebuilt or not self._rebuilds or self._state.handle is None:
+                if rebuilt or not self._rebuilds or (self._state.handle is None and self._state.parent is None):
                     raise
                 rebuilt = True
                 self._restart(self._held_tokens()[:truncate_to])

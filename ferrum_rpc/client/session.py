@@ -83,7 +83,8 @@ class SessionTransport(Transport):
             frame = Frame()
             frame.forward.items.extend([item.proto for item in items])
             frame.forward.all_or_nothing = all_or_nothing
-            frame.forward.apart = not all_or_nothing and any([item.goes_on for item in items])  # noqa: C419 - half the time
+            if not all_or_nothing and any([item.goes_on for item in items]):  # noqa: C419 - half the time
+                frame.forward.apart = all(item.parent is None for item in items)  # one call makes many of one parent
         request: Request[Forwarded] = Request(frame=frame, items=items, batch=not feed.single)
         return self._context.call(self._submit, request, deadline)
 

@@ -15,6 +15,7 @@ from typing import Final
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec, Run
+from ferrum_rpc.errors import TruncateBeyondLength
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2
 from ferrum_rpc.wire.output import needs_of, output_to_proto
 
@@ -45,7 +46,7 @@ class Item:
 
     ``follows``: it was built behind that item, on the handle that this will leave; without tokens of its own it feeds
     the one that this ``chose`` last. ``followed``: another one was built behind it. ``committed``: it was answered.
-    ``goes_on``: it may be in flight for longer than a step.
+    ``goes_on``: it may be in flight for longer than a step. ``parent``: it makes its sequence a child of that one.
     """
 
     state: SequenceState
@@ -62,6 +63,7 @@ class Item:
     committed: bool = False
     chose: int | None = None
     goes_on: bool = False
+    parent: HandleRef | None = None
 
     def __repr__(self) -> str:
         return f"<Item of {len(self.tokens)} tokens at {self.start}>"
@@ -71,7 +73,8 @@ class Item:
         """Where its tokens stand in the sequence."""
         if self.truncate_to is not None:
             return self.truncate_to
-        return 0 if self.handle is None else self.handle.seq_len
+        handle = self.handle or self.parent
+        return 0 if handle is None else handle.seq_len
 
     @property
     def repeats(self) -> bool:
@@ -123,7 +126,8 @@ class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
     message, which is only ever copied from, and what it needs of the executor. ``busy``: the call in flight, ``behind``
-    the one that follows it. ``early``: the commit of an item whose answer has overtaken that of the one it follows."""
+    the one that follows it. ``early``: the commit of an item whose answer has overtaken that of the one it follows.
+    ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens."""
 
     create: forward_pb2.CreateOptions
     handle: HandleRef | None = None
@@ -141,11 +145,13 @@ class SequenceState:
     creation: UnknownOutcome | None = None
     early: tuple[Item, HandleRef, int, Sequence[int]] | None = None
     fork: UnknownOutcome | None = None
+    parent: HandleRef | None = None
+    inherited: int = 0
 
     @property
     def length(self) -> int:
-        """Tokens that are certainly in the cache."""
-        return 0 if self.handle is None else self.handle.seq_len
+        """Tokens that are certainly in the cache, or that its parent has there."""
+        return self.inherited if self.handle is None else self.handle.seq_len
 
     @property
     def in_doubt(self) -> bool:
@@ -183,12 +189,21 @@ class SequenceState:
 
     def restart(self) -> None:
         """Forget the handle and what the sequence held: its content will be fed again."""
-        self.handle = None
+        self.handle = self.parent = None
+        self.inherited = 0
         self.doubt = None
         self.early = None
         self.pieces = Pieces()
         if self.tokens is not None:
             self.tokens = []
+
+    def child(self, length: int) -> SequenceState:
+        """One that has the first ``length`` tokens, and makes itself when it is first fed."""
+        tokens = None if self.tokens is None else self.tokens[:length]
+        pieces = self.pieces.upto(length)
+        return SequenceState(
+            self.create, None, tokens, lease_id=self.lease_id, pieces=pieces, parent=self.handle, inherited=length
+        )
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -208,7 +223,9 @@ class SequenceState:
         run: Run | None = None,
     ) -> Item:
         """An item on the handle as it is now."""
-        handle = self.handle
+        handle, parent = self.handle, None
+        if handle is None and self.parent is not None:
+            parent, truncate_to = self.parent, self._child_at(truncate_to)
         if self.doubt is None and self.creation is None and self.fork is None:
             request_id = new_request_id()
         else:
@@ -227,12 +244,27 @@ class SequenceState:
         if handle is not None:
             message = proto.handle
             message.id, message.seq_len, message.version = handle
+        elif parent is not None:
+            proto.handle.id, proto.handle.seq_len, proto.handle.version = parent
+            proto.create.fork = True
         elif self.create.ByteSize():
             proto.create.CopyFrom(self.create)
         item = Item(self, handle, tokens, output, truncate_to, request_id, proto, self.output_needs)
+        if parent is not None:
+            item.parent = parent
+            _add_need(item, info_pb2.CAPABILITY_STEP_FORK)
         if run is not None:
             _add_run(item, run)
         return item
+
+    def _child_at(self, truncate_to: int | None) -> int | None:
+        """Where its parent is to be cut for it; None: not at all."""
+        if truncate_to is not None and truncate_to > self.inherited:
+            raise TruncateBeyondLength(
+                f"the child begins with {self.inherited} tokens and cannot be cut to {truncate_to}"
+            )
+        at = self.inherited if truncate_to is None else truncate_to
+        return None if self.parent is None or at == self.parent.seq_len else at
 
     def item_behind(
         self,
@@ -329,7 +361,11 @@ class SequenceState:
 
 def _add_run(item: Item, run: Run) -> None:
     item.run, item.goes_on = run, True
-    item.needs = (*item.needs, info_pb2.CAPABILITY_RUN)
-    item.proto.needs.append(info_pb2.CAPABILITY_RUN)
+    _add_need(item, info_pb2.CAPABILITY_RUN)
     item.proto.run.max_tokens = run.max_tokens
     item.proto.run.stop_token_ids.extend(run.stop_token_ids)
+
+
+def _add_need(item: Item, need: info_pb2.Capability) -> None:
+    item.needs = (*item.needs, need)
+    item.proto.needs.append(need)

@@ -91,6 +91,17 @@ class Sequence(Facade[async_sequence.Sequence]):
             for each in self._background.run(self._async.fork(count, at, timeout_s=timeout_s))
         ]
 
+    def child(self, at: int | None = None) -> Sequence:
+        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
+        it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
+        first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
+
+        The executor makes it if this one then still stands as it does now: `SequenceVersionMismatch` otherwise. This
+        one is busy for that step, and a child's own call waits while another one makes a child of it. Raises
+        `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
+        `NotSupported`: there is `fork`."""
+        return Sequence(self._async.child(at), self._background)
+
     reserve = blocking(async_sequence.Sequence.reserve)
     rebuild = blocking(async_sequence.Sequence.rebuild)
     release = blocking(async_sequence.Sequence.release)

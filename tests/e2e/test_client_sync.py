@@ -100,6 +100,8 @@ def test_a_program_without_asyncio_feeds_forks_rolls_back_and_releases(client: s
             assert branch.length == len(PROMPT) + 1
         assert branch.released
         sequence.truncate(len(PROMPT))
+        with sequence.child() as child:
+            assert child.decode(tokens[0]).token == tokens[1] and child.length == len(PROMPT) + 1
         assert list(sequence.generate(tokens[:1], max_tokens=1)) == tokens[1:]
         assert repr(sequence) == f"<Sequence length=6 version={sequence.version}>"
         with pytest.raises(InvalidRequest):

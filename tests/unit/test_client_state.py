@@ -32,8 +32,10 @@ from ferrum_rpc.errors import (
     SequenceBusy,
     StepFailed,
     TransportError,
+    TruncateBeyondLength,
 )
-from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2
+from ferrum_rpc.wire.items import handle_to_proto
 
 LOST = TransportError("lost", metadata={"grpc_code": "UNAVAILABLE"})
 SPEC = OutputSpec()
@@ -170,6 +172,27 @@ def test_creation_options_travel_only_with_the_creation() -> None:
     sequence.committed(creation, handle(1, 1), 0)
     assert not item(sequence, [2]).proto.HasField("create")
     assert not item(state(), [1]).proto.HasField("create")
+
+
+def test_a_child_is_made_by_its_first_item_and_by_no_other() -> None:
+    parent = state(handle=handle(3, 7), tokens=[1, 2, 3, 4, 5, 6, 7], lease_id="mine")
+    whole, part = parent.child(7), parent.child(5)
+    assert (whole.length, part.length, part.tokens, part.lease_id) == (7, 5, [1, 2, 3, 4, 5], "mine")
+    first = part.item(1, [9], SPEC)
+    assert (first.start, first.proto.truncate_to, first.proto.create.fork) == (5, 5, True)
+    assert first.proto.handle == handle_to_proto(handle(3, 7)) and list(first.needs) == [info_pb2.CAPABILITY_STEP_FORK]
+    assert not whole.item(1, [9], SPEC).proto.HasField("truncate_to")
+    assert part.item(1, [9], SPEC, 4).proto.truncate_to == 4
+    with pytest.raises(TruncateBeyondLength):
+        part.item(1, [9], SPEC, 6)
+    assert first.leaves(100) == HandleRef(b"", 6, 1)
+    part.committed(first, handle(1, 6, b"child"), 1)
+    assert (part.length, part.tokens, parent.length) == (6, [1, 2, 3, 4, 5, 9], 7)
+    second = part.item(2, [8], SPEC)
+    assert second.proto.handle.id == b"child" and not second.proto.HasField("create") and not second.needs
+    part.restart()
+    again = part.item(3, [1], SPEC)
+    assert (part.length, again.start, again.proto.HasField("handle"), again.proto.create.fork) == (0, 0, False, False)
 
 
 def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
