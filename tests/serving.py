@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ import structlog
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Limits
 from ferrum_rpc.engine.build import build_runner, failing_stage
+from ferrum_rpc.engine.process.parent import Program
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -104,17 +105,18 @@ async def serve_model(
     stage: Stage | None = None,
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
+    program: Program | None = None,
     **limits: int,
 ) -> AsyncIterator[Served]:
-    """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``."""
+    """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``. ``program``: the engine is a process that
+    has its own ``config`` and ``stage``, and ``Served.runner`` is only described."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     stage = failing_stage(failpoints) if failpoints.rules else stage
-    build = partial(build_runner, config, stage=stage)
+    build = program or partial(build_runner, config, stage=stage)
     server = ExecutorServer(build, replace(LIMITS, **limits), failpoints=failpoints, security=security or Security())
     await server.start()
     try:
-        runner = await server.ready()
-        assert isinstance(runner, TorchRunner)
+        runner: Any = await server.ready()
         options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
         async with grpc.aio.insecure_channel(server.target, options=options) as channel:
             yield Served(
@@ -138,9 +140,11 @@ async def serve_identity(
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
     max_context: int | None = None,
+    program: Callable[[ModelSettings], Program | None] = lambda config: None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Serve the identity model. ``options`` that are limits change `LIMITS`, the others go to `IdentityConfig`."""
+    """Serve the identity model. ``options`` that are limits change `LIMITS`, the others go to `IdentityConfig`.
+    ``program``: see `serve_model`."""
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
     config = ModelSettings(
         path="identity",
@@ -150,5 +154,6 @@ async def serve_identity(
         max_context=max_context,
         **{f"identity_{name}": value for name, value in options.items()},
     )
-    async with serve_model(config, stage=stage, failpoints=failpoints, security=security, **limits) as served:
+    about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}
+    async with serve_model(config, **about, **limits) as served:
         yield served

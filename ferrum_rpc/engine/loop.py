@@ -333,6 +333,7 @@ class EngineLoop(ABC):
         cut_off = [work for _, claimed, _ in self._under_way for work in claimed]
         cut_off += [call.work for call in self._runs.calls]
         self._under_way.clear()
+        self.counters.running = 0
         answers += [partial(work.refuse, lost(error)) for work in cut_off]
         self._deliver([partial(self._on_failed, error), *answers])
 

@@ -432,8 +432,9 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
         if stop:
             raise ChainBroken("the run before ended with a stop id", metadata=stands)
         tokens = np.array((token,), np.int32)
+    model = state.model  # raises where the executor has ended: nothing is claimed then
     state.handles.claim(handle, account.caller.name)
-    span = claimed_span(state, record, item, tokens, state.model)
+    span = claimed_span(state, record, item, tokens, model)
     record.followable = not isinstance(item.output.kind, Accept)
     return named(Admitted, (index, record, span, entry))
 

@@ -609,6 +609,25 @@ async def test_what_waits_is_taken_back_with_its_step_and_with_its_stream() -> N
         await served.check()
 
 
+async def test_a_follower_whose_turn_comes_after_a_drain_leaves_its_sequence_free() -> None:
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        gate.closed = True
+        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
+        await asyncio.to_thread(gate.reached.wait, 30)
+        await stream.send(forward=frame(following(ahead(handle, 1))))
+        [record] = served.server.state.handles.records()
+        await until(lambda: record.follower is not None)
+        served.server.drain(0)
+        await served.server.draining.done.wait()
+        gate.open()
+        first, follower = await stream.read(), await stream.read()
+        assert first.forward.results[0].output.handle.seq_len == 6
+        assert error_from_status(follower.forward.results[0].error).reason is Reason.DRAINING
+        assert not record.busy
+
+
 async def test_a_released_sequence_has_no_followers() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:

@@ -1,10 +1,14 @@
-"""Any history of runs and followers, with lost replies, broken streams, failing steps and a small pool: the tokens are
-those of a plain loop, each happens once, and no block is left behind.
+"""Any history of runs and followers, with lost replies, broken streams, failing steps, a small pool, engines that die
+and servers that drain: the tokens are those of a plain loop, each happens once, and nothing is left behind.
 
-The oracle chooses each next token by a prefill of all tokens so far on a second server. What is chosen depends on them
-all: sampled with a seed and a repetition penalty. Where a stream breaks depends on time, so what a rule does is drawn
-from a seed of its own: Hypothesis sees the same strategies whatever happened before. `FERRUM_FUZZ_ROUNDS` (default 1)
-multiplies the number of histories.
+Half of the histories have their engine in a process of its own, which dies by SIGKILL; in the other half the thread
+loses its device. After that, and after a drain, the machine is a scheduler's: it feeds what it knows to another server
+and goes on.
+
+The oracle chooses each next token by a prefill of all tokens so far in a runner of its own. What is chosen depends on
+them all: sampled with a seed and a repetition penalty. Where a stream breaks depends on time, so what a rule does is
+drawn from a seed of its own: Hypothesis sees the same strategies whatever happened before. `FERRUM_FUZZ_ROUNDS`
+(default 1) multiplies the number of histories.
 """
 
 from __future__ import annotations
@@ -13,31 +17,95 @@ import asyncio
 import itertools
 import os
 import random
-from contextlib import AsyncExitStack
+import signal
+import tempfile
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
+import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import Positions, Span, Step
+from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.process.parent import EngineProcess, Program
+from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.service.records import Resource
+from ferrum_rpc.wire.output import output_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
-from ferrum_rpc.wire.status import error_from_status
+from ferrum_rpc.wire.status import error_from_rpc, error_from_status
+from tests.faulty_engine import FAIL, LOSE, STAGES, Fault, Forge, audit
 from tests.serving import Served, serve_identity
 from tests.wiring import item, pb, until
 
 ROUNDS = float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1"))
 BLOCK, BLOCKS, CONTEXT = 4, 24, 40
-SAMPLE = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(seed=5, temperature=3.0, repetition_penalty=1.3))
+_drawn: Any = {"seed": 5, "temperature": 3.0, "repetition_penalty": 1.3}
+SAMPLE = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(**_drawn))
+WORDS = np.array([0x6B2D94A7] * 8, np.uint32).tobytes()
+MASKED = output_pb2.OutputSpec(
+    sample=output_pb2.SampleOutput(
+        **_drawn, token_mask=types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[8], data=WORDS)
+    )
+)
+NO_ROWS = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_NONE)
 ENDS = {value: name for name, value in forward_pb2.RunEnd.items()}
 SEED = st.integers(0, 1 << 32)
 BROKEN = {Reason.CHAIN_BROKEN, Reason.SEQUENCE_BUSY}
+HELD_BY_CALLS = (Resource.QUEUED_ITEMS, Resource.QUEUED_TOKENS, Resource.UNREAD_BYTES)
+
+forge = cache(Forge)
 
 
-@dataclass
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def runner() -> TorchRunner:
+    config = ModelSettings(path="identity", device="cpu", kv_blocks=64, block_size=BLOCK, max_context=2 * CONTEXT)
+    made = build_runner(config)
+    made.change_masks([(output_from_proto(MASKED, Positions.LAST).kind.mask, WORDS)], [])
+    return made
+
+
+@cache
+def next_token(masked: bool, tokens: tuple[int, ...]) -> int:
+    output = output_from_proto(MASKED if masked else SAMPLE, Positions.LAST)
+    span = Span(1, np.array(tokens, np.int32), 0, output, create=True)
+    with runner().context():
+        [outcome] = runner().finish(runner().begin(Step((span,)))).outcomes
+        runner().release([1])
+    assert not isinstance(outcome, ExecutorError)
+    return int(outcome.rows.block["token_ids"][outcome.rows.first])
+
+
+def plain_loop(tokens: list[int], sent: forward_pb2.ForwardItem) -> tuple[list[int], str]:
+    """What an item's run chooses on a sequence of these tokens, and why it ends."""
+    masked, found = sent.output.sample.HasField("token_mask"), list[int]()
+    while True:
+        found.append(next_token(masked, (*tokens, *found)))
+        if found[-1] in sent.run.stop_token_ids:
+            return found, "RUN_END_STOP_ID"
+        if len(found) == sent.run.max_tokens:
+            return found, "RUN_END_MAX_TOKENS"
+        if len(tokens) + len(found) > CONTEXT:
+            return found, "RUN_END_CONTEXT"
+
+
+# --- what a scheduler knows -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class Known:
     """A sequence as its scheduler knows it: the tokens in the cache, and the one that was chosen last."""
 
@@ -48,154 +116,229 @@ class Known:
 
 @dataclass
 class Answered:
-    """What an item came to: an error, or its tokens, and why its run ended."""
+    """What an item came to: an error, or its tokens, and why its run ended. ``told``: tokens that came ahead."""
 
     error: ExecutorError | None = None
     tokens: list[int] = field(default_factory=list)
     end: str = ""
+    cause: Reason | None = None
     handle: types_pb2.KvHandle = field(default_factory=types_pb2.KvHandle)
     replayed: bool = False
+    told: list[int] = field(default_factory=list)
+
+    @property
+    def reason(self) -> Reason | None:
+        return None if self.error is None else self.error.reason
 
 
-def answered(answer: Any, result: Any) -> Answered:
+def answered(answer: Any, result: Any, told: list[int] | None = None) -> Answered:
     if result.HasField("error"):
-        return Answered(error_from_status(result.error))
+        return Answered(error_from_status(result.error), told=told or [])
     output = result.output
     rows = rows_from_proto(answer.row_blocks)[output.rows.block]["token_ids"]
     tokens = rows[output.rows.first : output.rows.first + output.rows.count].tolist()
-    return Answered(None, tokens, ENDS[output.run_end], output.handle, output.replayed)
+    assert (told or []) == tokens[: len(told or [])]
+    cause = error_from_status(output.run_cause).reason if output.HasField("run_cause") else None
+    return Answered(None, tokens, ENDS[output.run_end], cause, output.handle, output.replayed, told or [])
 
 
-class Fault:
-    """A stage hook that fails the ``at``-th step from now on, once."""
+@dataclass
+class Sent:
+    """A run that was sent: of a known sequence, or of a new one, that has these tokens once it is fed."""
 
-    def __init__(self) -> None:
-        self.at: int | None = None
+    known: Known
+    tokens: list[int]
+    item: forward_pb2.ForwardItem
 
-    def __call__(self, stage: str) -> None:
-        if stage == "select" and self.at is not None:
-            self.at -= 1
-            if self.at < 0:
-                self.at = None
-                raise RuntimeError("as asked")
+
+@dataclass
+class UnderWay:
+    """Runs and what follows them, the steps of each such pair, and a run by a call of its own."""
+
+    chains: list[tuple[Sent, forward_pb2.ForwardItem | None]]
+    steps: list[list[int]]
+    alone: tuple[Sent, asyncio.Future[Answered]] | None
 
 
 class RunMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
+    @initialize(process=st.booleans())
+    def start(self, process: bool) -> None:
         self.loop = asyncio.new_event_loop()
-        self.stack = AsyncExitStack()
-        self.fault = Fault()
+        self.folder = tempfile.TemporaryDirectory()
+        self.process, self.path = process, Path(self.folder.name) / "fault"
+        self.fault = Fault(self.path, kills=False)
         self.numbers = itertools.count(1)
         self.known: list[Known] = []
-        self.memo: dict[tuple[int, ...], int] = {}
         self.run(self.open())
 
     async def open(self) -> None:
-        enter = self.stack.enter_async_context
-        self.served: Served = await enter(
-            serve_identity(kv_blocks=BLOCKS, block_size=BLOCK, max_context=CONTEXT, max_running=3, stage=self.fault)
-        )
-        self.oracle: Served = await enter(serve_identity(kv_blocks=64, block_size=BLOCK, max_context=2 * CONTEXT))
+        """A server, a lease, a stream."""
+        self.life = AsyncExitStack()
+        instead = mock.patch("ferrum_rpc.engine.process.parent.subprocess.Popen", forge().popen)
+        with instead if self.process else nullcontext():
+            self.served: Served = await self.life.enter_async_context(
+                serve_identity(
+                    kv_blocks=BLOCKS,
+                    block_size=BLOCK,
+                    max_context=CONTEXT,
+                    max_running=3,
+                    stage=self.fault,
+                    program=self.engine,
+                )
+            )
+        self.state = self.served.server.state
         self.lease = (await self.served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
         await self.connect()
 
+    def engine(self, config: ModelSettings) -> Program | None:
+        return Program(("forked",), (config, self.path)) if self.process else None
+
     async def connect(self) -> None:
+        self.ended: Reason | None = None
         self.steps = itertools.count(1)
         self.stream = self.served.executor.Session()
-        await self.send(hello=session_pb2.SessionHello(lease_id=self.lease))
-        assert (await self.read()).WhichOneof("frame") == "welcome"
+        await self.send(hello=session_pb2.SessionHello(lease_id=self.lease, steps_in_flight=16, tokens=True))
+        answer = await self.stream.read()
+        assert answer is not grpc.aio.EOF and answer.WhichOneof("frame") == "welcome"
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
 
     async def call(self, method: str, request: Any) -> Any:
-        return await getattr(self.served.executor, method)(request)
+        """The answer, or the refusal."""
+        try:
+            return await getattr(self.served.executor, method)(request)
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error)
 
     async def send(self, **frame: Any) -> int:
         step = next(self.steps)
         await self.stream.write(session_pb2.SessionRequest(step_id=step, **frame))
         return step
 
-    async def read(self) -> session_pb2.SessionResponse:
-        answer = await self.stream.read()
-        assert answer is not grpc.aio.EOF
-        return answer
+    async def send_each(self, *items: forward_pb2.ForwardItem) -> list[int]:
+        """Each in a frame of its own."""
+        return [await self.send(forward=session_pb2.SessionForward(items=[each])) for each in items]
+
+    async def read(self, steps: list[int]) -> dict[int, Answered]:
+        """The answers to steps of one item, by index: all of them, or those that came before the stream ``ended``;
+        without steps it must end. A token that is told ahead comes once, and in its place."""
+        found: dict[int, Answered] = {}
+        told: dict[int, list[int]] = {}
+        while len(found) < len(steps) or not steps:
+            try:
+                answer = await self.stream.read()
+            except grpc.aio.AioRpcError as error:
+                self.ended = error_from_rpc(error).reason
+                break
+            assert answer is not grpc.aio.EOF
+            index = steps.index(answer.step_id)
+            kind = answer.WhichOneof("frame")
+            if kind == "tokens":
+                assert index not in found
+                [run] = answer.tokens.runs
+                assert run.item_index == 0 and run.first == len(told.setdefault(index, []))
+                told[index] += run.token_ids
+            elif kind == "error":
+                found[index] = Answered(error_from_status(answer.error))
+            else:
+                assert kind == "forward", answer
+                found[index] = answered(answer.forward, answer.forward.results[0], told.get(index))
+        return found
 
     async def ask(self, *items: forward_pb2.ForwardItem) -> dict[int, Answered]:
         """Send each item in a frame of its own, all at once; their answers, by index."""
-        steps = [await self.send(forward=session_pb2.SessionForward(items=[each])) for each in items]
-        found: dict[int, Answered] = {}
-        while len(found) < len(items):
-            answer = await self.read()
-            assert answer.WhichOneof("frame") == "forward", answer
-            found[steps.index(answer.step_id)] = answered(answer.forward, answer.forward.results[0])
+        found = await self.read(await self.send_each(*items))
+        assert len(found) == len(items)
         return found
 
-    # --- the oracle -------------------------------------------------------------------------------------------------
-
-    async def next_token(self, tokens: list[int]) -> int:
-        key = tuple(tokens)
-        if key not in self.memo:
-            answer = await self.oracle.executor.Prefill(pb.PrefillRequest(item=item(tokens, output=SAMPLE)))
-            await self.oracle.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
-            self.memo[key] = int(rows_from_proto(answer.row_blocks)[0]["token_ids"][0])
-        return self.memo[key]
-
-    async def plain_loop(self, tokens: list[int], most: int, stop: tuple[int, ...]) -> tuple[list[int], str]:
-        """What a run on a sequence of these tokens chooses, and why it ends."""
-        found: list[int] = []
-        while True:
-            found.append(await self.next_token([*tokens, *found]))
-            if found[-1] in stop:
-                return found, "RUN_END_STOP_ID"
-            if len(found) == most:
-                return found, "RUN_END_MAX_TOKENS"
-            if len(tokens) + len(found) > CONTEXT:
-                return found, "RUN_END_CONTEXT"
+    async def ask_alone(self, sent: forward_pb2.ForwardItem) -> Answered:
+        """By a unary call."""
+        answer = await self.call("UnifiedForward", pb.UnifiedForwardRequest(items=[sent]))
+        return Answered(answer) if isinstance(answer, ExecutorError) else answered(answer, answer.results[0])
 
     # --- choices ----------------------------------------------------------------------------------------------------
 
-    async def draw(self, rng: random.Random) -> tuple[Known, list[int], forward_pb2.ForwardItem]:
-        """A run on a new sequence or a known one: the sequence, all its tokens once it is fed, the item."""
-        known = rng.choice([*self.known, None])
+    def draw(self, rng: random.Random, *but: Known) -> Sent:
+        """A run on a new sequence or a known one."""
+        known = rng.choice([*(each for each in self.known if each not in but), None])
         fed = [rng.randrange(256) for _ in range(rng.randint(1, 6))]
-        handle = None
+        handle, create = None, forward_pb2.CreateOptions(lease_id=self.lease)
         if known is not None and len(known.tokens) + len(fed) <= CONTEXT:
-            handle = known.handle
+            handle, create = known.handle, None
             if known.chosen is not None and rng.random() < 0.5:
                 fed = [known.chosen]
         else:
             known = Known(types_pb2.KvHandle(), [])
+        sent = item(
+            fed,
+            handle,
+            output=rng.choice([SAMPLE, SAMPLE, MASKED]),
+            run=forward_pb2.Run(max_tokens=rng.randint(1, 9)),
+            request_id=f"r{next(self.numbers)}",
+            create=create,
+        )
         tokens = [*known.tokens, *fed]
-        most, stop = rng.randint(1, 9), ()
         if rng.random() < 0.5:
-            expected, _ = await self.plain_loop(tokens, most, ())
-            stop = (rng.choice(expected),)
-        run = forward_pb2.Run(max_tokens=most, stop_token_ids=stop)
-        return known, tokens, item(fed, handle, output=SAMPLE, run=run, request_id=f"r{next(self.numbers)}")
+            sent.run.stop_token_ids.append(rng.choice(plain_loop(tokens, sent)[0]))
+        return Sent(known, tokens, sent)
 
-    async def settle(self, known: Known, tokens: list[int], sent: forward_pb2.ForwardItem, found: Answered) -> None:
-        """Compare an answer with the plain loop, and note what it left."""
+    def draw_follower(self, first: Sent, most: int) -> forward_pb2.ForwardItem | None:
+        """What follows a run, if that runs to its end; None where there is no room, or for no token."""
+        handle, creation = types_pb2.KvHandle(), ""
+        if first.item.HasField("handle"):
+            handle.CopyFrom(first.item.handle)
+            handle.version += 1
+        else:
+            handle.version, creation = 1, first.item.request_id
+        handle.seq_len = len(first.tokens) + first.item.run.max_tokens - 1
+        if handle.seq_len >= CONTEXT or not most:
+            return None
+        return item(
+            [],
+            handle,
+            output=first.item.output,
+            run=forward_pb2.Run(max_tokens=most),
+            request_id=f"r{next(self.numbers)}",
+            follow=forward_pb2.Follow(feed_chosen=True, creation=creation),
+        )
+
+    def settle(self, sent: Sent, found: Answered, *reasons: Reason) -> None:
+        """Compare an answer with the plain loop, and note what it left. ``reasons``: what may refuse or cut it."""
+        known, tokens = sent.known, sent.tokens
+        expected, end = plain_loop(tokens, sent.item)
+        assert found.told == expected[: len(found.told)]
         if found.error is not None:
-            if found.error.reason is Reason.KV_BLOCKS_EXHAUSTED:
+            if found.reason is Reason.KV_BLOCKS_EXHAUSTED:
                 needed, free = found.error.number("needed_blocks"), found.error.number("free_blocks")
                 assert needed is not None and free is not None and free < needed <= -(-(len(tokens) + 8) // BLOCK)
             else:
-                assert found.error.reason is Reason.STEP_FAILED, found.error
+                assert found.reason in reasons, found.error
+            if found.told:  # its scheduler has shown them
+                assert found.reason is Reason.DEVICE_LOST
+                self.grew(known, tokens, found.told)
             return
-        expected, end = await self.plain_loop(tokens, sent.run.max_tokens, tuple(sent.run.stop_token_ids))
         if found.end == "RUN_END_CUT":
+            assert found.cause in reasons
             expected = expected[: len(found.tokens)]
         else:
-            assert found.end == end
+            assert found.end == end and found.cause is None
         assert found.tokens == expected and expected
-        known.tokens = [*tokens, *expected[:-1]]
-        known.chosen = expected[-1]
+        self.grew(known, tokens, expected)
         known.handle.CopyFrom(found.handle)
         assert found.handle.seq_len == len(known.tokens)
+
+    def grew(self, known: Known, tokens: list[int], chosen: list[int]) -> None:
+        known.tokens = [*tokens, *chosen[:-1]]
+        known.chosen = chosen[-1]
         if known not in self.known:
             self.known.append(known)
+
+    def settle_follower(self, first: Sent, behind: forward_pb2.ForwardItem, found: Answered, *reasons: Reason) -> None:
+        """That of an item whose predecessor ran to its end."""
+        known = first.known
+        assert known.chosen is not None
+        self.settle(Sent(known, [*known.tokens, known.chosen], behind), found, *reasons)
 
     # --- rules ------------------------------------------------------------------------------------------------------
 
@@ -204,64 +347,46 @@ class RunMachine(RuleBasedStateMachine):
         self.run(self._run(random.Random(seed), unary, again, fail))
 
     async def _run(self, rng: random.Random, unary: bool, again: bool, fail: int | None) -> None:
-        known, tokens, sent = await self.draw(rng)
-        if not sent.HasField("handle"):
-            sent.create.lease_id = self.lease
-        self.fault.at = fail
-        if unary:
-            answer = await self.served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[sent]))
-            found = answered(answer, answer.results[0])
-        else:
-            found = (await self.ask(sent))[0]
-        self.fault.at = None
-        await self.settle(known, tokens, sent, found)
+        sent = self.draw(rng)
+        if fail is not None:
+            self.fault.arm(FAIL, fail)
+        found = await self.ask_alone(sent.item) if unary else (await self.ask(sent.item))[0]
+        self.fault.arm(0)
+        self.settle(sent, found, Reason.STEP_FAILED)
         if again and found.error is None:  # the answer was lost
-            repeated = (await self.ask(sent))[0]
+            repeated = (await self.ask(sent.item))[0]
             assert repeated.replayed and (repeated.tokens, repeated.end) == (found.tokens, found.end)
-            assert repeated.handle == found.handle
+            assert repeated.handle == found.handle and not repeated.told
 
     @rule(seed=SEED, most=st.integers(1, 9), fail=st.sampled_from([None, None, 0, 2, 5]), twice=st.booleans())
     def a_run_and_a_follower(self, seed: int, most: int, fail: int | None, twice: bool) -> None:
         self.run(self._follow(random.Random(seed), most, fail, twice))
 
     async def _follow(self, rng: random.Random, most: int, fail: int | None, twice: bool) -> None:
-        known, tokens, first = await self.draw(rng)
-        handle, creation = types_pb2.KvHandle(), ""
-        if first.HasField("handle"):
-            handle.CopyFrom(first.handle)
-            handle.version += 1
-        else:
-            handle.version, creation = 1, first.request_id
-        handle.seq_len = len(tokens) + first.run.max_tokens - 1
-        if handle.seq_len >= CONTEXT:
+        first = self.draw(rng)
+        behind = self.draw_follower(first, most)
+        if behind is None:
             return
-        behind = item(
-            [],
-            handle,
-            output=SAMPLE,
-            run=forward_pb2.Run(max_tokens=most),
-            request_id=f"r{next(self.numbers)}",
-            follow=forward_pb2.Follow(feed_chosen=True, creation=creation),
-        )
-        self.fault.at = fail
-        frames = [first, behind, first, behind] if twice else [first, behind]
+        if fail is not None:
+            self.fault.arm(FAIL, fail)
+        frames = [first.item, behind, first.item, behind] if twice else [first.item, behind]
         answers = await self.ask(*frames)
-        self.fault.at = None
-        await self.settle(known, tokens, first, answers[0])
-        whole = answers[0].error is None and answers[0].end == "RUN_END_MAX_TOKENS"
+        self.fault.arm(0)
+        self.settle(first, answers[0], Reason.STEP_FAILED)
+        whole = answers[0].end == "RUN_END_MAX_TOKENS"
         if not whole:
-            assert answers[1].error is not None and answers[1].error.reason in BROKEN, answers[1]
+            assert answers[1].reason in BROKEN, answers[1]
         else:
-            assert known.chosen is not None
-            await self.settle(known, [*known.tokens, known.chosen], behind, answers[1])
+            self.settle_follower(first, behind, answers[1], Reason.STEP_FAILED)
         for index in range(2, len(frames)):  # a duplicate that came too late for a refusal may be tried again
             one, other = answers[index - 2], answers[index]
             if one.error is None and other.error is None:
                 assert (one.tokens, one.handle) == (other.tokens, other.handle)
             elif one.error is not None and other.error is None:
-                await self.settle(
-                    known, tokens if index == 2 else [*known.tokens, known.chosen or 0], frames[index], other
-                )
+                if index == 2:
+                    self.settle(first, other, Reason.STEP_FAILED)
+                else:
+                    self.settle_follower(first, behind, other, Reason.STEP_FAILED)
 
     @rule(seed=SEED, turns=st.integers(0, 30))
     def a_stream_breaks(self, seed: int, turns: int) -> None:
@@ -269,14 +394,14 @@ class RunMachine(RuleBasedStateMachine):
         self.run(self._break(random.Random(seed), turns))
 
     async def _break(self, rng: random.Random, turns: int) -> None:
-        known, tokens, sent = await self.draw(rng)
-        await self.send(forward=session_pb2.SessionForward(items=[sent]))
+        sent = self.draw(rng)
+        await self.send_each(sent.item)
         for _ in range(turns):
             await asyncio.sleep(0)
         self.stream.cancel()
         await until(lambda: not self.served.server.sessions)
         await self.connect()
-        await self.settle(known, tokens, sent, (await self.ask(sent))[0])
+        self.settle(sent, (await self.ask(sent.item))[0], Reason.CANCELLED)
 
     @rule(seed=SEED)
     def release(self, seed: int) -> None:
@@ -296,32 +421,174 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule()
     def a_handle_of_a_future_that_does_not_come(self) -> None:
-        async def ask() -> Answered:
-            never = types_pb2.KvHandle(seq_len=3, version=1)
-            follow = forward_pb2.Follow(creation="never")
-            return (await self.ask(item([1], never, request_id=f"r{next(self.numbers)}", follow=follow)))[0]
+        never = types_pb2.KvHandle(seq_len=3, version=1)
+        follow = forward_pb2.Follow(creation="never")
+        sent = item([1], never, request_id=f"r{next(self.numbers)}", follow=follow)
+        assert self.run(self.ask(sent))[0].reason is Reason.CHAIN_BROKEN
 
-        error = self.run(ask()).error
-        assert error is not None and error.reason is Reason.CHAIN_BROKEN
+    # --- the end of an engine, and of a server ------------------------------------------------------------------------
+
+    @rule(seed=SEED, at=st.integers(0, 12), stage=st.sampled_from(STAGES))
+    def the_engine_dies(self, seed: int, at: int, stage: str) -> None:
+        self.run(self._die(random.Random(seed), at, stage))
+
+    async def _die(self, rng: random.Random, at: int, stage: str) -> None:
+        self.fault.arm(LOSE, at, stage)
+        under_way = await self.begin_some(rng)
+        await self.end_some(under_way, Reason.DEVICE_LOST)
+        engine = self.state.engine
+        if self.fault.armed and isinstance(engine, EngineProcess):  # they ended before
+            self.fault.arm(0)
+            os.kill(engine._process.pid, signal.SIGKILL)
+        elif self.fault.armed:
+            self.fault.arm(LOSE)
+            longest = max(self.known, key=lambda known: len(known.tokens), default=None)  # needs no block
+            last = item([1]) if longest is None else item([1], longest.handle, truncate_to=0)
+            assert (await self.ask_alone(last)).reason is Reason.DEVICE_LOST
+        await self.served.server.failed()
+        for known in self.known:
+            if known.handle.id:
+                for method, request in (
+                    ("Decode", pb.DecodeRequest(item=item([1], known.handle))),
+                    ("TruncateKv", pb.TruncateKvRequest(handle=known.handle, length=0)),
+                ):
+                    error = await self.call(method, request)
+                    assert isinstance(error, ExecutorError) and error.reason is Reason.DEVICE_LOST, error
+        self.nothing_is_under_way()
+        await self.go_on(rng)
+
+    @rule(seed=SEED, turns=st.integers(0, 30), grace=st.booleans())
+    def the_server_drains(self, seed: int, turns: int, grace: bool) -> None:
+        self.run(self._drain(random.Random(seed), turns, grace))
+
+    async def _drain(self, rng: random.Random, turns: int, grace: bool) -> None:
+        under_way = await self.begin_some(rng)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        draining = self.served.server.draining
+        if grace and len(self.state.handles):
+            self.served.server.drain(60)
+            new = pb.PrefillRequest(item=item([1]))
+            error = await self.call("Prefill", new)
+            assert isinstance(error, ExecutorError) and error.reason is Reason.DRAINING
+            await self.end_some(under_way, Reason.DRAINING)
+            sent = self.draw(rng)  # those that are there are served
+            reasons = () if sent.item.HasField("handle") else (Reason.DRAINING,)
+            self.settle(sent, await self.ask_alone(sent.item), *reasons)
+            under_way = await self.begin_some(rng)
+        self.served.server.drain(0)
+        await self.end_some(under_way, Reason.DRAINING)
+        await draining.done.wait()
+        assert not await self.read([]) and self.ended is Reason.DRAINING
+        await self.audit()
+        self.nothing_is_under_way()
+        await self.go_on(rng)
+
+    async def begin_some(self, rng: random.Random) -> UnderWay:
+        """Runs on different sequences, some with a follower behind, one perhaps by a call of its own."""
+        firsts: list[Sent] = []
+        for _ in range(rng.randint(1, 3)):
+            firsts.append(self.draw(rng, *(each.known for each in firsts)))
+        alone = None
+        if len(firsts) > 1 and rng.random() < 0.4:
+            sent = firsts.pop()
+            alone = sent, asyncio.ensure_future(self.ask_alone(sent.item))
+        chains = [(each, self.draw_follower(each, rng.randint(0, 9))) for each in firsts]
+        steps = [await self.send_each(*filter(None, (first.item, behind))) for first, behind in chains]
+        return UnderWay(chains, steps, alone)
+
+    async def end_some(self, under_way: UnderWay, *reasons: Reason) -> None:
+        """Compare all answers. What the server had not read when it ended the stream has none, and did not happen."""
+        found = await self.read([step for steps in under_way.steps for step in steps])
+        answers = iter(found.get(index) for index in range(sum(map(len, under_way.steps))))
+        for first, behind in under_way.chains:
+            answer = next(answers)
+            self.settle_if(first, answer, *reasons)
+            if behind is None:
+                continue
+            following = next(answers)
+            if answer is not None and answer.end == "RUN_END_MAX_TOKENS":
+                whole = Sent(first.known, [*first.known.tokens, first.known.chosen or 0], behind)
+                self.settle_if(whole, following, *reasons)
+            else:
+                assert following is None or following.reason in BROKEN | {*reasons}, following
+        if under_way.alone is not None:
+            sent, task = under_way.alone
+            self.settle(sent, await task, *reasons)
+
+    def settle_if(self, sent: Sent, found: Answered | None, *reasons: Reason) -> None:
+        if found is None:
+            assert self.ended in reasons
+        else:
+            self.settle(sent, found, *reasons)
+
+    async def go_on(self, rng: random.Random) -> None:
+        """Feed to another server what is known, and go on from there."""
+        await self.close()
+        await self.open()
+        for known in list(self.known):
+            if known.handle.id:
+                error = await self.call("Decode", pb.DecodeRequest(item=item([1], known.handle)))
+                assert isinstance(error, ExecutorError) and error.reason is Reason.INSTANCE_MISMATCH
+            known.handle.Clear()
+            create = forward_pb2.CreateOptions(lease_id=self.lease)
+            again = item(known.tokens, output=NO_ROWS, create=create, request_id=f"r{next(self.numbers)}")
+            answer = known.tokens and await self.call("Prefill", pb.PrefillRequest(item=again))
+            if not answer or isinstance(answer, ExecutorError):
+                assert not answer or answer.reason is Reason.KV_BLOCKS_EXHAUSTED
+                self.known.remove(known)
+                continue
+            known.handle.CopyFrom(answer.output.handle)
+            if known.chosen is not None and len(known.tokens) < CONTEXT:
+                run = forward_pb2.Run(max_tokens=rng.randint(1, 5))
+                on = item([known.chosen], known.handle, output=SAMPLE, run=run, request_id="on")
+                self.settle(Sent(known, [*known.tokens, known.chosen], on), (await self.ask(on))[0])
+
+    async def close(self) -> None:
+        self.stream.cancel()
+        await self.life.aclose()
 
     # --- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
     def nothing_is_left_behind(self) -> None:
-        if not hasattr(self, "served"):
-            return
-        self.run(self.served.check())
-        engine = self.served.server.state.engine
-        used = sum(-(-len(known.tokens) // BLOCK) for known in self.known)
+        if hasattr(self, "served"):
+            self.run(self.audit())
+            self.nothing_is_under_way()
+
+    async def audit(self) -> None:
+        """The cache's books agree, and both floors and the scheduler know the same sequences at the same lengths."""
+        engine, records = self.state.engine, self.state.handles.records()
+        lengths = {record.sequence: record.length for record in records}
+        wrong: asyncio.Future[Any] = self.loop.create_future()
+        command = Command("audit", (lengths,)) if self.process else partial(audit, lengths=lengths)
+        engine.submit(Operation(command, wrong.set_result))
+        assert await wrong == ""
+        assert {each.id: (each.length, each.version) for each in records} == {
+            each.handle.id: (len(each.tokens), each.handle.version) for each in self.known
+        }
+        used = sum(-(-length // BLOCK) for length in lengths.values())
         assert engine.cache.free_blocks == engine.cache.total_blocks - used
-        assert engine.counters.running == 0 and engine.cache.sequences == len(self.known)
-        assert not any(each.busy or each.cut or each.follower for each in self.served.server.state.handles.records())
+        assert engine.cache.sequences == len(lengths)
+
+    def nothing_is_under_way(self) -> None:
+        """Of an engine that is dead, too."""
+        state, engine = self.state, self.state.engine
+        assert (engine.counters.running, engine.queued_items, engine.queued_tokens) == (0, 0, 0)
+        records = state.handles.records()
+        assert not state._creating and not any(each.busy or each.cut or each.follower for each in records)
+        assert not any(account.held[each] for account in state.quotas._accounts.values() for each in HELD_BY_CALLS)
+        assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.masks.values())
+        assert not state.masks._on_way and not state.unread.bytes
+        assert not any(state.supervisor.failures.values())
+        if isinstance(engine, EngineProcess):
+            assert not engine._open
 
     def teardown(self) -> None:
-        if hasattr(self, "stack"):
-            self.stream.cancel()
-            self.run(self.stack.aclose())
+        if hasattr(self, "served"):
+            self.run(self.close())
             self.loop.close()
+            self.folder.cleanup()
 
 
 TestRuns = RunMachine.TestCase

@@ -270,6 +270,7 @@ class EngineProcess:
                 status = f" with status {self._process.wait(DYING_S)}"
             self._fail(EngineDied(f"the engine process ended by itself{status}"))
         self._submitted = self._shared.claimed.tolist()
+        self.counters.running = 0
         finished: Finished = []
         for work in self._open.values():
             if work.state is not State.CANCELLED:
