@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 
@@ -128,6 +128,7 @@ class Driver:
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
             self._speculation = Speculation(drafter, most, runs=self._run_tokens > 0)
         self._single = False  # for a step: blocks were short
+        self._steps_a_trip = 1
         self._run = Run(())
         self._board = Board(client, self._run, observer)
 
@@ -198,11 +199,12 @@ class Driver:
                 return
 
     async def _forward(self, step: Plan, pool: Pool | None) -> None:
-        """One step. With a ``pool``, short runs of the requests that have no draft beside those that have."""
+        """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
+        than a trip, which all wait for."""
         self._board.admit(step.admitted)
         runs = dict[Request, TokenRun]()
         if pool is not None:
-            chain = Chain(pool, min(self._run_tokens, SHORT), self._max_context)
+            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self._max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
             runs = {request: TokenRun(count, self._stops) for request, count in found.items()}
@@ -395,7 +397,7 @@ class Driver:
         feeds: ListOf[Feed],
         results: ListOf[Answer | ExecutorError],
         seconds: float,
-        runs: Container[Request],
+        runs: Collection[Request],
     ) -> None:
         """Note a step, before its answers change the requests."""
         answers = [each for each in results if isinstance(each, Answer)]
@@ -415,6 +417,9 @@ class Driver:
             emitted=sum(len(result.tokens) for _, result in verified),
         )
         timing = answers[0].timing
+        if timing is not None and not runs:
+            away = seconds - timing.forward_s
+            self._steps_a_trip = max(1, int(away / timing.forward_s)) if timing.forward_s else SHORT
         self._run.step(
             prompt=sum(feed.count for feed in done) - len(decodes),
             decode=sum(len(result.tokens) for _, result in decodes),

@@ -112,27 +112,34 @@ class Speculation:
         self._runs = runs
         self._lengths: dict[int, int] = {}
         self._rests: dict[int, int] = {}
-        self._paces: dict[bool, float] = {}
-        self._since: Counter[bool] = Counter()
+        self._seconds = {True: 0.0, False: 0.0}  # by drafts, by runs
+        self._tokens = {True: 0.0, False: 0.0}
+        self._since = {True: 0.0, False: 0.0}
 
     def turn(self) -> tuple[bool, int | None]:
         """Whether it is drafts that give the next tokens, and how many runs may give, before this is asked again. Both
         ways are tried, and the slower again now and then: texts change, and so does what a trip takes."""
         if not self._runs:
             return True, None
-        if len(self._paces) < 2:
-            return True not in self._paces, REST
-        drafts = self._paces[True] <= self._paces[False]
+        for drafts in (True, False):
+            if self._tokens[drafts] < REST:
+                return drafts, REST
+        drafts = self._pace(drafts=True) <= self._pace(drafts=False)
         left = AGAIN - self._since[not drafts]
-        return (drafts, REST if drafts else max(REST, left)) if left > 0 else (not drafts, REST)
+        return (drafts, REST if drafts else max(REST, round(left))) if left > 0 else (not drafts, REST)
 
     def took(self, seconds: float, tokens: float, *, drafts: bool) -> None:
         """So long for so many tokens of each request."""
-        if tokens:
-            pace, before = seconds / tokens, self._paces.get(drafts)
-            self._paces[drafts] = pace if before is None else (before + pace) / 2
-            self._since[drafts] = 0
-            self._since[not drafts] += round(tokens)
+        self._seconds[drafts] += seconds
+        self._tokens[drafts] += tokens
+        if self._tokens[drafts] > 4 * REST:  # what was lately counts more
+            self._seconds[drafts] /= 2
+            self._tokens[drafts] /= 2
+        self._since[drafts] = 0
+        self._since[not drafts] += tokens
+
+    def _pace(self, *, drafts: bool) -> float:
+        return self._seconds[drafts] / self._tokens[drafts]
 
     async def draft(self, requests: Iterable[Request], max_context: int) -> None:
         """Give each request its draft. It is never longer than what the request may still need."""

@@ -145,18 +145,22 @@ async def test_texts_do_not_depend_on_which_of_them_come_by_runs(
 
 def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
     speculation = Speculation(Lookup(), 8, runs=True)
-    assert speculation.turn() == (True, REST)
-    speculation.took(1.0, 2, drafts=True)
+    for tokens in (1, REST - 1):
+        assert speculation.turn() == (True, REST)
+        speculation.took(1.0, tokens, drafts=True)
     assert speculation.turn() == (False, REST)
-    speculation.took(1.0, 8, drafts=False)
-    assert speculation.turn() == (False, AGAIN - 8)
-    speculation.took(30.0, AGAIN - 8, drafts=False)
+    speculation.took(1.0, REST, drafts=False)
+    assert speculation.turn() == (False, AGAIN - REST)
+    speculation.took(1.0, AGAIN - REST, drafts=False)
     assert speculation.turn() == (True, REST)
-    speculation.took(1.0, 16, drafts=True)
-    speculation.took(4.0, 8, drafts=False)
+    speculation.took(0.1, 1, drafts=True)
+    assert speculation.turn() == (False, AGAIN)
+    speculation.took(60.0, REST, drafts=False)
     assert speculation.turn() == (True, REST)
-    speculation.took(16.0, AGAIN, drafts=True)
+    speculation.took(0.1, AGAIN, drafts=True)
     assert speculation.turn() == (False, REST)
+    speculation.took(0.1, 1, drafts=False)
+    assert speculation.turn() == (True, REST)
     assert Speculation(Lookup(), 8).turn() == (True, None)
 
 
