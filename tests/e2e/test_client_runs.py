@@ -313,10 +313,11 @@ async def test_lost_connections_change_no_token(session: bool) -> None:
                 assert sequence.tokens == PROMPT + found[:-1]
                 return found
 
-            for _ in range(4):
+            rounds = 0
+            while rounds < 4 or proxy.lost_connections < 2:
                 assert await asyncio.gather(one(), one(), one()) == [expected] * 3
+                rounds += 1
             proxy.weather.resets = 0.0
-            assert proxy.lost_connections > 1
         await served.check()
 
 
