@@ -21,43 +21,50 @@ from typing import Any
 import numpy as np
 
 STAGES = ("plan", "forward", "select", "commit")
-FAIL, LOSE = 1, 2
+FAIL, LOSE, HOLD, HELD = 1, 2, 3, 4
 
 
 class Fault:
     """A stage hook that fails once, in memory that an engine's process shares: at the ``at``-th of such stages from now
-    on. `LOSE`: the device is lost, or the process ``kills`` itself."""
+    on. `LOSE`: the device is lost, or the process ``kills`` itself. `HOLD`: it waits there, `HELD`, until `arm(0)`."""
 
     def __init__(self, path: Path, *, kills: bool) -> None:
         if not path.exists():
-            path.write_bytes(bytes(24))
-        self._words = np.memmap(path, np.int64, "r+", shape=(3,))
+            path.write_bytes(bytes(32))
+        self._words = np.memmap(path, np.int64, "r+", shape=(4,))
         self._kills = kills
 
     @property
     def armed(self) -> bool:
         return bool(self._words[0])
 
+    @property
+    def held(self) -> bool:
+        return bool(self._words[0] == HELD and self._words[3])
+
     def arm(self, how: int, at: int = 0, stage: str = "select") -> None:
         """0: not at all."""
-        self._words[1:] = at, STAGES.index(stage)
+        self._words[1:] = at, STAGES.index(stage), how == HOLD
         self._words[0] = how
 
     def __call__(self, stage: str) -> None:
-        how, at, index = self._words.tolist()
+        how, at, index, _ = self._words.tolist()
         if not how or stage != STAGES[index]:
             return
         self._words[1] = at - 1
         if at:
             return
-        self._words[0] = 0
+        self._words[0] = HELD if how == HOLD else 0
+        while self.held:
+            os.sched_yield()
         if how == FAIL:
             raise RuntimeError("as asked")
-        if self._kills:
+        if how == LOSE and self._kills:
             os.kill(os.getpid(), signal.SIGKILL)
-        from ferrum_rpc.errors import DeviceLost
+        if how == LOSE:
+            from ferrum_rpc.errors import DeviceLost
 
-        raise DeviceLost("as asked")
+            raise DeviceLost("as asked")
 
 
 def audit(runner: Any, lengths: dict[int, int]) -> str:
