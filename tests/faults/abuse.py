@@ -51,7 +51,7 @@ async def r10_abuse_does_not_hurt_others(size: Size) -> Figures:
     figures: list[Figure] = []
     facts: dict[str, object] = {}
     # As docs/operations.md has it where hostile clients may connect.
-    async with serving("--max-streams", "16") as server, dial(server.target) as client:
+    async with serving("--max-streams", "16", fresh=True) as server, dial(server.target) as client:
         honest = Honest(client, await prefill(client, [1, 2, 3, 4]))
         await honest.p99(size.abuse_s)
         memory = server.rss_bytes()

@@ -62,7 +62,7 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
         tokens = Path(folder) / "tokens"
         tokens.write_text("alice a-token-of-alice\nbob a-token-of-bob\n")
         tokens.chmod(0o600)
-        async with serving("--tokens", str(tokens)) as server, dial(server.target) as prober:
+        async with serving("--tokens", str(tokens), fresh=True) as server, dial(server.target) as prober:
             health = health_pb2_grpc.HealthStub(prober.channel)
             async with _unfinished(server, HEALTH) as ended:  # the allocator keeps 32 MiB of what was freed
                 await ended.wait()

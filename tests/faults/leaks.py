@@ -99,7 +99,7 @@ async def _growth(calls: int, *, whole_lives: bool) -> tuple[int, int]:
     ``whole_lives`` calls create and release sequences, and what is bounded by design (recorded answers, tombstones) is
     filled first; else they are calls on sequences that live on."""
     flags = ("--replay-bytes", "64KiB", "--max-sequences", "512", "--max-batch-items", str(FILL_BATCH))
-    async with serving(*flags, kv_blocks=1024) as server, dial(server.target) as client:
+    async with serving(*flags, kv_blocks=1024, fresh=True) as server, dial(server.target) as client:
         if whole_lives:
             await _fill(client)
         live = _whole_lives if whole_lives else _long_lives
@@ -164,7 +164,7 @@ async def _step(client: Dialled, handle: Any, request_id: str, **fields: Any) ->
 
 async def _expired(calls: int) -> dict[str, str]:
     """Bytes that a call takes whose caller does not wait, in our server and in one of grpc.aio alone."""
-    async with serving() as server, dial(server.target) as client:
+    async with serving(fresh=True) as server, dial(server.target) as client:
         handle = await prefill(client, [1, 2, 3])
         request = pb.ReserveKvRequest(handle=handle)
         ours = await _lost(server, lambda: client.executor.ReserveKv(request, timeout=HURRIED_S), calls)

@@ -121,7 +121,7 @@ async def r9_overload_bends(size: Size) -> Figures:
     flags += ("--max-batch-tokens", str(TOGETHER * TOKENS))
     turns: list[tuple[Ends, Ends]] = []
     async with (
-        serving(*flags, kv_blocks=POOL * (TOKENS // 16 + 2)) as server,
+        serving(*flags, kv_blocks=POOL * (TOKENS // 16 + 2), fresh=True) as server,
         dial(server.target, ("grpc.enable_retries", 0)) as client,
     ):
         load = Load(server, client, [await prefill(client, [1]) for _ in range(POOL)])

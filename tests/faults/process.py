@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc
+from tests.faults.forking import LIMIT, Forked, fork
 from tests.faults.waiting import until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ UNLIMITED: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_mes
 class ServerProcess:
     """The process, seen from outside: its log events, its memory, its descriptors, its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
         self._process = process
         self._heard = asyncio.Condition()
         self.target = ""
@@ -129,16 +130,22 @@ async def serving(
     kv_blocks: int = 4096,
     prefix: Sequence[str] = (),
     root: Path = ROOT,
+    fresh: bool = False,
 ) -> AsyncIterator[ServerProcess]:
     """A server process that is ready. ``prefix``: a command before it, such as ``ip netns exec``. ``root``: the folder
-    of its package."""
-    command = [*prefix, sys.executable, "-m", "ferrum_rpc.cli", "serve", model, "--port", str(port)]
-    command += ["--log-format", "json", "--threads", "1", "--kv-blocks", str(kv_blocks), "--no-warmup", *flags]
-    server = ServerProcess(
-        await asyncio.create_subprocess_exec(
-            *command, cwd=root, env=environment(), stderr=asyncio.subprocess.PIPE, limit=1 << 22
+    of its package. ``fresh``: it imports everything itself, so that all of its memory is its own; else it is forked
+    (`tests.faults.forking`)."""
+    arguments = ["serve", model, "--port", str(port), "--log-format", "json", "--threads", "1"]
+    arguments += ["--kv-blocks", str(kv_blocks), "--no-warmup", *flags]
+    if fresh or prefix or root != ROOT:
+        command = [*prefix, sys.executable, "-m", "ferrum_rpc.cli", *arguments]
+        server = ServerProcess(
+            await asyncio.create_subprocess_exec(
+                *command, cwd=root, env=environment(), stderr=asyncio.subprocess.PIPE, limit=LIMIT
+            )
         )
-    )
+    else:
+        server = ServerProcess(await fork(arguments, environment()))
     try:
         server.target = (await server.event("ready"))["target"]
         yield server

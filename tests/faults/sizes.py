@@ -90,8 +90,8 @@ class Size:
 
 CI: Final = Size(
     name="ci",
-    handles=20_000,
-    calls_under_loss=2_000,
+    handles=8_000,
+    calls_under_loss=800,
     calls_in_sessions=1_000,
     calls_under_packet_loss=300,
     lease_s=1.5,
@@ -107,9 +107,9 @@ CI: Final = Size(
     abuse_s=0.8,
     p99_floor_s=0.1,
     neighbour_calls=80,
-    weight_files=2_000,
-    fuzz_direct=2_000,
-    fuzz_wire=100,
+    weight_files=800,
+    fuzz_direct=800,
+    fuzz_wire=40,
     endings=2,
     leak_calls=5_000,
     leak_whole_lives=False,

@@ -23,7 +23,7 @@ async def test_calls_that_nobody_has_accepted_take_no_more_than_promised(tmp_pat
     tokens.write_text("alice a-token-of-alice\n")
     tokens.chmod(0o600)
     flags = ("--tokens", str(tokens), "--failpoints", f"before_reply=delay:{STILL_MS}@1")
-    async with serving(*flags) as server, dial(server.target) as client:
+    async with serving(*flags, fresh=True) as server, dial(server.target) as client:
         await client.executor.GetStatus(pb.GetStatusRequest(), metadata=TOKEN)
         before = most = server.rss_bytes()
         still = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])), metadata=TOKEN))
@@ -48,7 +48,7 @@ async def test_frames_that_do_not_end_are_bounded_by_sessions_and_a_message(tmp_
     tokens.write_text("alice a-token-of-alice\n")
     tokens.chmod(0o600)
     flags = ("--tokens", str(tokens), "--max-sessions", str(SESSIONS))
-    async with serving(*flags) as server, dial(server.target) as client:
+    async with serving(*flags, fresh=True) as server, dial(server.target) as client:
         before = most = server.rss_bytes()
         path, metadata = f"{SERVICE}Session", TOKEN if token else ()
         hostile = SlowBodies("127.0.0.1", server.port, path, 4 * SESSIONS, MIB - 64, metadata=metadata)

@@ -43,7 +43,7 @@ async def r22_the_dead_hold_nothing(size: Size) -> Figures:
     limits = ("--max-response-bytes", "40MiB", "--max-session-response-bytes", "40MiB", "--replay-bytes", "1MiB")
     figures: list[Figure] = []
     facts: dict[str, object] = {"an answer": f"{size.unread_mib} MiB", "may wait": f"{BOUND} MiB"}
-    async with serving(*flags, *limits, kv_blocks=65_536) as server:
+    async with serving(*flags, *limits, kv_blocks=65_536, fresh=True) as server:
         await _asked_and_killed(server, tokens, 1, 1)  # what libraries and allocators keep, they keep from now on
         await _settled(server, 0, LEFT_S)
         for name, calls, sessions in (("unary calls", size.unread_calls, 0), ("sessions", 0, size.unread_sessions)):

@@ -128,7 +128,7 @@ def test_the_torch_path_says_the_same(device, softcap):
     block_size=st.sampled_from([2, 5, 16]),
     processors=st.sampled_from([1, 3, 12]),
 )
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mix_of_spans(device, spans, heads, window, softcap, block_size, processors):  # noqa: PLR0917
     spec = AttentionSpec(*heads, 24, 0.2, window, softcap)
     step = paged_step(spec, spans, device=device, block_size=block_size)

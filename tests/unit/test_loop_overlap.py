@@ -388,7 +388,7 @@ class Callers:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_callers_get_the_rows_of_a_runner_of_their_own(data: st.DataObject) -> None:
     """Whatever fails meanwhile is answered as failed, and asked for again."""
     fails = data.draw(st.sets(st.integers(1, 60), max_size=12), label="passages that fail")

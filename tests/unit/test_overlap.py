@@ -382,7 +382,7 @@ def any_step(pair: Pair, data: st.DataObject, new: int) -> tuple[tuple[Span, ...
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_history_is_that_of_one_step_after_the_other(data: st.DataObject) -> None:
     """Sequences of a step whose fate is to fail are left alone until it has: the serial runner never ran it."""
     pair, new = Pair(), 1

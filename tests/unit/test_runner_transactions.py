@@ -689,7 +689,7 @@ def random_step(twins: Twins, data: st.DataObject, new: int) -> tuple[Step, int]
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_history_with_failures_is_the_history_without_them(data: st.DataObject) -> None:
     twins, new = Twins(), 1
     for _ in range(data.draw(st.integers(1, 8), label="operations")):
