@@ -627,9 +627,8 @@ class Sequence:
         state = self._state
         if state.handle is None and state.parent is None:
             feed, truncate_to = PREFILL, None
-        elif (
-            truncate_to is not None and truncate_to == state.length
-        ):  # what was lost may have been rebuilt to exactly that
+        elif state.handle is not None and truncate_to == state.handle.seq_len:
+            # What was lost may have been rebuilt to exactly that.
             truncate_to = None
         item = state.item(next(self._context.item_ids), tokens, output, truncate_to, run)
         [answer] = await self._connection.forward(feed, [item], deadline)
