@@ -47,6 +47,15 @@ PROMPT = [3, 1, 4]
 WORDS = types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[8], data=(1 << 9).to_bytes(32, "little"))
 """Allows token 9 only."""
 
+SETTINGS = """
+from pydantic import BaseModel as BaseSettings
+
+PydanticBaseSettingsSource = object
+SettingsConfigDict = lambda env_prefix, **more: more
+EnvSettingsSource = lambda settings: dict
+"""
+"""In place of a package that the older server needs and that is installed no more: settings are told by flags only."""
+
 ADDED = range(info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN, info_pb2.CAPABILITY_STEP_FRAMES + 1)
 OFFERED_SINCE = {
     info_pb2.CAPABILITY_OUTPUT_SAMPLE,
@@ -73,6 +82,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"commit {COMMIT} is not in this checkout: a shallow clone, or none at all")
     with tarfile.open(fileobj=BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
+    (folder / "pydantic_settings.py").write_text(SETTINGS)
     return folder
 
 
