@@ -88,7 +88,7 @@ def main() -> None:
 
     prepare()
     import ferrum_rpc.engine.build
-    import ferrum_rpc.serve  # noqa: F401
+    import ferrum_rpc.serve  # noqa: F401 - what a server imports
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=int(sys.argv[1]))
