@@ -65,7 +65,7 @@ File = Annotated[Path, AfterValidator(Path.absolute)]
 GROUPS: Final = {
     "host": "where it listens, and who may call",
     "device": "the model, and how it computes",
-    "kv_memory": "the KV cache",
+    "kv_dtype": "the KV cache",
     "max_batch_items": "limits of a call, and of all callers together",
     "lease_ttl_s": "leases, idle sequences, quotas",
     "keepalive_time_s": "connections",
@@ -99,6 +99,10 @@ class ModelSettings:
         default="auto", description="on a GPU: begin a step while the one before it computes"
     )
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto",
+        description="type of keys and values: int8 rounds them to 8 bits, on a CPU; fp8 is not built yet",
+    )
     kv_memory: Bytes | None = Field(
         default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
     )

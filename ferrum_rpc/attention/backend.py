@@ -8,6 +8,7 @@ path in use needs to know why.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -24,7 +25,7 @@ from ferrum_rpc.selection import AUTO, Candidate, select
 
 class AttentionBackend(Protocol):
     """Paged attention over one store. Constructed with ``(specs, keys, values)``, one entry per layer; ``keys[l]`` and
-    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim]."""
+    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim], or where that is asked for rows of `eight_bits`."""
 
     name: str
 
@@ -85,19 +86,26 @@ TRITON: Final = "triton"
 
 
 def select_backend(
-    device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype, requested: str = AUTO
+    device: torch.device,
+    specs: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    requested: str = AUTO,
+    rounded: bool = False,
 ) -> tuple[str, str, Factory]:
-    """``(name, reason, factory)`` of the backend for ``device``, these layers and a cache of ``dtype``.
+    """``(name, reason, factory)`` of the backend for ``device``, these layers, queries of ``dtype``, and a cache of it
+    or one that is ``rounded`` to int8.
 
     ``requested`` is ``auto`` (Triton on CUDA, the native kernel on a CPU, torch where that fails) or a backend's name.
     Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
     """
 
-    native = Candidate(NATIVE, lambda: probe(specs, device, dtype), "K and V are read in place with {}")
+    native = Candidate(NATIVE, lambda: probe(specs, device, dtype, rounded), "K and V are read in place with {}")
+    cached = torch.int8 if rounded else dtype
     triton = Candidate(
-        TRITON, lambda: triton_probe.probe(device, specs, dtype), "one kernel for every span, K and V read in place"
+        TRITON, lambda: triton_probe.probe(device, specs, cached), "one kernel for every span, K and V read in place"
     )
     plain = Candidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
     name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)
-    return name, reason, NativePagedAttention if name == NATIVE else made
+    factory = NativePagedAttention if name == NATIVE else made
+    return name, reason, partial(factory, dtype=dtype) if rounded else factory

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.eight_bits import to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
@@ -68,20 +69,26 @@ class NativePlan:
 
 class NativePagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] on the CPU, bfloat16
-    or float32; a layer's queries have its dtype. ``isa``: an instruction set by name, for tests; else the best of the
-    machine. Raises OSError where the kernel is not built or does not take such heads."""
+    or float32; a layer's queries have its dtype. Or int8, rows of `eight_bits`: they stay so while they are read, and
+    ``dtype`` is that of the queries. ``isa``: an instruction set by name, for tests; else the best of the machine.
+    Raises OSError where the kernel is not built or does not take such heads."""
 
     name = "native"
     exact_span_tokens = SHORT
 
     def __init__(
-        self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], isa: str | None = None
+        self,
+        specs: Sequence[AttentionSpec],
+        keys: list[Tensor],
+        values: list[Tensor],
+        isa: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        for key in keys:
-            cpu.require(key.device, key.dtype, *DTYPES)
+        self._dtypes = [dtype if key.dtype == torch.int8 else key.dtype for key in keys]
+        for key, computed in zip(keys, self._dtypes, strict=True):
+            cpu.require(key.device, computed, *DTYPES)
         self._library = library.load()
-        self._keys = keys
-        self._torch = TorchPagedAttention(specs, keys, values)
+        self._torch = TorchPagedAttention(specs, keys, values, dtype)
         self._kernels: dict[int, int] = {}
         name = None if isa is None else isa.encode()
         for spec in specs:
@@ -89,7 +96,7 @@ class NativePagedAttention:
                 raise OSError(f"heads of {spec.head_dim} are no multiple of a vector of {isa or 'this machine'}")
             if spec.head_dim not in self._kernels:
                 self._kernels[spec.head_dim] = self._library.ferrum_decode_new(name, spec.head_dim)
-        self._narrow = all(key.dtype == torch.bfloat16 for key in keys)
+        self._narrow = all(computed == torch.bfloat16 for computed in self._dtypes)
         self._prefill = None
         if self._narrow and all(self._library.ferrum_prefill_supported(head_dim) for head_dim in self._kernels):
             self._prefill = self._library.ferrum_prefill_new()
@@ -103,12 +110,13 @@ class NativePagedAttention:
                     spec.heads,
                     spec.kv_heads,
                     spec.head_dim,
-                    key.dtype == torch.float32,
+                    computed == torch.float32,
+                    key.dtype == torch.int8,
                     spec.window or 0,
                     spec.scale,
                     spec.softcap or 0.0,
                 )
-                for spec, key, value in zip(specs, keys, values, strict=True)
+                for spec, key, value, computed in zip(specs, keys, values, self._dtypes, strict=True)
             )
         )
         self._addresses = [ctypes.addressof(layer) for layer in self._layers]
@@ -149,9 +157,9 @@ class NativePagedAttention:
         return NativePlan(step, rest, (slots, short_spans, long_spans))
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        cached = self._keys[layer]
-        dense = (cached.shape[3], 1)
-        if key.stride()[1:] != dense or value.stride()[1:] != dense or not key.dtype == value.dtype == cached.dtype:
+        dense = (key.shape[2], 1)
+        kind = self._dtypes[layer]
+        if key.stride()[1:] != dense or value.stride()[1:] != dense or not key.dtype == value.dtype == kind:
             self._torch.write(layer, slots, key, value)
             return
         self._library.ferrum_store(
@@ -180,19 +188,21 @@ class NativePagedAttention:
         return plan.step if self._narrow and plan.rest is None else None
 
 
-def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype) -> str:
-    """The instruction set that the kernel uses, after a small step whose answer must be torch's. Raises OSError or
-    Unsuited."""
+def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, rounded: bool = False) -> str:
+    """The instruction set that the kernel uses, after a small step whose answer must be torch's, over a cache in
+    ``dtype``, or ``rounded`` to int8. Raises OSError or Unsuited."""
     cpu.require(device, dtype, *DTYPES)
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         [torch.randn((6, 4, spec.kv_heads, spec.head_dim), generator=generator).to(dtype) for spec in specs]
         for _ in range(2)
     )
+    if rounded:
+        keys, values = ([to_rows(each) for each in layers] for layers in (keys, values))
     tables: list[Any] = [np.array(each, dtype=np.int32) for each in ((5, 1), (3, 2, 4))]
     geometry = BatchGeometry.build(4, [6, 9], [1, 3], tables)
-    native = NativePagedAttention(specs, keys, values)
-    oracle = TorchPagedAttention(specs, keys, values)
+    native = NativePagedAttention(specs, keys, values, dtype=dtype)
+    oracle = TorchPagedAttention(specs, keys, values, dtype)
     ours, expected = native.plan(geometry), oracle.plan(geometry)
     tolerance = 8 * torch.finfo(dtype).eps
     for layer in {spec: layer for layer, spec in enumerate(specs)}.values():

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrum_rpc.attention.eight_bits import from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.tiles import BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
@@ -32,17 +33,25 @@ TorchPlan = dict[MaskPattern, PatternWork]
 
 class TorchPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim]; a layer's queries
-    have its dtype."""
+    have its dtype. Where that is int8, they are rows of `eight_bits`, which are read as ``dtype``, that of the queries.
+    """
 
     name = "torch"
     exact_span_tokens = 0
 
-    def __init__(self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        keys: list[Tensor],
+        values: list[Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         self._specs = tuple(specs)
         self._patterns = [
-            MaskPattern(spec.window, spec.softcap is None, key.dtype) for spec, key in zip(specs, keys, strict=True)
+            MaskPattern(spec.window, spec.softcap is None, dtype if key.dtype == torch.int8 else key.dtype)
+            for spec, key in zip(specs, keys, strict=True)
         ]
         self._keys, self._values = keys, values
         self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in zip(keys, values, strict=True)]
@@ -59,7 +68,7 @@ class TorchPagedAttention:
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Converts where ``key`` and ``value`` are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
-            place.index_copy_(0, slots, rows.to(place.dtype))
+            place.index_copy_(0, slots, to_rows(rows) if place.dtype == torch.int8 else rows.to(place.dtype))
 
     def attend(self, layer: int, query: Tensor, plan: TorchPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
@@ -115,6 +124,9 @@ class TorchPagedAttention:
         key, value = scratch[0][:count], scratch[1][:count]
         torch.index_select(cached, 0, blocks, out=key)
         torch.index_select(self._values[layer], 0, blocks, out=value)
+        if cached.dtype == torch.int8:
+            dtype = self._patterns[layer].dtype
+            key, value = from_rows(key, dtype), from_rows(value, dtype)
         return key.flatten(0, 1), value.flatten(0, 1)
 
 

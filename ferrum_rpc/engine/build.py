@@ -16,13 +16,14 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, DeviceInfo
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
+from ferrum_rpc.engine.kv_rounding import INT8, cache_layers, check_kv_dtype, rounding_error
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
 from ferrum_rpc.engine.memory import available_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
-from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
@@ -42,6 +43,7 @@ def build_runner(config: ModelSettings, progress: Progress | None = None, stage:
     """Load the model and make its runner. Raises typed errors that say what to do."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices)
+    check_kv_dtype(config.kv_dtype, device)
     if device.type == "cpu":
         _check_kernels(choices)
     model = _load(config, device, choices, progress)
@@ -62,8 +64,10 @@ def _assemble(
         info = replace(info, max_context=min(most, config.max_context))
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
         choices.append((f"max_context={info.max_context}", reason))
+    layers, rounded = cache_layers(model, config.kv_dtype), config.kv_dtype == INT8
+    if rounded:
+        info = replace(info, kv_dtype=INT8, kv_bytes_per_token=sum(layer.slot_bytes for layer in layers))
     blocks = _size_cache(config, info.kv_bytes_per_token, info.max_context, device, choices)
-    layers = [CacheSpec(spec.kv_heads, spec.head_dim, model.dtype) for spec in model.attention_specs]
     try:
         store = KvStore(layers, blocks + 1, config.block_size, device)
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
@@ -74,9 +78,13 @@ def _assemble(
     if device.type == "cpu":
         for buffer in store.buffers:
             library.prefer_huge_pages(buffer)
-    name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention)
+    name, reason, factory = select_backend(device, model.attention_specs, model.dtype, config.attention, rounded)
     choices.append((f"attention={name}", reason))
     attention = factory(model.attention_specs, store.keys, store.values)
+    if rounded:
+        of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
+        changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
+        choices.append((f"kv_dtype={INT8}", f"requested; {changed} (root mean square, {tokens} tokens)"))
     compute, depth = Compute(model, attention), 1
     cuda = device.type == "cuda"
     if cuda:

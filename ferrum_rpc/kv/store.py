@@ -10,6 +10,7 @@ This file must not know sequences, tokens, hashes or the model.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ KEY, VALUE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps of a token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads."""
+    """What a layer keeps of a token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. In int8
+    what an attention backend keeps beside them is counted in."""
 
     kv_heads: int
     head_dim: int
@@ -32,6 +34,11 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.head_dim < 1:
             raise ValueError(f"kv_heads and head_dim must be at least 1, not {self.kv_heads} and {self.head_dim}")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a token's key and value."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +92,10 @@ class KvStore:
     def fill_slots(self, slots: Tensor, value: float) -> None:
         """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].
 
-        For tests: slots without an owner are poisoned with NaN, and no output may change.
+        For tests: slots without an owner are poisoned with NaN, and no output may change. int8 has none: every bit is
+        set, and scales among them are NaN.
         """
         indices = slots.nonzero().squeeze(1) if slots.dtype == torch.bool else slots
         for each in self._slots:
-            each.index_fill_(2, indices.to(each.device), value)
+            filled = -1 if each.dtype == torch.int8 and math.isnan(value) else value
+            each.index_fill_(2, indices.to(each.device), filled)

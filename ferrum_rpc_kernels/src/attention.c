@@ -7,11 +7,15 @@
 
 #include "attention.h"
 
-/* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer. */
+/* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer, rounded if it is. */
 void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
                   const char *value, int64_t key_bytes, int64_t value_bytes)
 {
-    const size_t bytes = (size_t)layer->kv_heads * layer->head_dim * (layer->wide ? 4 : 2);
+    const size_t bytes = layer->kv_heads * cached_bytes(layer);
+    if (layer->rounded) {
+        ferrum_decode_store(layer, slots, count, key, value, key_bytes, value_bytes);
+        return;
+    }
     for (int64_t i = 0; i < count; i++) {
         memcpy(layer->keys + slots[i] * bytes, key + i * key_bytes, bytes);
         memcpy(layer->values + slots[i] * bytes, value + i * value_bytes, bytes);

@@ -3,6 +3,7 @@
 #ifndef FERRUM_ATTENTION_H
 #define FERRUM_ATTENTION_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 struct ferrum_decode;
@@ -19,16 +20,25 @@ struct span_arrays {
     const int32_t *tables;      /* block ids */
 };
 
-/* A layer's kernels (prefill NULL: it gets no long spans), its cache, [blocks, block_size, kv_heads, head_dim] of bfloat16
- * or, where `wide`, float32, and what its rows see of it: the last `window` positions, or all where it is 0. Scores are
- * bent to less than `softcap` where that is not 0. */
+/* A layer's kernels (prefill NULL: it gets no long spans), its cache, and what its rows see of it: the last `window`
+ * positions, or all where it is 0. Queries and answers are bfloat16 or, where `wide`, float32. So is the cache, [blocks,
+ * block_size, kv_heads, head_dim]; or, where `rounded`, it is int8, and behind the numbers of each head lies their scale,
+ * a float (ferrum_rpc/attention/eight_bits.py). Scores are bent to less than `softcap` where that is not 0. */
 struct attention_layer {
     struct ferrum_decode *decode;
     struct ferrum_prefill *prefill;
     char *keys, *values;
-    int32_t heads, kv_heads, head_dim, wide, window;
+    int32_t heads, kv_heads, head_dim, wide, rounded, window;
     float scale, softcap;
 };
+
+/* Bytes of a head's key or value in the cache. */
+static inline size_t cached_bytes(const struct attention_layer *layer)
+{
+    if (layer->rounded)
+        return (size_t)layer->head_dim + sizeof(float);
+    return (size_t)layer->head_dim * (layer->wide ? 4 : 2);
+}
 
 /* Attention of a step, in all layers. Spans are short or long (NULL: there are none), for one kernel or the other. */
 struct attention_step {
@@ -43,6 +53,8 @@ void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int
                   const char *value, int64_t key_bytes, int64_t value_bytes);
 int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const char *query, int64_t query_stride,
                       char *output);
+void ferrum_decode_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
+                         const char *value, int64_t key_bytes, int64_t value_bytes);
 int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                             int64_t query_stride, char *output);
 int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,

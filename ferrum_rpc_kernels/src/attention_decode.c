@@ -12,6 +12,7 @@
  * of threads.
  */
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -25,6 +26,8 @@
 #define CHUNK 512    /* positions of a unit */
 #define TILE_ROWS 16 /* query rows (tokens x group) of a unit and KV head */
 #define SMALL 65536  /* bytes of K and V below which waking threads costs more than they save */
+
+typedef float aliasing_float __attribute__((may_alias));
 
 struct row {
     float most, sum; /* largest score so far, and the sum of the weights relative to it */
@@ -44,7 +47,7 @@ struct work {
     char *output;
     size_t query_bytes, block_bytes, slot_bytes;
     float scale, softcap;
-    int32_t heads, kv_heads, head_dim, window, wide;
+    int32_t heads, kv_heads, head_dim, window, wide, rounded;
     struct row *partial_rows;
     float *partials;
 };
@@ -54,12 +57,14 @@ struct work {
 
 typedef void (*run_unit)(const struct work *, const struct unit *, int, int, float *);
 typedef void (*run_join)(const struct work *, const struct unit *, int);
+typedef void (*run_round)(char *, const char *, int, int, int);
 
 struct set {
     const char *name;
     int lanes;
     run_unit unit;
     run_join join;
+    run_round round;
 };
 
 /* Buffers of buffer.h. */
@@ -77,10 +82,10 @@ static const struct set *find_set(const char *name, int32_t head_dim)
 {
     static const struct set sets[] = {
 #if defined(__x86_64__)
-        {"avx512", 16, run_unit_avx512, run_join_avx512},
-        {"avx2", 8, run_unit_avx2, run_join_avx2},
+        {"avx512", 16, run_unit_avx512, run_join_avx512, run_round_avx512},
+        {"avx2", 8, run_unit_avx2, run_join_avx2, run_round_avx2},
 #endif
-        {"portable", 4, run_unit_portable, run_join_portable},
+        {"portable", 4, run_unit_portable, run_join_portable, run_round_portable},
     };
     if (head_dim < 1 || head_dim > MAX_DIM)
         return NULL;
@@ -160,6 +165,19 @@ static size_t cut(const struct span_arrays *step, int tile, int window, struct u
     return count;
 }
 
+/* As ferrum_store, into a cache that is rounded. */
+void ferrum_decode_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
+                         const char *value, int64_t key_bytes, int64_t value_bytes)
+{
+    const run_round round = layer->decode->set->round;
+    const int heads = layer->kv_heads, dim = layer->head_dim, wide = layer->wide;
+    const size_t bytes = heads * cached_bytes(layer);
+    for (int64_t i = 0; i < count; i++) {
+        round(layer->keys + slots[i] * bytes, key + i * key_bytes, heads, dim, wide);
+        round(layer->values + slots[i] * bytes, value + i * value_bytes, heads, dim, wide);
+    }
+}
+
 /* The short spans of one layer: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two
  * rows of the queries; the output is contiguous. */
 int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
@@ -171,7 +189,7 @@ int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct s
     const int tokens = group < TILE_ROWS ? TILE_ROWS / group : 1;
     size_t partial_tokens, slots;
     const size_t count = cut(step, tokens, layer->window, NULL, &partial_tokens, &slots);
-    const size_t slot_bytes = (size_t)layer->kv_heads * dim * element;
+    const size_t slot_bytes = layer->kv_heads * cached_bytes(layer);
     const int threads = slots * slot_bytes * 2 < SMALL ? 1 : step->threads;
 
     /* Heads are shared out only as far as there are too few units: whole blocks are read from end to end. */
@@ -205,6 +223,7 @@ int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct s
         .head_dim = dim,
         .window = layer->window,
         .wide = layer->wide,
+        .rounded = layer->rounded,
         .partial_rows = self->partial_rows,
         .partials = self->partials,
     };

@@ -32,19 +32,36 @@ INLINE FV ISA(sum_each)(FV *sums)
     return sums[0];
 }
 
+/* LANES elements of a row of the cache as floats, unscaled where it is rounded. */
+INLINE FV ISA(cached)(const char *row, int element, int wide, int rounded)
+{
+    if (rounded)
+        return ISA(load_bytes)(row + element);
+    return ISA(load)(row, element, wide);
+}
+
+/* What the numbers of a rounded row are to be multiplied by. */
+INLINE float ISA(scale)(const char *row, int dim) { return *(const aliasing_float *)(row + dim); }
+
+/* Bytes of a row of the cache. */
+INLINE int ISA(row_bytes)(int dim, int wide, int rounded)
+{
+    return rounded ? dim + (int)sizeof(float) : dim * (wide ? 4 : 2);
+}
+
 /* Fetch as many bytes as a slot has of a head into the cache. Called slot by slot between the sums: all at once they
  * fill the buffers for misses, and nothing is computed until memory has answered. */
-INLINE void ISA(fetch)(const char *ahead, int dim, int wide)
+INLINE void ISA(fetch)(const char *ahead, int bytes)
 {
 #pragma GCC unroll 8
-    for (int line = 0; line < dim * (wide ? 4 : 2); line += 64)
+    for (int line = 0; line < bytes; line += 64)
         __builtin_prefetch(ahead + line);
 }
 
 /* Scores of `rows` (1 or 2) query rows against `count` slots, unscaled; lanes beyond are 0. Each element of K is read
  * and widened once for all rows. `ahead`: what is wanted later, in as many pieces, `ahead_bytes` apart. */
 INLINE void ISA(scores)(const float *query, int rows, const char *key, const char *ahead, size_t ahead_bytes,
-                        size_t slot_bytes, int count, int dim, int wide, FV *scores)
+                        size_t slot_bytes, int count, int dim, int wide, int rounded, FV *scores)
 {
     FV sums[2][LANES];
     for (int slot = 0; slot < LANES; slot++)
@@ -52,15 +69,15 @@ INLINE void ISA(scores)(const float *query, int rows, const char *key, const cha
     for (int slot = 0; slot < count; slot++) {
         const char *k = key + slot * slot_bytes;
         FV sum[2] = {{0}};
-        ISA(fetch)(ahead + slot * ahead_bytes, dim, wide);
+        ISA(fetch)(ahead + slot * ahead_bytes, ISA(row_bytes)(dim, wide, rounded));
 #pragma GCC unroll 16
         for (int d = 0; d < dim; d += LANES) {
-            const FV x = ISA(load)(k, d, wide);
+            const FV x = ISA(cached)(k, d, wide, rounded);
             for (int r = 0; r < rows; r++)
                 sum[r] += x * *(const FV *)(query + r * dim + d);
         }
         for (int r = 0; r < rows; r++)
-            sums[r][slot] = sum[r];
+            sums[r][slot] = sum[r] * (rounded ? ISA(scale)(k, dim) : 1.0f);
     }
     for (int r = 0; r < rows; r++)
         scores[r] = ISA(sum_each)(sums[r]);
@@ -69,7 +86,8 @@ INLINE void ISA(scores)(const float *query, int rows, const char *key, const cha
 /* acc[r] = acc[r] * scale[r] + sum over slots of weight[r][slot] * V[slot]. Accumulators of up to 8 vectors a row stay
  * in registers over all slots. */
 INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float *scale, const char *value,
-                            const char *ahead, size_t ahead_bytes, size_t slot_bytes, int count, int dim, int wide)
+                            const char *ahead, size_t ahead_bytes, size_t slot_bytes, int count, int dim, int wide,
+                            int rounded)
 {
     const int step = dim < 8 * LANES ? dim : 8 * LANES;
     for (int from = 0; from < dim; from += step) {
@@ -83,12 +101,12 @@ INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float
             const char *v = value + slot * slot_bytes;
             FV weight[2];
             if (!from)
-                ISA(fetch)(ahead + slot * ahead_bytes, dim, wide);
+                ISA(fetch)(ahead + slot * ahead_bytes, ISA(row_bytes)(dim, wide, rounded));
             for (int r = 0; r < rows; r++)
-                weight[r] = ISA(splat)(((const float *)&weights[r])[slot]);
+                weight[r] = ISA(splat)(((const float *)&weights[r])[slot]) * (rounded ? ISA(scale)(v, dim) : 1.0f);
 #pragma GCC unroll 8
             for (int i = 0; i < vectors; i++) {
-                const FV x = ISA(load)(v, from + i * LANES, wide);
+                const FV x = ISA(cached)(v, from + i * LANES, wide, rounded);
                 for (int r = 0; r < rows; r++)
                     sum[r][i] += weight[r] * x;
             }
@@ -104,7 +122,8 @@ INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float
  * which row r sees `low[r] .. high[r]`: one step of the online softmax. */
 INLINE void ISA(advance)(const struct work *work, const float *query, int rows, const char *key, const char *value,
                          const char *key_ahead, const char *value_ahead, size_t ahead_bytes, int first, int count,
-                         const int *low, const int *high, struct row *state, float *acc, int dim, int wide)
+                         const int *low, const int *high, struct row *state, float *acc, int dim, int wide,
+                         int rounded)
 {
     const float none = -__builtin_inff();
     const size_t slot_bytes = work->slot_bytes;
@@ -114,7 +133,8 @@ INLINE void ISA(advance)(const struct work *work, const float *query, int rows, 
     int any = 0;
     for (int i = 0; i < LANES; i++)
         lane[i] = first + i;
-    ISA(scores)(query, rows, key, key_ahead, ahead_bytes, slot_bytes, count, dim, wide, score);
+    ISA(scores)(query, rows, key, key_ahead, ahead_bytes, slot_bytes, count, dim, wide, rounded,
+                score);
     for (int r = 0; r < rows; r++) {
         const int end = high[r] < first + count ? high[r] : first + count;
         FV s = score[r] * work->scale;
@@ -142,19 +162,20 @@ INLINE void ISA(advance)(const struct work *work, const float *query, int rows, 
         state[r].sum = state[r].sum * scale[r] + ISA(total)(weight[r]);
     }
     if (any)
-        ISA(accumulate)(acc, rows, weight, scale, value, value_ahead, ahead_bytes, slot_bytes, count, dim, wide);
+        ISA(accumulate)(acc, rows, weight, scale, value, value_ahead, ahead_bytes, slot_bytes, count, dim, wide,
+                        rounded);
 }
 
 /* One unit: a tile of query tokens against one chunk of their sequence, for the KV heads `head .. head_end`. A block is
  * fetched while the one before it is worked on: with all its heads from its first byte to its last, which takes 4 to 8 %
  * less than head by head (32 sequences, two cores), else the heads' own parts of it. */
 INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head, int head_end, float *scratch,
-                      int dim, int wide)
+                      int dim, int wide, int rounded)
 {
     const struct span_arrays *step = work->step;
     const int group = work->heads / work->kv_heads, size = step->block_size;
     const int tokens = unit->tokens, rows = tokens * group, count = (head_end - head) * rows;
-    const size_t element = wide ? 4 : 2, slot_bytes = work->slot_bytes;
+    const size_t element = wide ? 4 : 2, slot_bytes = work->slot_bytes, row_bytes = ISA(row_bytes)(dim, wide, rounded);
     const int32_t *table = step->tables + step->table_start[unit->span];
     float *query = scratch, *acc = scratch + (size_t)count * dim;
     struct row *state = (struct row *)(acc + (size_t)count * dim);
@@ -180,7 +201,7 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
     memset(acc, 0, (size_t)count * dim * sizeof(float));
 
     const int whole = head == 0 && head_end == work->kv_heads;
-    const size_t ahead_bytes = whole ? dim * element : slot_bytes;
+    const size_t ahead_bytes = whole ? row_bytes : slot_bytes;
     for (int first = unit->low; first < unit->high;) {
         const int offset = first % size, left = size - offset;
         int slots = left < LANES ? left : LANES;
@@ -191,7 +212,7 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
         const size_t ahead =
             next < unit->high ? (size_t)table[next / size] * work->block_bytes + (size_t)(next % size) * slot_bytes : base;
         for (int h = head; h < head_end; h++) {
-            const size_t at = (size_t)h * dim * element;
+            const size_t at = h * row_bytes;
             const char *key = work->keys + base + at, *value = work->values + base + at;
             const size_t then = whole ? (size_t)h * slots * ahead_bytes : at;
             const char *key_ahead = work->keys + ahead + then, *value_ahead = work->values + ahead + then;
@@ -199,10 +220,12 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
             int r = 0;
             for (; r + 2 <= rows; r += 2)
                 ISA(advance)(work, query + (size_t)(row + r) * dim, 2, key, value, key_ahead, value_ahead, ahead_bytes,
-                             first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
+                             first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide,
+                             rounded);
             if (r < rows)
                 ISA(advance)(work, query + (size_t)(row + r) * dim, 1, key, value, key_ahead, value_ahead, ahead_bytes,
-                             first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide);
+                             first, slots, low + r, high + r, state + row + r, acc + (size_t)(row + r) * dim, dim, wide,
+                             rounded);
         }
         first = next;
     }
@@ -256,18 +279,47 @@ INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chun
 static TARGET void ISA(run_unit)(const struct work *work, const struct unit *unit, int head, int head_end,
                                  float *scratch)
 {
-    const int dim = work->head_dim, wide = work->wide;
-    if (dim == 128 && !wide)
-        ISA(unit)(work, unit, head, head_end, scratch, 128, 0);
+    const int dim = work->head_dim, wide = work->wide, rounded = work->rounded;
+    if (dim == 128 && !wide && rounded)
+        ISA(unit)(work, unit, head, head_end, scratch, 128, 0, 1);
+    else if (dim == 128 && !wide)
+        ISA(unit)(work, unit, head, head_end, scratch, 128, 0, 0);
+    else if (dim == 64 && !wide && rounded)
+        ISA(unit)(work, unit, head, head_end, scratch, 64, 0, 1);
     else if (dim == 64 && !wide)
-        ISA(unit)(work, unit, head, head_end, scratch, 64, 0);
+        ISA(unit)(work, unit, head, head_end, scratch, 64, 0, 0);
+    else if (rounded)
+        ISA(unit)(work, unit, head, head_end, scratch, dim, wide, 1);
     else if (wide)
-        ISA(unit)(work, unit, head, head_end, scratch, dim, 1);
+        ISA(unit)(work, unit, head, head_end, scratch, dim, 1, 0);
     else
-        ISA(unit)(work, unit, head, head_end, scratch, dim, 0);
+        ISA(unit)(work, unit, head, head_end, scratch, dim, 0, 0);
 }
 
 static TARGET void ISA(run_join)(const struct work *work, const struct unit *unit, int chunks)
 {
     ISA(join)(work, unit, chunks, work->head_dim, work->wide);
+}
+
+/* A token's keys or values to a rounded cache: of each head the numbers in units of its scale, and the scale, a 127th of
+ * the largest. Where one is not finite the scale is NaN, and so is all that is computed with it. */
+static TARGET void ISA(run_round)(char *to, const char *from, int heads, int dim, int wide)
+{
+    const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, half to even */
+    for (int head = 0; head < heads; head++, to += ISA(row_bytes)(dim, wide, 1)) {
+        FV most = {0}, odd = {0};
+        for (int d = 0; d < dim; d += LANES) {
+            const FV x = ISA(load)(from, head * dim + d, wide);
+            most = ISA(larger)(most, ISA(larger)(x, -x));
+            odd += x - x;
+        }
+        const float scale = ISA(largest)(most) / 127.0f + ISA(total)(odd);
+        const float inverse = scale < FLT_MIN ? 0.0f : 1.0f / scale;
+        for (int d = 0; d < dim; d += LANES) {
+            FV x = ISA(load)(from, head * dim + d, wide) * inverse;
+            x = ISA(where)(x > 127.0f, ISA(splat)(127.0f), x); /* between product and sum, so that they are not fused */
+            ISA(store_bytes)(to + d, (IV)(x + magic));
+        }
+        *(aliasing_float *)(to + dim) = scale;
+    }
 }

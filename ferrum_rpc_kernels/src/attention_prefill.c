@@ -57,15 +57,16 @@ struct job {
     const struct span_arrays *step;
     const char *query, *keys, *values;
     char *output;
-    size_t query_bytes, slot_bytes;
+    size_t query_bytes, row_bytes, slot_bytes;
     float scale, softcap;
-    int32_t window, heads, group, dim, wide_dim, panels; /* dim, and up to a multiple of 32; panels of V */
+    int32_t window, heads, group, dim, wide_dim, panels, rounded; /* dim, and up to a multiple of 32; panels of V */
 };
 
 /* A thread's buffers, for `rows` rows. */
 struct buffers {
     char *query;      /* bfloat16 [rows][wide_dim] */
     char *key, *value; /* panels: [4][wide_dim / 2][16][2], [panels][KEYS / 2][16][2] */
+    float *key_scales, *value_scales; /* [KEYS], of a cache that is rounded */
     char *weights;    /* bfloat16 [GEMM_ROWS][KEYS] */
     float *scores;    /* [GEMM_ROWS][KEYS] */
     float *sums;      /* [panels / 4][rows][64] */
@@ -84,6 +85,8 @@ static size_t lay_out(const struct job *job, int rows, char *base, struct buffer
     PLACE(query, (size_t)rows * job->wide_dim * 2);
     PLACE(key, (size_t)KEYS * job->wide_dim * 2);
     PLACE(value, (size_t)KEYS * job->panels * GEMM_COLUMNS * 2);
+    PLACE(key_scales, KEYS * sizeof(float));
+    PLACE(value_scales, KEYS * sizeof(float));
     PLACE(weights, GEMM_ROWS * KEYS * 2);
     PLACE(scores, GEMM_ROWS * KEYS * sizeof(float));
     PLACE(sums, planes * rows * GEMM_WIDTH * sizeof(float));
@@ -125,10 +128,30 @@ INLINE void transpose(__m512i *x)
     }
 }
 
+/* 16 numbers of a row of the cache, bfloat16 in the lower halves; of one that is rounded, unscaled: a byte fits. */
+INLINE __m512i words(const char *row, int element, int rounded)
+{
+    if (rounded)
+        return _mm512_srli_epi32((__m512i)ISA(load_bytes)(row + element), 16);
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + element * 2)));
+}
+
+/* `count` of 32 numbers from `element` on, in pairs; zeros behind them. */
+INLINE __m512i pairs(const char *row, int element, int count, int rounded)
+{
+    if (!rounded) {
+        const __mmask32 held = count < 32 ? (__mmask32)((1u << count) - 1) : 0xffffffffu;
+        return _mm512_maskz_loadu_epi16(held, row + element * 2);
+    }
+    const __m512i low = words(row, element, 1);
+    const __m512i high = count < 32 ? _mm512_setzero_si512() : words(row, element + 16, 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
+}
+
 /* K and V of the positions `first .. first + KEYS` of one head into panels; zeros from `end` on: what lies there was never
  * written, and may be anything. */
-static TARGET void pack(const struct job *job, const int32_t *table, int head, int first, int end,
-                            const struct buffers *to)
+INLINE void pack_as(const struct job *job, const int32_t *table, int head, int first, int end, const struct buffers *to,
+                    int rounded)
 {
     const int size = job->step->block_size, dim = job->dim;
     const char *key[KEYS], *value[KEYS];
@@ -136,21 +159,25 @@ static TARGET void pack(const struct job *job, const int32_t *table, int head, i
         const int position = first + i;
         if (position >= end) {
             key[i] = value[i] = NULL;
+            to->key_scales[i] = to->value_scales[i] = 0.0f;
             continue;
         }
         const size_t slot = (size_t)table[position / size] * size + position % size;
-        const size_t at = slot * job->slot_bytes + (size_t)head * dim * 2;
+        const size_t at = slot * job->slot_bytes + head * job->row_bytes;
         key[i] = job->keys + at;
         value[i] = job->values + at;
+        if (rounded) {
+            memcpy(to->key_scales + i, key[i] + dim, sizeof(float));
+            memcpy(to->value_scales + i, value[i] + dim, sizeof(float));
+        }
     }
     for (int panel = 0; panel < KEYS / GEMM_COLUMNS; panel++)
         for (int d = 0; d < job->wide_dim; d += 32) {
-            const __mmask32 held = dim - d < 32 ? (__mmask32)((1u << (dim - d)) - 1) : 0xffffffffu;
             __m512i x[16];
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) {
                 const char *row = key[panel * GEMM_COLUMNS + i];
-                x[i] = row ? _mm512_maskz_loadu_epi16(held, row + d * 2) : _mm512_setzero_si512();
+                x[i] = row ? pairs(row, d, dim - d, rounded) : _mm512_setzero_si512();
             }
             transpose(x);
             char *out = to->key + ((size_t)panel * job->wide_dim / 2 + d / 2) * 64;
@@ -163,19 +190,27 @@ static TARGET void pack(const struct job *job, const int32_t *table, int head, i
             const char *even = value[2 * pair], *odd = value[2 * pair + 1];
             __m512i x = _mm512_setzero_si512();
             if (even)
-                x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + panel * 32)));
+                x = words(even, panel * 16, rounded);
             if (odd)
-                x = _mm512_or_si512(
-                    x, _mm512_slli_epi32(
-                           _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + panel * 32))), 16));
+                x = _mm512_or_si512(x, _mm512_slli_epi32(words(odd, panel * 16, rounded), 16));
             _mm512_storeu_si512(to->value + ((size_t)panel * KEYS / 2 + pair) * 64, x);
         }
 }
 
+static TARGET void pack(const struct job *job, const int32_t *table, int head, int first, int end,
+                        const struct buffers *to)
+{
+    if (job->rounded)
+        pack_as(job, table, head, first, end, to, 1);
+    else
+        pack_as(job, table, head, first, end, to, 0);
+}
+
 /* One row's scores against the positions `first .. first + KEYS`, of which it sees `low .. high`, to weights: a step of
- * the online softmax. Returns what its sums so far are to be multiplied by. */
-INLINE float soften(const struct job *job, const float *scores, int first, int low, int high, float *most,
-                        float *total, char *weights)
+ * the online softmax. Scales of K go to the scores, those of V to the weights. Returns what its sums so far are to be
+ * multiplied by. */
+INLINE float soften(const struct job *job, const struct buffers *own, const float *scores, int first, int low, int high,
+                    float *most, float *total, char *weights)
 {
     FV x[KEYS / 16], largest = ISA(splat)(-__builtin_inff());
     const IV lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -183,6 +218,8 @@ INLINE float soften(const struct job *job, const float *scores, int first, int l
 #pragma GCC unroll 4
     for (int i = 0; i < KEYS / 16; i++) {
         x[i] = *(const FV *)(scores + i * 16) * job->scale;
+        if (job->rounded)
+            x[i] *= *(const FV *)(own->key_scales + i * 16);
         if (job->softcap > 0.0f)
             x[i] = ISA(tanh)(x[i] / job->softcap) * job->softcap;
         if (!whole) {
@@ -205,6 +242,8 @@ INLINE float soften(const struct job *job, const float *scores, int first, int l
     for (int i = 0; i < KEYS / 16; i++) {
         x[i] = ISA(exp)(x[i] - after);
         sum += x[i];
+        if (job->rounded)
+            x[i] *= *(const FV *)(own->value_scales + i * 16);
         const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x[i]);
         memcpy(weights + i * 32, &rounded, sizeof rounded);
     }
@@ -252,7 +291,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
             for (int i = 0; i < count; i++) {
                 const int at = position + (r + i) / group;
                 const int low = job->window > 0 && at + 1 > job->window ? at + 1 - job->window : 0;
-                const float scale = soften(job, own->scores + i * KEYS, first, low, at + 1, own->most + r + i,
+                const float scale = soften(job, own, own->scores + i * KEYS, first, low, at + 1, own->most + r + i,
                                            own->total + r + i, own->weights + i * KEYS * 2);
                 if (scale != 1.0f)
                     for (int plane = 0; plane < planes; plane++) {
@@ -285,7 +324,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
     }
 }
 
-/* The long spans of one layer, all bfloat16; as ferrum_decode_attend. */
+/* The long spans of one layer, of bfloat16 queries; as ferrum_decode_attend. */
 int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                            int64_t query_stride, char *output)
 {
@@ -297,7 +336,9 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
         .values = layer->values,
         .output = output,
         .query_bytes = (size_t)query_stride * 2,
-        .slot_bytes = (size_t)layer->kv_heads * layer->head_dim * 2,
+        .row_bytes = cached_bytes(layer),
+        .slot_bytes = layer->kv_heads * cached_bytes(layer),
+        .rounded = layer->rounded,
         .scale = layer->scale,
         .softcap = layer->softcap,
         .window = layer->window,

@@ -4,24 +4,31 @@
  *   TARGET      the function attribute that lets the compiler use it
  *   LANES       floats in a vector: 16, 8 or 4
  *
- * They are the compiler's own vectors (GCC's or Clang's), so that nothing here names an instruction. No include guard:
- * each set includes it anew.
+ * They are the compiler's own vectors (GCC's or Clang's), so that next to nothing here names an instruction. No include
+ * guard: each set includes it anew.
  */
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #undef FV
 #undef IV
 #undef UV
 #undef HV
+#undef BV
 #undef INLINE
 #define FV ISA(fv)
 #define IV ISA(iv)
 #define UV ISA(uv)
 #define HV ISA(hv)
+#define BV ISA(bv)
 
 typedef float FV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t IV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t UV __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t HV __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t BV __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
@@ -36,6 +43,29 @@ INLINE FV ISA(load)(const char *row, int element, int wide)
         return *(const FV *)(row + 4 * (size_t)element);
     const HV half = *(const HV *)(row + 2 * (size_t)element);
     return (FV)(__builtin_convertvector(half, UV) << 16);
+}
+
+/* LANES bytes as floats. The instruction is named where there is one: GCC 12 would go byte by byte. */
+INLINE FV ISA(load_bytes)(const char *row)
+{
+#if LANES == 16
+    const IV whole = (IV)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)row));
+#elif LANES == 8
+    const IV whole = (IV)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)row));
+#else
+    const IV whole = __builtin_convertvector(*(const BV *)row, IV);
+#endif
+    return __builtin_convertvector(whole, FV);
+}
+
+/* The lowest byte of each. */
+INLINE void ISA(store_bytes)(char *row, IV x)
+{
+#if LANES == 16
+    _mm_storeu_si128((__m128i *)row, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    *(BV *)row = __builtin_convertvector(__builtin_convertvector(x, HV), BV);
+#endif
 }
 
 /* Round to the nearest bfloat16, ties to even; a NaN stays one. */

@@ -24,6 +24,7 @@ from ferrum_rpc.client import (
     SequenceMisuseError,
     TopTokens,
 )
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.errors import (
     ContextLengthExceeded,
     HandleReleased,
@@ -34,7 +35,7 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from tests.identity_oracle import OracleConfig, identity_logits
-from tests.serving import Served, serve_identity
+from tests.serving import Served, serve_identity, serve_model
 
 ORACLE = OracleConfig(positional=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -612,3 +613,22 @@ async def test_a_client_must_be_open(served: Served) -> None:
         with pytest.raises(RuntimeError, match="open already"):
             await client.__aenter__()
     await client.close()
+
+
+async def test_an_eight_bit_cache_is_told_and_answers_nearly_as_an_exact_one() -> None:
+    config = ModelSettings("identity", device="cpu", kv_dtype="int8", kv_blocks=64, block_size=4)
+    async with serve_model(config) as served, ExecutorClient(served.target) as client:
+        info = await client.info()
+        assert (info.model.kv_dtype, info.model.kv_bytes_per_token) == ("int8", 2 * 2 * 4 * (8 + 4))
+        assert "kv_dtype=int8" in dict(info.device.choices)
+        async with client.sequence() as sequence:
+            await sequence.prefill(PROMPT)
+            [child] = await sequence.fork(1)
+            async with child:
+                single = [(await child.decode(token, FullLogits())).logits[0] for token in (8, 0)]
+                drafted = (await sequence.verify([8, 0], FullLogits(), truncate_to=len(PROMPT))).logits
+            assert np.array_equal(drafted, np.stack(single)) or info.limits.exact_span_tokens == 0
+            again = (await sequence.decode(42, FullLogits(), truncate_to=7)).logits
+        for rows, tokens in ((drafted, [*PROMPT, 8, 0]), (again, [*PROMPT[:7], 42])):
+            exact = identity_logits(tokens, None, OracleConfig())[-len(rows) :]
+            assert 0 < np.abs(rows - exact).max() < 0.01

@@ -12,7 +12,8 @@ from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.engine.kv_rounding import cache_layers
+from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
@@ -71,14 +72,23 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
 class Executor:
     """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN."""
 
-    def __init__(self, model: Model, *, blocks: int = 128, block_size: int = 4, seed: int = 0, poison: bool = True):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        blocks: int = 128,
+        block_size: int = 4,
+        seed: int = 0,
+        poison: bool = True,
+        kv_dtype: str = "auto",
+    ):
         self.model = model
-        layers = [CacheSpec(spec.kv_heads, spec.head_dim, model.dtype) for spec in model.attention_specs]
+        layers = cache_layers(model, kv_dtype)
         self.block_size = block_size
         self.store = KvStore(layers, blocks, block_size, model.device)
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
-        factory = select_backend(model.device, model.attention_specs, model.dtype)[2]
+        factory = select_backend(model.device, model.attention_specs, model.dtype, rounded=kv_dtype == "int8")[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
         self.compute = Compute(model, self.backend)
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))

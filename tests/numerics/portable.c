@@ -72,7 +72,7 @@ static void run_rows(int wide)
 }
 
 /* A span of five tokens at the start of a sequence, and a single one behind two chunks of another. */
-static void run_attention(struct ferrum_decode *kernel, int wide, int window, float softcap)
+static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, int window, float softcap)
 {
     const int32_t rows[] = {0, 5}, starts[] = {0, 1000}, lengths[] = {5, 1001}, table_start[] = {0, 1, BLOCKS};
     const int row = (HEADS + 2 * KV_HEADS) * DIM;
@@ -84,11 +84,22 @@ static void run_attention(struct ferrum_decode *kernel, int wide, int window, fl
     const struct span_arrays step = {2, BLOCK, 1, rows, starts, lengths, table_start, tables};
     char *keys = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide), *values = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide);
     char *qkv = drawn(TOKENS * row, wide), *out = calloc(TOKENS * HEADS * DIM, 4);
-    const struct attention_layer layer = {kernel, NULL, keys, values, HEADS, KV_HEADS, DIM, wide, window, 0.2f, softcap};
+    struct attention_layer layer = {.decode = kernel, .keys = keys, .values = values, .heads = HEADS, .kv_heads = KV_HEADS,
+                                    .head_dim = DIM, .wide = wide, .rounded = rounded, .window = window, .scale = 0.2f,
+                                    .softcap = softcap};
+    if (rounded) {
+        const int64_t bytes = KV_HEADS * DIM * (wide ? 4 : 2);
+        layer.keys = malloc(BLOCKS * BLOCK * KV_HEADS * cached_bytes(&layer));
+        layer.values = malloc(BLOCKS * BLOCK * KV_HEADS * cached_bytes(&layer));
+        for (int64_t slot = 0; slot < BLOCKS * BLOCK; slot++)
+            ferrum_store(&layer, &slot, 1, keys + slot * bytes, values + slot * bytes, bytes, bytes);
+    }
     const struct attention_step whole = {&step, NULL, &layer, slots};
     if (wide ? ferrum_attend(&whole, 0, qkv, row, out) : ferrum_attention_layer(&whole, 0, qkv, TOKENS, out))
         exit(1);
     print("attention", wide, out, TOKENS * HEADS * DIM);
+    if (rounded)
+        free(layer.keys), free(layer.values);
     free(keys), free(values), free(qkv), free(out);
 }
 
@@ -99,8 +110,9 @@ int main(void)
            ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_prefill_supported(DIM));
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
-        run_attention(kernel, wide, 0, 0.0f);
-        run_attention(kernel, wide, 700, 5.0f);
+        run_attention(kernel, wide, 0, 0, 0.0f);
+        run_attention(kernel, wide, 0, 700, 5.0f);
+        run_attention(kernel, wide, 1, 0, 0.0f);
     }
     ferrum_decode_free(best);
     ferrum_decode_free(kernel);

@@ -35,12 +35,18 @@ def dense(spec, query, key, value, start):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
 
 
-def backends(specs, store):
-    """The torch path, and where it takes such a cache our kernel in every instruction set of this machine."""
-    yield TorchPagedAttention(specs, store.keys, store.values)
+def backends(specs, store, dtype=torch.float32):
+    """The torch path, and where it takes such a cache our kernel in every instruction set of this machine; with queries
+    of ``dtype`` where the cache does not say."""
+    yield TorchPagedAttention(specs, store.keys, store.values, dtype)
+    yield from isas(specs, store, dtype)
+
+
+def isas(specs, store, dtype=torch.float32):
+    """Of `backends` our kernels."""
     for isa in ("avx512", "avx2", "portable"):
         with suppress(OSError):
-            yield NativePagedAttention(specs, store.keys, store.values, isa)
+            yield NativePagedAttention(specs, store.keys, store.values, isa, dtype)
 
 
 def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):

@@ -35,15 +35,15 @@ def bits(executor: Executor, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat(rows), *cached]
 
 
-def singly(model) -> list[torch.Tensor]:
-    executor = Executor(model)
+def singly(model, kv_dtype) -> list[torch.Tensor]:
+    executor = Executor(model, kv_dtype=kv_dtype)
     executor.step({0: PROMPT})
     return bits(executor, [executor.step({0: [token]})[0] for token in GENERATED])
 
 
-def in_pieces(model) -> list[torch.Tensor]:
+def in_pieces(model, kv_dtype) -> list[torch.Tensor]:
     """The prompt as it was fed, the rest in short pieces, beside long and short neighbours."""
-    executor, rows, at = Executor(model), [], 0
+    executor, rows, at = Executor(model, kv_dtype=kv_dtype), [], 0
     executor.step({0: PROMPT, 1: NEIGHBOURS[0][:90]})
     for number, count in enumerate(PIECES):
         spans = {0: GENERATED[at : at + count], 1: NEIGHBOURS[0][90 + number : 91 + number]}
@@ -55,14 +55,15 @@ def in_pieces(model) -> list[torch.Tensor]:
     return bits(executor, rows)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_short_pieces_have_the_bits_of_single_tokens(name):
+def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype):
     model = MODELS[name]()
-    promised = Executor(model).compute.exact_span_tokens
+    promised = Executor(model, kv_dtype=kv_dtype).compute.exact_span_tokens
     if promised == 0:
         pytest.skip("no attention kernel of ours takes such heads here")
     assert promised == max(PIECES)
-    for one, other in zip(singly(model), in_pieces(model), strict=True):
+    for one, other in zip(singly(model, kv_dtype), in_pieces(model, kv_dtype), strict=True):
         assert torch.equal(one, other)
 
 

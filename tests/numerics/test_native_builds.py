@@ -35,7 +35,8 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 EVERY_KERNEL = (
     "test_fused_ops or exact_one or lie_apart or what_is_no_number or new_tokens or short_and_long or head_and_block "
-    "or (key_that_is_no and 20-None) or (soft and PairFactory) or (c_draws and not 33000)"
+    "or eight_bit_keys or (eight_bit_mixes and 5.0) or (key_that_is_no and 20-None) or (soft and PairFactory) "
+    "or (c_draws and not 33000)"
 )
 
 
@@ -64,7 +65,10 @@ def build(compiler, folder, *options):
 
 def run_kernels(folder, **environment):
     """The tests of every kernel, with the library of ``folder``."""
-    files = [HERE / f"test_{each}.py" for each in ("fused_ops", "linear", "attention", "native_layers", "draws")]
+    files = [
+        HERE / f"test_{each}.py"
+        for each in ("fused_ops", "linear", "attention", "eight_bits", "native_layers", "draws")
+    ]
     command = [sys.executable, "-c", ELSEWHERE, folder, "-q", "-x", "-p", "no:cacheprovider", "-k", EVERY_KERNEL]
     done = subprocess.run(
         [*command, *files], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
@@ -94,7 +98,7 @@ def run_portable(folder, compiler, *options, emulator=()):
     subprocess.run([compiler, *EXACT, *options, PORTABLE, *SOURCES, "-o", program, "-lm"], check=True)
     done = subprocess.run([*emulator, program], capture_output=True, text=True, check=True)
     has, _, bits = done.stdout.partition("\n")
-    assert bits.count("\n") == 16  # three tasks by two tensors, and attention twice, in two dtypes
+    assert bits.count("\n") == 18  # three tasks by two tensors, and attention three times, in two dtypes
     return has, bits
 
 

@@ -44,9 +44,9 @@ def decoder(factory=PairFactory, dtype=BF16, **overrides):
     return made
 
 
-def by_callbacks(model):
+def by_callbacks(model, kv_dtype="auto"):
     """An executor that calls back in every layer, whatever could run in C."""
-    executor = Executor(model)
+    executor = Executor(model, kv_dtype=kv_dtype)
     executor.compute._native = None
     return executor
 
@@ -74,19 +74,19 @@ def callbacks(executor):
     return called
 
 
-@pytest.mark.parametrize("factory", [PairFactory, ByteFactory])
 @pytest.mark.parametrize("sights", SIGHTS)
-def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, sights):
+@pytest.mark.parametrize(("factory", "kv_dtype"), [(PairFactory, "auto"), (ByteFactory, "auto"), (PairFactory, "int8")])
+def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, kv_dtype, sights):
     model = decoder(factory)
     model.attention_specs = tuple(
         dataclasses.replace(spec, window=window, softcap=softcap)
         for spec, (window, softcap) in zip(model.attention_specs, SIGHTS[sights], strict=True)
     )
-    expected, threads = run(by_callbacks(model)), torch.get_num_threads()
+    expected, threads = run(by_callbacks(model, kv_dtype)), torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            executor = Executor(model)
+            executor = Executor(model, kv_dtype=kv_dtype)
             called = callbacks(executor)
             for ours, theirs in zip(run(executor), expected, strict=True):
                 assert torch.equal(ours, theirs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ferrum_rpc.attention.eight_bits import from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 
 CPU = torch.device("cpu")
@@ -12,12 +13,15 @@ ALIKE = [CacheSpec(2, 8, torch.float32)] * 3
 DIFFERENT = [CacheSpec(*each) for each in ((2, 8, torch.bfloat16), (1, 24, torch.float32), (2, 8, torch.bfloat16))]
 
 
-@pytest.fixture(params=["alike", "different"])
+LAYERS = {"alike": ALIKE, "different": DIFFERENT, "eight bits": [CacheSpec(2, 12, torch.int8)] * 3}
+
+
+@pytest.fixture(params=LAYERS)
 def store(request):
     """Random content; slot 6 is not a number."""
-    made = KvStore(ALIKE if request.param == "alike" else DIFFERENT, 6, 4, CPU)
+    made = KvStore(LAYERS[request.param], 6, 4, CPU)
     for tensor in (*made.keys, *made.values):
-        tensor.copy_(torch.randn(tensor.shape))
+        tensor.copy_(torch.randn(tensor.shape) * 40)
     made.fill_slots(torch.tensor([6]), float("nan"))
     return made
 
@@ -40,7 +44,7 @@ def test_restore_undoes_a_write_bit_for_bit_nan_included(store):
     slots = torch.tensor([5, 6, 17])
     saved = store.save(slots)
     for tensor in (*store.keys, *store.values):
-        tensor.flatten(0, 1)[slots] = torch.randn(3, *tensor.shape[2:]).to(tensor.dtype)
+        tensor.flatten(0, 1)[slots] = (torch.randn(3, *tensor.shape[2:]) * 40).to(tensor.dtype)
     assert not any(torch.equal(now, then) for now, then in zip(snapshot(store), before, strict=True))
     store.restore(saved)
     assert all(torch.equal(now, then) for now, then in zip(snapshot(store), before, strict=True))
@@ -51,9 +55,11 @@ def test_fill_by_slots_or_by_mask(store):
     mask[3:7] = True
     store.fill_slots(mask, float("nan"))
     for tensor in (*store.keys, *store.values):
-        assert torch.equal(tensor.reshape(24, -1).isnan().all(1), mask)
+        nothing = from_rows(tensor, torch.float32) if tensor.dtype == torch.int8 else tensor
+        assert torch.equal(nothing.reshape(24, -1).isnan().all(1), mask)
     store.fill_slots(torch.tensor([3, 4, 5, 6]), 0.0)
-    assert not any(tensor.isnan().any() for tensor in (*store.keys, *store.values))
+    for tensor in (*store.keys, *store.values):
+        assert not tensor.flatten(0, 1)[3:7].any()
 
 
 def test_every_layer_has_its_shape_and_dtype_and_a_place_of_its_own():
@@ -65,6 +71,7 @@ def test_every_layer_has_its_shape_and_dtype_and_a_place_of_its_own():
     for number, tensors in enumerate(zip(store.keys, store.values, strict=True)):
         assert all((tensor == number).all() for tensor in tensors)
     assert sum(buffer.nbytes for buffer in store.buffers) == 6 * 4 * 2 * (2 * 16 * 2 + 24 * 4)
+    assert sum(spec.slot_bytes for spec in DIFFERENT) == 2 * (2 * 16 * 2 + 24 * 4)
 
 
 @pytest.mark.parametrize(("name", "layers", "sizes"), [("layers", [], (6, 4)), ("num_blocks", ALIKE, (0, 4))])

@@ -52,6 +52,57 @@ def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
     assert 0 < (near - exact).square().mean().sqrt() / exact.std() < 0.05
 
 
+@pytest.mark.parametrize("attention", ["native", "torch"])
+def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(tmp_path, attention):
+    folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+    config = ModelSettings(str(folder), dtype="float32", attention=attention, kv_memory=1 << 20)
+    try:
+        plain = build_runner(config)
+    except InvalidRequest as reason:
+        pytest.skip(str(reason))
+    rounded = build_runner(replace(config, kv_dtype="int8"))
+    told = dict(rounded.device.choices)["kv_dtype=int8"]
+    errors = [float(each.split("%")[0]) for each in told.split("by ")[1:]]
+    assert len(errors) == 2 and all(0.2 < each < 1 for each in errors) and "16 tokens" in told
+    info = rounded.info
+    assert (info.kv_dtype, info.weight_dtype) == ("int8", "float32")
+    assert info.kv_bytes_per_token == info.layers * 2 * info.kv_heads * (info.head_dim + 4)
+    assert rounded.kv.total_blocks > 3 * plain.kv.total_blocks
+    [buffer] = rounded.store.buffers
+    assert buffer.nbytes == (rounded.kv.total_blocks + 1) * 16 * info.kv_bytes_per_token
+    tokens = np.arange(5, 45, dtype=np.int32)
+    exact, near = logits(plain, tokens), logits(rounded, tokens)
+    assert 0 < (near - exact).square().mean().sqrt() / exact.std() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"kv_dtype": "fp8"}, "fp8 is not built yet"),
+        ({"kv_dtype": "int8", "identity_head_dim": 6}, "multiple of 4"),
+        ({"kv_dtype": "int8", "attention": "triton"}, "not available"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_is_not_there_is_refused(config, why):
+    with pytest.raises(InvalidRequest, match=why):
+        build_runner(ModelSettings("identity", device="cpu", kv_blocks=8, **config))
+
+
+def test_an_eight_bit_cache_is_not_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InvalidRequest, match="for CPUs") as refused:
+        build_runner(ModelSettings("identity", device="cuda", kv_dtype="int8"))
+    assert refused.value.field == "kv_dtype"
+
+
+@pytest.mark.parametrize("kv_blocks", [1, 3])
+def test_an_eight_bit_cache_of_few_slots_has_an_error_too(kv_blocks):
+    runner, told = choices(kv_blocks=kv_blocks, kv_dtype="int8")
+    assert f"{4 * kv_blocks} tokens" in told["kv_dtype=int8"]
+    runner.check()
+
+
 def test_rounding_that_is_not_there_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3")
     with pytest.raises(InvalidRequest, match="float32"):

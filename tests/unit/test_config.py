@@ -113,7 +113,7 @@ def test_the_settings_are_shown_in_groups(capsys: pytest.CaptureFixture[str]) ->
     blocks = {block.partition(":\n")[0]: block for block in text.split("\n\n")}
     assert set(GROUPS.values()) <= set(blocks)
     assert set(GROUPS) <= set(SETTINGS)
-    assert "--tokens" in blocks[GROUPS["host"]] and "--max-context" in blocks[GROUPS["kv_memory"]]
+    assert "--tokens" in blocks[GROUPS["host"]] and "--max-context" in blocks[GROUPS["kv_dtype"]]
     assert "--identity-heads" in blocks[GROUPS["identity_vocab_size"]]
     assert len(blocks["options"].splitlines()) < 5  # what is in no group
     assert len(text.partition("\n\n")[0].splitlines()) < 3  # the usage names no setting by itself

@@ -42,7 +42,7 @@ LAYERS = 2
 STAGES = ("reserve", "plan", "forward", "select", "commit")
 """The runner's own stage names."""
 PARTS = ("attention plan", "save", "copy", "write 0", "write 1", "attend 0", "attend 1", "logits")
-"""Inside of the stages: at ``attend 1`` both layers' K and V are written, at ``write 1`` only the second layer's K."""
+"""Inside of the stages: at ``attend 1`` both layers' K and V are written, at ``write 1`` the second's V is not."""
 POINTS = STAGES + PARTS
 
 SIZE = 4
@@ -118,7 +118,7 @@ class Saboteur:
             self("copy")
 
         def written(layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-            store.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
+            write(layer, slots, keys, keys)
             self(f"write {layer}")
             write(layer, slots, keys, values)
 
@@ -495,12 +495,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=LAYERS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
 @pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
 def test_a_decoder_with_weights_is_as_before_too(
-    checkpoint: Path, scenario: Callable[[Twins], Step], dtype: str
+    checkpoint: Path, scenario: Callable[[Twins], Step], dtype: Any, kv_dtype: Any
 ) -> None:
-    run_scenario(scenario, ModelSettings(str(checkpoint), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=24))
+    config = ModelSettings(str(checkpoint), device="cpu", dtype=dtype, kv_dtype=kv_dtype, block_size=SIZE, kv_blocks=24)
+    run_scenario(scenario, config)
 
 
 @pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])

@@ -1,0 +1,75 @@
+"""A cache in 8 bits: whether it can be had, and what rounding changes of the keys and values of this model.
+
+How far it moves an answer depends on the model: keys with a few large channels lose more than others. So a few tokens
+are run at the start, and the log has the error beside the choice, as it has for weights in 8 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.eight_bits import SCALE_BYTES, from_rows, row_width
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.models.base import Model, StepInputs
+
+AUTO: Final = "auto"
+INT8: Final = "int8"
+TOKENS: Final = 16
+"""That are run for the error."""
+
+STRIDE: Final = 7919
+"""Between two of their ids."""
+
+
+def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
+    """Raise InvalidRequest where ``--kv-dtype`` cannot be had on ``device``, before a model is loaded."""
+    if kv_dtype not in {AUTO, INT8}:
+        raise InvalidRequest(f"a cache in {kv_dtype} is not built yet; there are {AUTO} and {INT8}", field="kv_dtype")
+    if kv_dtype == INT8 and device.type != "cpu":
+        raise InvalidRequest(f"an int8 cache is for CPUs, not for {device.type}", field="kv_dtype")
+
+
+def cache_layers(model: Model, kv_dtype: str) -> list[CacheSpec]:
+    """What each layer keeps of a token. Raises InvalidRequest where the model's heads cannot be rounded."""
+    dtype = model.dtype
+    if kv_dtype == INT8:
+        for spec in model.attention_specs:
+            if spec.head_dim % SCALE_BYTES:
+                raise InvalidRequest(
+                    f"an int8 cache needs heads of a multiple of {SCALE_BYTES}, and this model has {spec.head_dim}",
+                    field="kv_dtype",
+                )
+        dtype = torch.int8
+    return [CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype) for spec in model.attention_specs]
+
+
+def rounding_error(
+    model: Model, attention: AttentionBackend, store: KvStore, max_context: int
+) -> tuple[float, float, int]:
+    """Root mean square of what rounding changes of keys and of values, relative to them, over all layers and so many
+    tokens. They are written to the first blocks of ``store``, which is int8 and not in use yet."""
+    blocks, size = store.keys[0].shape[:2]
+    count = min(TOKENS, (blocks - 1) * size, max_context)
+    geometry = BatchGeometry.build(size, [0], [count], [np.arange(1, 1 - (-count // size), dtype=np.int32)])
+    plan, slots = attention.plan(geometry), torch.from_numpy(geometry.slots)
+    squares = torch.zeros((2, 2), dtype=torch.float64)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attention.write(layer, slots, key, value)
+        for row, cached, exact in zip(squares, (store.keys, store.values), (key, value), strict=True):
+            kept = from_rows(cached[layer].flatten(0, 1)[slots], torch.float32)
+            row[0] += (kept - exact).square().sum()
+            row[1] += exact.float().square().sum()
+        return attention.attend(layer, query, plan)
+
+    vocab = model.info("").vocab_size
+    model.forward(StepInputs(torch.arange(count) * STRIDE % vocab, torch.from_numpy(geometry.positions)), attend)
+    keys, values = (squares[:, 0] / squares[:, 1].clamp_min(1e-300)).sqrt().tolist()
+    return keys, values, count
