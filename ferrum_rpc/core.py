@@ -302,6 +302,18 @@ class RunEnded(NamedTuple):
     cause: ExecutorError | None = None
 
 
+class PrefixUse(NamedTuple):
+    """How a sequence uses the prefix cache: it finds blocks of sequences with the same ``salt``, and ``publishes`` its
+    own for them."""
+
+    salt: bytes = b""
+    publishes: bool = True
+
+
+PREFIX: Final = PrefixUse()
+"""Without a salt."""
+
+
 class Span(NamedTuple):
     """``tokens`` of one sequence, to be written at positions ``start ..`` and attended causally.
 
@@ -309,7 +321,7 @@ class Span(NamedTuple):
     transaction. ``create`` marks a sequence that does not exist yet (``start`` is 0); ``reserve_tokens`` are tokens
     beyond the span for which blocks are held as well, or the span is refused. ``run``: the steps that follow by
     themselves, for which blocks are held too. ``parent``: a sequence of whose first ``start`` tokens the new one is
-    made, as they were before the step.
+    made, as they were before the step. ``prefix``: how a new sequence uses the prefix cache; None: not at all.
     """
 
     sequence: int
@@ -320,11 +332,20 @@ class Span(NamedTuple):
     reserve_tokens: int = 0
     run: Run | None = None
     parent: int | None = None
+    prefix: PrefixUse | None = None
 
     @property
     def end(self) -> int:
         """The sequence's length once the span is committed."""
         return self.start + len(self.tokens)
+
+    @property
+    def prompt(self) -> TokenArray | None:
+        """The tokens from the first on of which no row is needed, so that they need not be computed; None: there are
+        none. A row of scores needs the one before it."""
+        rows = self.row_count + isinstance(self.output.kind, NextToken)
+        count = len(self.tokens) - max(1, rows)
+        return self.tokens[:count] if count > 0 else None
 
     @property
     def row_count(self) -> int:
@@ -360,12 +381,13 @@ class HandleRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CreateOptions:
-    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``lease_id``: the lease that
-    it ends with; none: it ends when it is unused for long. ``fork``: it is made of the sequence of the item's handle,
-    whose lease it has where none is named."""
+    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``prefix``: how it uses the
+    prefix cache; None: not at all. ``lease_id``: the lease that it ends with; none: it ends when it is unused for long.
+    ``fork``: it is made of the sequence of the item's handle, whose lease it has where none is named, and uses the
+    prefix cache as that does."""
 
     reserve_tokens: int = 0
-    cache_salt: bytes = b""
+    prefix: PrefixUse | None = PREFIX
     lease_id: str = ""
     fork: bool = False
 
@@ -514,11 +536,13 @@ class StepTiming(NamedTuple):
 
 
 class SpanResult(NamedTuple):
-    """A committed span: the sequence's new length and the rows that were asked for; of a run those of all its steps."""
+    """A committed span: the sequence's new length and the rows that were asked for; of a run those of all its steps.
+    ``cached_tokens`` were found in the prefix cache."""
 
     length: int
     rows: Rows | None
     ended: RunEnded | None = None
+    cached_tokens: int = 0
 
 
 class ItemAnswer(NamedTuple):
@@ -649,12 +673,13 @@ class Limits:
 
 
 class CacheState(NamedTuple):
-    """A snapshot of the block pool."""
+    """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache."""
 
     block_size: int
     total_blocks: int
     free_blocks: int
     sequences: int
+    cached_blocks: int = 0
 
 
 class Pressure(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 from clients.scheduler.policy import Feed
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
-from ferrum_rpc.client import ExecutorClient, Item, OutputSpec, Sequence
+from ferrum_rpc.client import CacheMode, ExecutorClient, Item, OutputSpec, Sequence
 from ferrum_rpc.client import Run as TokenRun
 
 
@@ -28,11 +28,11 @@ class Observer(Protocol):
 class Board:
     """The requests of one run. A request in ``running`` has a sequence, and its blocks; one in ``waiting`` has none."""
 
-    def __init__(self, client: ExecutorClient, run: Run, observer: Observer) -> None:
+    def __init__(self, client: ExecutorClient, run: Run, observer: Observer, cache_mode: CacheMode) -> None:
         self.waiting: deque[Request] = deque(run.requests)
         self.running: list[Request] = []
         self.run = run
-        self._client = client
+        self._client, self._cache_mode = client, cache_mode
         self._observer = observer
         self._sequences: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []
@@ -53,7 +53,7 @@ class Board:
         request = feed.request
         sequence = self._sequences.get(request.index)
         if sequence is None:
-            sequence = self._sequences[request.index] = self._client.sequence()
+            sequence = self._sequences[request.index] = self._client.sequence(cache_mode=self._cache_mode)
         if follows is not None:
             return sequence.item(output=output, run=run, follows=follows)
         return sequence.item([*request.next_tokens(feed.count), *request.draft[: feed.drafted]], output, run=run)

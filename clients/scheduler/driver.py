@@ -24,6 +24,7 @@ from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Accept,
     Answer,
+    CacheMode,
     Capability,
     ExecutorClient,
     ExecutorInfo,
@@ -93,7 +94,9 @@ class Patience:
 class Driver:
     """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the most that
     the executor chooses with one trip, 0 for single steps; where it ``chains``, the next run is sent before the answer
-    of the one before. With a ``drafter`` runs are for requests without a draft, and for all while that is faster."""
+    of the one before. With a ``drafter`` runs are for requests without a draft, and for all while that is faster.
+    Preempted requests go on with the very bits where the executor promises it and ``cache_mode`` is BYPASS; else they
+    find much of what they had in the prefix cache."""
 
     def __init__(
         self,
@@ -108,8 +111,9 @@ class Driver:
         drafter: Drafter | None = None,
         run_tokens: int = 0,
         chains: bool = False,
+        cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
-        self._client = client
+        self._client, self._cache_mode = client, cache_mode
         self._max_context = info.model.max_context
         self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
@@ -130,12 +134,12 @@ class Driver:
         self._single = False  # for a step: blocks were short
         self._steps_a_trip = 1
         self._run = Run(())
-        self._board = Board(client, self._run, observer)
+        self._board = Board(client, self._run, observer, cache_mode)
 
     async def run(self, requests: ListOf[Request]) -> Run:
         """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
         run = self._run = Run(requests)
-        board = self._board = Board(self._client, run, self._observer)
+        board = self._board = Board(self._client, run, self._observer, self._cache_mode)
         began = time.monotonic()
         for request in requests:
             request.arrived = began

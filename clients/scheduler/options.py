@@ -27,6 +27,7 @@ class Options:
     credentials: ChannelCredentials | None
     session: bool
     run_tokens: int
+    bypass: bool
     plain: bool
     speculate: str
     draft: str | None
@@ -74,6 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--run-tokens", type=int, default=16, metavar="N", help="tokens a trip, at most; 0: single steps (%(default)s)"
     )
+    parser.add_argument("--bypass", action="store_true", help="use no prefix cache: what is computed again is exact")
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
@@ -99,6 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         credentials=credentials,
         session=not given.unary,
         run_tokens=given.run_tokens,
+        bypass=given.bypass,
         plain=given.plain,
         speculate=given.speculate,
         draft=given.draft,

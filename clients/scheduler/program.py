@@ -16,7 +16,7 @@ from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import TokenizerError, tokenizer_for
-from ferrum_rpc.client import ExecutorClient, ExecutorInfo
+from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo
 from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
 
 
@@ -83,6 +83,7 @@ async def serve(options: Options) -> Run:
             drafter=drafter,
             run_tokens=options.run_tokens,
             chains=options.session,
+            cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
         )
         before = await client.status()
         with display:

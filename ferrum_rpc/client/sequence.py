@@ -328,8 +328,9 @@ class Sequence:
         goes on with the same tokens. Whatever is left of the old sequence is released.
 
         Pieces longer than ``limits.exact_span_tokens`` are fed as they were, the rest in pieces of that many: on the
-        same build with the same choices the cache is the same to the last bit. Where that limit is 0 it is so within
-        rounding, and everything goes in pieces as large as the executor takes."""
+        same build with the same choices the cache is the same to the last bit, if the sequence was made with
+        `CacheMode.BYPASS`. Where that limit is 0 it is so within rounding, and everything goes in pieces as large as
+        the executor takes."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         if isinstance(spec.kind, NextToken):
             raise InvalidRequest("rebuild gives no scores: ask for them in prefill", field="output")

@@ -258,7 +258,7 @@ class EngineLoop(ABC):
             self.busy_since = time.monotonic()
             self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
-        ran = tokens = rows = 0
+        ran = tokens = cached = rows = 0
         spans = [each.span for each in going] if going else []
         for work in claimed:
             spans += work.spans
@@ -266,11 +266,13 @@ class EngineLoop(ABC):
             if isinstance(outcome, SpanResult):
                 ran += 1
                 tokens += len(span.tokens)
+                cached += outcome.cached_tokens
                 rows += 0 if outcome.rows is None else outcome.rows.count
         counters = self.counters
         if ran:
             counters.steps += 1
             counters.tokens += tokens
+            counters.cached_tokens += cached
             counters.rows += rows
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s

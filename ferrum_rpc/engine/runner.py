@@ -193,7 +193,8 @@ class TorchRunner:
                 outcomes.append(refused[index])
                 continue
             reservation = pending.reservations[index]
-            outcomes.append(SpanResult(commit(reservation, pending.spans[index].tokens), next(rows)))
+            length = commit(reservation, pending.spans[index].tokens)
+            outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
@@ -210,7 +211,8 @@ class TorchRunner:
         forks = [each for each in spans if each[1].parent is not None]
         if forks:  # first: their parents may be fed in the same step
             spans = forks + [each for each in spans if each[1].parent is None]
-        for index, (sequence, tokens, start, _, create, ahead, run, parent) in spans:
+        for index, span in spans:
+            sequence, tokens, start, _, create, ahead, run, parent, prefix = span
             if index in refused:
                 continue
             try:
@@ -218,7 +220,15 @@ class TorchRunner:
                     stage("reserve")
                 hold = 0 if run is None else run.max_tokens - 1
                 reservations[index] = reserve(
-                    sequence, start, len(tokens), create, ahead=ahead, hold=hold, parent=parent
+                    sequence,
+                    start,
+                    len(tokens),
+                    create,
+                    ahead=ahead,
+                    hold=hold,
+                    parent=parent,
+                    prefix=prefix,
+                    prompt=span.prompt if len(tokens) > 1 else None,
                 )
             except ExecutorError as error:
                 group = next((each for each in step.atomic if index in each), range(index, index + 1))
@@ -244,6 +254,9 @@ class TorchRunner:
         copies: list[tuple[int, int]] = []
         for index, reservation in pending.reservations.items():
             span = pending.spans[index]
+            if reservation.cached:
+                cached, sequence = reservation.cached, span.sequence
+                span = Span(sequence, span.tokens[cached:], span.start + cached, span.output)
             spans.append(span)
             starts.append(span.start)
             lengths.append(len(span.tokens))

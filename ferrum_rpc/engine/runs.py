@@ -128,7 +128,9 @@ class Runs:
     def _end(self, each: Running, end: RunEnd, cause: ExecutorError | None = None) -> None:
         call = each.call
         rows = each.rows[0] if len(each.rows) == 1 else _joined(each.rows)
-        call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause))
+        begun = call.outcomes[each.index]
+        cached = begun.cached_tokens if isinstance(begun, SpanResult) else 0
+        call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause), cached)
         call.left -= 1
         self.count -= 1
         self._ended.append(each.span.sequence)

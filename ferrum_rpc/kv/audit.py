@@ -12,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
+from ferrum_rpc.kv.prefix import PrefixCache, chained
 from ferrum_rpc.kv.sequence import KvMisuse, SequenceState
 from ferrum_rpc.kv.table import blocks_for, slots_for
 
 
-def check(pool: BlockPool, sequences: Mapping[int, SequenceState], block_size: int) -> None:
+def check(pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: PrefixCache, block_size: int) -> None:
     """Raise `CacheCorrupt` unless
 
     - every block is held as often as its reference count says, and free and held blocks partition the usable ones;
     - no sequence holds a block twice, and none the null block;
     - every table fits its sequence's length, or the open reservation on it;
     - spares, and all blocks that an open reservation writes, have one holder;
-    - an idle sequence has the spares that it was promised.
+    - an idle sequence has the spares that it was promised;
+    - the pool keeps what is published, and the hash of every published block of a sequence is that of its tokens.
     """
     holders = np.zeros(pool.num_blocks, dtype=np.int32)
     for sequence, state in sequences.items():
@@ -36,14 +38,19 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceState], block_size: i
         if not all(NULL_BLOCK < block < pool.num_blocks for block in held):
             raise CacheCorrupt(f"sequence {sequence} holds a block that is none: {held}")
         holders[held] += 1
-    pool.check(holders)
+    pool.check(holders, prefixes.published().tolist())
     for sequence, state in sequences.items():
         _check_private(sequence, state, pool, block_size)
+        _check_published(sequence, state, prefixes, block_size)
 
 
-def owned_slots(pool: BlockPool, sequences: Mapping[int, SequenceState], block_size: int) -> npt.NDArray[np.bool_]:
-    """Which slots hold a committed token, bool [num_blocks * block_size]. `KvMisuse` where a reservation is open."""
+def owned_slots(
+    pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: PrefixCache, block_size: int
+) -> npt.NDArray[np.bool_]:
+    """Which slots hold a committed token or are published, bool [num_blocks * block_size]. `KvMisuse` where a
+    reservation is open."""
     owned = np.zeros(pool.num_blocks * block_size, dtype=np.bool_)
+    owned.reshape(-1, block_size)[prefixes.published()] = True
     for state in sequences.values():
         if state.open is not None:
             raise KvMisuse("between reserve and commit a sequence owns its old slots and its new ones")
@@ -62,7 +69,7 @@ def _check_size(sequence: int, state: SequenceState, block_size: int) -> None:
 def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_size: int) -> None:
     private = list(state.spares)
     if state.open is not None:
-        private += state.open.table[state.open.start // block_size :].tolist()
+        private += state.open.table[(state.open.start + state.open.cached) // block_size :].tolist()
     for block in private:
         if not pool.is_writable(block):
             raise CacheCorrupt(f"sequence {sequence} is to write block {block}, which is shared")
@@ -72,3 +79,17 @@ def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_s
         wanted = sum(place >= len(table) or not pool.is_writable(table[place]) for place in places)
         if len(state.spares) < wanted:
             raise CacheCorrupt(f"sequence {sequence} was promised {wanted} spare blocks and has {len(state.spares)}")
+
+
+def _check_published(sequence: int, state: SequenceState, prefixes: PrefixCache, block_size: int) -> None:
+    table = state.table.view(len(state.table)).tolist()
+    if state.root is None:
+        if any(prefixes.hash_of(block) is not None for block in table):
+            raise CacheCorrupt(f"sequence {sequence} does not use the prefix cache and has a published block")
+        return
+    hashes = list(chained(state.root, state.history.upto(state.length), block_size))
+    for place, hashed in enumerate(hashes):
+        if prefixes.hash_of(table[place]) not in (None, hashed):
+            raise CacheCorrupt(f"block {table[place]} of sequence {sequence} is published under another hash")
+    if state.chained > len(hashes) or state.chain != [state.root, *hashes][state.chained]:
+        raise CacheCorrupt(f"the chain of sequence {sequence} is not that of its first {state.chained} blocks")

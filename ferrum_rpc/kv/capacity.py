@@ -19,6 +19,14 @@ class Capacity:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
+        self.promised: dict[SequenceState, None] = {}
+        """Those that were promised something, and perhaps some that are promised nothing any more."""
+
+    def begin(self, state: SequenceState, start: int, tokens: int) -> None:
+        """Promise ``tokens`` tokens from ``start`` on, for which spares are there."""
+        state.promised_from, state.promised_tokens = start, tokens
+        if tokens:
+            self.promised[state] = None
 
     def take(self, count: int) -> list[int]:
         """``count`` blocks from the pool. Raises `KvBlocksExhausted` where there are fewer; then none is taken."""
@@ -35,7 +43,7 @@ class Capacity:
         """Hold spares for the next ``tokens`` tokens, in place of an earlier promise. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.length, tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
-        state.promised_from, state.promised_tokens = state.length, tokens
+        self.begin(state, state.length, tokens)
         self._give_back(state, wanted)
 
     def keep(self, state: SequenceState) -> None:
@@ -61,7 +69,7 @@ class Capacity:
     def hold(self, state: SequenceState, start: int, end: int) -> None:
         """Promise writes from ``start`` up to ``end`` until `end_hold`, besides what was promised before."""
         state.before_hold = state.promised_from, state.promised_tokens
-        state.promised_from, state.promised_tokens = self._promise_with(state, start, end)
+        self.begin(state, *self._promise_with(state, start, end))
 
     def undo_hold(self, state: SequenceState, taken: int) -> None:
         """It never was: its last ``taken`` spares go back."""

@@ -15,6 +15,11 @@ copies into, saves or writes, no other touches: their order does not matter.
 Nothing on the way of a decode step grows with the length of a sequence or with the number of sequences: a reservation
 edits the table in place and remembers the few entries that it replaced.
 
+Blocks that are full of committed tokens are published (`kv.prefix`), and later spans that begin with the same tokens
+find them. The pool holds a published block as a sequence does, so it is replaced like any shared one; where only one
+sequence holds it, it is published no more and written in place. What is promised to a sequence is not published before
+the promise ends: nobody then takes from the promise by finding it.
+
 This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
 """
@@ -27,11 +32,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState, TokenArray
+from ferrum_rpc.core import CacheState, PrefixUse, TokenArray
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
+from ferrum_rpc.kv.prefix import PrefixCache
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceState
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
@@ -54,6 +60,7 @@ class KvManager:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, order)
+        self._prefixes = PrefixCache(self._pool, block_size)
         self._capacity = Capacity(self._pool, block_size)
         self._sequences: dict[int, SequenceState] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps
@@ -70,6 +77,8 @@ class KvManager:
         ahead: int = 0,
         hold: int = 0,
         parent: int | None = None,
+        prefix: PrefixUse | None = None,
+        prompt: TokenArray | None = None,
     ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
@@ -78,13 +87,17 @@ class KvManager:
         same transaction; it is made of the first ``start`` tokens of ``parent``, which has no open reservation, or of
         none. ``hold`` promises blocks for so many tokens more until `end_hold`, besides what was promised
         before. Raises `KvBlocksExhausted` (``needed_blocks`` from the pool, ``free_blocks`` in it).
+
+        ``prefix``: how a new sequence uses the prefix cache (None: not at all); a fork does as its parent does.
+        ``prompt``: the first of the tokens, those that need no row and may be found there: then only what follows is
+        written (`Reservation.cached`).
         """
-        state = self._made(sequence, parent, start) if create else self._idle(sequence)
+        state = self._made(sequence, parent, start, prefix) if create else self._idle(sequence)
         if not 0 <= start <= state.length or tokens < 1 or min(ahead, hold) < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
         size, table, end = self.block_size, state.table, start + tokens
-        whole = table.whole
-        first, before, after = start // size, len(whole), blocks_for(end, size)
+        whole, first = table.whole, start // size
+        before, after = len(whole), blocks_for(end, size)
         if not hold and first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
             # Nearly every decode: it writes within one block, which is there and the sequence's own.
             overwritten, slot = _NO_SLOTS, block * size + start % size
@@ -92,8 +105,49 @@ class KvManager:
                 overwritten = np.arange(slot, slot + min(end, state.length) - start)
             state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
             return reservation
-        touched = range(first, min(before, after))
-        replaced = [(index, table[index]) for index in touched if not self._pool.is_writable(table[index])]
+        found: list[int] = []
+        if prompt is not None and start == state.length and (create or not hold):
+            found = self._prefixes.find(state, prompt)
+        try:
+            state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold)
+        except KvBlocksExhausted:
+            if parent is not None:
+                self.release(sequence)
+            raise
+        if prompt is not None and found:
+            state.history.write(start, prompt[: opened.cached])
+            state.shared = max(state.shared, start // size + len(found))
+        if create:
+            self._capacity.begin(state, end, ahead)
+            self._sequences[sequence] = state
+        if hold:
+            self._capacity.hold(state, end if create else start, end + hold)
+        return opened
+
+    def _open(  # noqa: PLR0917 - once a span: keywords cost time
+        self,
+        sequence: int,
+        state: SequenceState,
+        start: int,
+        end: int,
+        found: Sequence[int],
+        create: bool,
+        ahead: int,
+        hold: int,
+    ) -> Reservation:
+        """Take the blocks of a reservation that needs any, all or none, and put them into the table."""
+        size, table, pool = self.block_size, state.table, self._pool
+        displaced: list[tuple[int, int]] = []
+        idle = pool.free_blocks
+        if found:  # the first of them perhaps in place of a block that is full in part
+            displaced = [(start // size, block) for block in table.cut(start // size)]
+            pool.reuse(found)
+            table.extend(found)
+        idle -= pool.free_blocks  # of those that were found, nobody else held so many
+        first, before, after = start // size + len(found), len(table), blocks_for(end, size)
+        touched = [(index, table[index]) for index in range(first, min(before, after))]
+        published = [block for _, block in touched if pool.has_one_holder(block)]
+        replaced = [each for each in touched if not pool.is_writable(each[1]) and each[1] not in published]
         overwritten = _NO_SLOTS
         if start < state.length:
             skip = [index for index, _ in replaced]
@@ -109,10 +163,17 @@ class KvManager:
         try:
             taken = self._capacity.take(needed - spared + extra)
         except KvBlocksExhausted:
-            if parent is not None:
-                self.release(sequence)
+            if found:
+                table.cut(start // size)
+                table.extend([block for _, block in displaced])
+                pool.release(found)
+                self._capacity.take(
+                    needed - spared + extra + idle
+                )  # raises, with the numbers before anything was found
             raise
         # From here on nothing fails.
+        for block in published:
+            self._prefixes.withdraw(block)
         unspared = len(state.spares) - spared
         fresh = state.spares[unspared:] + taken[: needed - spared]
         state.spares[unspared:] = taken[needed - spared :]
@@ -122,16 +183,21 @@ class KvManager:
         # A block that is rewritten from its first slot on needs nothing of the old one.
         partial = start % size and replaced and replaced[0][0] == first
         copies = ((replaced[0][1], fresh[0]),) if partial else ()
-        state.open = Reservation(
-            sequence, start, end, table.view(after), overwritten, copies, create, replaced, fresh, spared
+        return Reservation(
+            sequence,
+            start,
+            end,
+            table.view(after),
+            overwritten,
+            copies,
+            create,
+            displaced + replaced,
+            fresh,
+            spared,
+            extra if hold else None,
+            found,
+            first * size - start if found else 0,
         )
-        if create:
-            state.promised_from, state.promised_tokens = end, ahead
-            self._sequences[sequence] = state
-        if hold:
-            state.open.held = extra
-            self._capacity.hold(state, end if create else start, end + hold)
-        return state.open
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
         """``tokens`` were written: they are the sequence's now. Where they are fewer than were reserved, what was
@@ -143,13 +209,19 @@ class KvManager:
             raise KvMisuse(f"{len(tokens)} tokens for the positions {start} to {reservation.end}")
         state.history.write(start, tokens)
         state.open = None
+        if start < before:
+            self._prefixes.went_back(state, start)
         if reservation.end == end >= before and not reservation.replaced and not state.promised_tokens:
             state.length = end  # no block is given up
+            if end >= state.publish_at:
+                self._prefixes.publish(state)
             return end
         dropped = state.table.cut(blocks_for(end, self.block_size))
         self._pool.release([block for _, block in reservation.replaced] + dropped)
         self._sharing_ended |= bool(reservation.replaced or (dropped and state.shared))
         self._capacity.resize(state, start if start < before else end, end)
+        if end >= state.publish_at:
+            self._prefixes.publish(state)
         return end
 
     def rollback(self, reservation: Reservation) -> None:
@@ -168,8 +240,9 @@ class KvManager:
         for index, block in reservation.replaced:
             state.table[index] = block
         state.table.cut(blocks_for(state.length, self.block_size))
+        state.shared = min(state.shared, len(state.table))
         state.spares += reservation.fresh[: reservation.spares_used]
-        self._pool.release(reservation.fresh[reservation.spares_used :])
+        self._pool.release([*reservation.found, *reservation.fresh[reservation.spares_used :]])
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -183,6 +256,9 @@ class KvManager:
         dropped = state.table.cut(blocks_for(length, self.block_size))
         self._pool.release(dropped)
         self._sharing_ended |= bool(dropped and state.shared)
+        self._prefixes.went_back(state, length)
+        if length % self.block_size and self._pool.has_one_holder(block := state.table[length // self.block_size]):
+            self._prefixes.withdraw(block)  # its end is the sequence's to write, and perhaps promised to it
         self._capacity.resize(state, length, length)
 
     def fork(self, parent: int, child: int, at: int | None = None) -> None:
@@ -197,7 +273,17 @@ class KvManager:
         at = state.length if at is None else at
         self._check_within(state, at)
         shared = state.table.view(blocks_for(at, self.block_size))
-        forked = SequenceState(BlockTable(shared), at, state.history.fork(at), shared=len(shared))
+        forked = SequenceState(
+            BlockTable(shared),
+            at,
+            state.history.fork(at),
+            shared=len(shared),
+            root=state.root,
+            chain=state.chain,
+            chained=state.chained,
+            publish_at=state.publish_at,
+        )
+        self._prefixes.went_back(forked, at)
         before = state.shared
         self._pool.acquire(shared)
         try:
@@ -224,19 +310,31 @@ class KvManager:
         if tokens < 0:
             raise KvMisuse(f"capacity for {tokens} tokens")
         self._capacity.promise(state, tokens)
+        if state.length >= state.publish_at:
+            self._prefixes.publish(state)
 
     def end_hold(self, sequence: int) -> None:
         """Give back what was held (`reserve`) and not used; what was promised besides stays."""
-        self._capacity.end_hold(self._idle(sequence))
+        state = self._idle(sequence)
+        self._capacity.end_hold(state)
+        if state.length >= state.publish_at:
+            self._prefixes.publish(state)
 
     def release(self, sequence: int) -> None:
         """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more."""
         state = self._idle(sequence)
         del self._sequences[sequence]
+        promised = self._capacity.promised
+        promised.pop(state, None)
+        state.promised_tokens = 0
+        if state.length >= state.publish_at:
+            self._prefixes.publish(state)
         self._pool.release(state.table.cut(0) + state.spares)
         if state.shared or self._sharing_ended:
             self._sharing_ended = False
-            for other in self._sequences.values():
+            for other in [each for each in promised if not each.promised_tokens]:
+                del promised[other]
+            for other in promised:
                 if other.shared and other.spares:
                     if other.open is None:
                         self._capacity.trim(other)
@@ -248,6 +346,8 @@ class KvManager:
         if any(state.open for state in self._sequences.values()):
             raise KvMisuse("a reset with an open reservation")
         self._sequences.clear()
+        self._capacity.promised.clear()
+        self._prefixes.clear()
         self._sharing_ended = False
         self._pool.reset()
 
@@ -258,9 +358,10 @@ class KvManager:
         return self._known(sequence).length
 
     def tokens(self, sequence: int) -> TokenArray:
-        """Committed token ids of ``sequence``, int32 [length]: a view, valid until the next commit."""
+        """Committed token ids of ``sequence``, and those of an open reservation that the prefix cache has, int32
+        [length]: a view, valid until the next commit."""
         state = self._known(sequence)
-        return state.history.upto(state.length)
+        return state.history.upto(state.length + (0 if state.open is None else state.open.cached))
 
     @property
     def total_blocks(self) -> int:
@@ -269,23 +370,25 @@ class KvManager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that a reservation could take now. Spares are not free."""
+        """Blocks that a reservation could take now, published ones among them that no sequence holds. Spares are not
+        free."""
         return self._pool.free_blocks
 
     def state(self) -> CacheState:
         """A snapshot of how full the cache is."""
-        return CacheState(self.block_size, self._pool.total_blocks, self._pool.free_blocks, len(self._sequences))
+        pool = self._pool
+        return CacheState(self.block_size, pool.total_blocks, pool.free_blocks, len(self._sequences), pool.idle_blocks)
 
     def check(self) -> None:
         """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""
-        audit.check(self._pool, self._sequences, self.block_size)
+        audit.check(self._pool, self._sequences, self._prefixes, self.block_size)
 
     def owned_slots_mask(self) -> npt.NDArray[np.bool_]:
-        """Which slots hold a committed token of some sequence, bool [num_blocks * block_size].
+        """Which slots hold a committed token of some sequence or are published, bool [num_blocks * block_size].
 
         For tests that poison all others. Not while a reservation is open (`KvMisuse`).
         """
-        return audit.owned_slots(self._pool, self._sequences, self.block_size)
+        return audit.owned_slots(self._pool, self._sequences, self._prefixes, self.block_size)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -307,12 +410,15 @@ class KvManager:
             raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
         return state
 
-    def _made(self, sequence: int, parent: int | None, length: int) -> SequenceState:
+    def _made(self, sequence: int, parent: int | None, length: int, prefix: PrefixUse | None) -> SequenceState:
         """A new sequence, of the first tokens of ``parent`` where one is named; without, it is not there yet."""
         if sequence in self._sequences:
             raise KvMisuse(f"sequence {sequence} exists already")
         if parent is None:
-            return SequenceState()
+            state = SequenceState()
+            if prefix is not None:
+                self._prefixes.begin(state, prefix)
+            return state
         self.fork(parent, sequence, length)
         return self._sequences[sequence]
 

@@ -1,12 +1,16 @@
 """Physical blocks as integers: which are free, and how many holders each of the others has.
 
+A block may be kept for its content: the pool then holds a reference itself, so that nobody writes into it, and gives it
+away when nobody else holds it and no other block is free, the one that was released longest ago first.
+
 This is the lowest file of the KV floor. It exists so that allocation is one obvious thing that can be proved right on
 its own: all or nothing, O(1) a block, deterministic. It must not know sequences, tokens, block sizes or tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +39,9 @@ class BlockPool:
     Raises ValueError where ``num_blocks`` leaves no usable block or ``order`` is not a permutation.
     """
 
+    on_evict: Callable[[int], object]
+    """Called with each kept block that is given away."""
+
     def __init__(self, num_blocks: int, order: Sequence[int] | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks} in total")
@@ -50,23 +57,35 @@ class BlockPool:
         """Every block is free again, and they are handed out in the first order."""
         self._references = np.zeros(self.num_blocks, dtype=np.int32)
         self._free = self._order[::-1]
+        self._kept = np.zeros(self.num_blocks, dtype=np.bool_)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept and held by nobody else, the oldest first
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without a reference."""
-        return len(self._free)
+        """Blocks that nobody holds, those that are kept for their content among them."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks that are only kept for their content."""
+        return len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` free blocks with one reference each, or None (and no change) where there are fewer."""
         if count < 0:
             raise ValueError(f"{count} blocks")
-        if count > len(self._free):
+        if count > len(self._free) + len(self._idle):
             return None
         if not count:
             return []
         blocks = self._free[: -count - 1 : -1]
-        self._references[blocks] = 1
         del self._free[-count:]
+        while len(blocks) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._kept[block] = False
+            self.on_evict(block)
+            blocks.append(block)
+        self._references[blocks] = 1
         return blocks
 
     def acquire(self, blocks: Int32Array) -> None:
@@ -88,20 +107,59 @@ class BlockPool:
             raise CacheCorrupt(f"a free block was released: one of {gone.tolist()}")
         self._references[gone] = left
         self._free.extend(gone[left == 0][::-1].tolist())
+        for block in gone[self._kept[gone] & (left == 1)][::-1].tolist():  # the last of a sequence goes first
+            self._idle[block] = None
+
+    # --- blocks that are kept for their content ---------------------------------------------------------------------
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Keep ``blocks``, which are held and were not kept, for their content."""
+        if (self._references[blocks] < 1).any() or self._kept[blocks].any():
+            raise CacheCorrupt(f"a block was to be kept that is free, or kept already: one of {[*blocks]}")
+        self._kept[blocks] = True
+        self._references[blocks] += 1
+
+    def let_go(self, block: int) -> None:
+        """Keep ``block`` no more, which is held by somebody: its content is about to change."""
+        if not self._kept[block] or self._references[block] < 2:
+            raise CacheCorrupt(f"block {block} was to be kept no more, and is not kept or not held")
+        self._kept[block] = False
+        self._references[block] -= 1
+
+    def reuse(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of ``blocks``, which are kept and differ from one another."""
+        if not self._kept[blocks].all():
+            raise CacheCorrupt(f"a block was to be used again that is not kept: one of {[*blocks]}")
+        for block in blocks:
+            self._idle.pop(block, None)
+        self._references[blocks] += 1
+
+    def has_one_holder(self, block: int) -> bool:
+        """Whether one sequence holds ``block``, and the pool keeps it."""
+        return bool(self._kept[block]) and self._references.item(block) == 2
+
+    # --- looking ----------------------------------------------------------------------------------------------------
 
     def is_writable(self, block: int) -> bool:
-        """Whether the holder of ``block`` may write into it: it is the only one."""
+        """Whether the holder of ``block`` may write into it: it is the only one, and the content is not kept."""
         return self._references.item(block) == 1
 
     def count_shared(self, blocks: Int32Array) -> int:
-        """How many of ``blocks`` have more than one holder."""
+        """How many of ``blocks`` have more than one holder, or are kept."""
         return int((self._references[blocks] > 1).sum())
 
-    def check(self, holders: Int32Array) -> None:
-        """Raise `CacheCorrupt` unless free and held blocks partition the usable ones and references match ``holders``.
+    def check(self, holders: Int32Array, kept: Sequence[int] = ()) -> None:
+        """Raise `CacheCorrupt` unless free, idle and held blocks partition the usable ones, references match
+        ``holders``, and ``kept`` are those that are kept.
 
         ``holders``: int32 [num_blocks], how often each block is held, counted from the holders' side.
         """
+        if sorted(kept) != np.flatnonzero(self._kept).tolist():
+            raise CacheCorrupt(f"{len(kept)} blocks are published and {int(self._kept.sum())} are kept, or others are")
+        idle = np.flatnonzero(self._kept & (holders == 0)).tolist()
+        if sorted(self._idle) != idle:
+            raise CacheCorrupt(f"the blocks {idle} are only kept, and {sorted(self._idle)} can be given away")
+        holders = holders + self._kept
         listed = np.bincount(self._free, minlength=self.num_blocks) if self._free else np.zeros(self.num_blocks, int)
         if listed[NULL_BLOCK] or self._references[NULL_BLOCK] or holders[NULL_BLOCK]:
             raise CacheCorrupt("the null block is in use")

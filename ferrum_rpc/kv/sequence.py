@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ import numpy.typing as npt
 from ferrum_rpc.kv.pool import Int32Array
 from ferrum_rpc.kv.table import BlockTable
 from ferrum_rpc.kv.tokens import TokenHistory
+
+NEVER: Final = 1 << 62
+"""A length that no sequence reaches."""
 
 
 class KvMisuse(RuntimeError):
@@ -32,7 +36,8 @@ class Reservation:
       committed tokens of this sequence, which are rewritten in place.
 
     ``table`` (int32 [ceil(end / block_size)]) is what the forward pass reads and writes through. It is no copy: it is
-    valid until the reservation is closed.
+    valid until the reservation is closed. The first ``cached`` of the positions are in blocks of the prefix cache; only
+    what follows is written.
     """
 
     sequence: int
@@ -44,12 +49,16 @@ class Reservation:
     # The rest is for undoing it.
     created: bool = False
     replaced: Sequence[tuple[int, int]] = ()
-    """(index in the table, the block that stood there): still referenced, so that it is not written."""
+    """(index in the table, the block that stood there): still referenced, so that it is not written. The first of
+    ``found`` or of ``fresh`` stands there now."""
     fresh: Sequence[int] = ()
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
     spares_used: int = 0
     held: int | None = None
     """Spares that were taken for a hold, the last of the sequence's; None: it holds nothing."""
+    found: Sequence[int] = ()
+    """Blocks of the prefix cache that it put into the table, before the fresh ones."""
+    cached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +67,11 @@ class SequenceState:
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to
     ``promised_from + promised_tokens`` find their blocks (`KvManager.ensure_capacity`). While more is held,
-    ``before_hold`` is the promise that returns. ``shared``: how many entries of the table, from the first on, a fork
-    may hold as well.
+    ``before_hold`` is the promise that returns. ``shared``: how many entries of the table, from the first on, a fork or
+    the prefix cache may hold as well.
+
+    ``root`` is where the chain of its blocks' hashes begins (None: it does not use the prefix cache), and ``chain`` the
+    hash of the first ``chained`` blocks, which were published. From ``publish_at`` tokens on there are more to publish.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -70,6 +82,10 @@ class SequenceState:
     promised_tokens: int = 0
     before_hold: tuple[int, int] | None = None
     shared: int = 0
+    root: bytes | None = None
+    chain: bytes = b""
+    chained: int = 0
+    publish_at: int = NEVER
     open: Reservation | None = None
 
     @property

@@ -342,7 +342,8 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
         [record] = state.mint(1, account, lease, room, origin, held_to)
         record.creation = request_id
         made_of = None if parent is None else parent.sequence
-        span = named(Span, (record.sequence, tokens, start, output, True, create.reserve_tokens, run, made_of))
+        ahead, prefix = create.reserve_tokens, create.prefix
+        span = named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix))
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
@@ -376,7 +377,7 @@ def claimed_span(
     except ExecutorError:
         record.busy = False
         raise
-    return named(Span, (record.sequence, tokens, start, output, False, 0, run, None))
+    return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None))
 
 
 def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:

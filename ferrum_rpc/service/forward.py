@@ -304,7 +304,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self._culprit = self._admitted[outcome.position].place
                 answer = outcome
             else:
-                length, rows, ended = outcome
+                length, rows, ended, cached = outcome
                 if record.length > span.start:
                     state.counters.tokens_truncated += record.length - span.start
                 record.length = length
@@ -316,7 +316,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
                     record.pending_end = record.pending_end or Ending.ABANDONED
-                answer = named(ItemAnswer, (record.handle, rows, False, 0, ended))
+                answer = named(ItemAnswer, (record.handle, rows, False, cached, ended))
             answers[place] = end_item(state, each, answer, now, present=present)
             followed = followed or record.follower is not None
         self.timing = timing

@@ -73,7 +73,9 @@ class Metrics(Collector):
         yield _gauge("sessions", "Open sessions.", state.sessions)
         yield _gauge("token_masks", "Registered token masks.", len(state.masks))
 
-        blocks = {"free": pressure.free_blocks, "used": pressure.total_blocks - pressure.free_blocks}
+        cached = state.engine.cache.cached_blocks
+        used = pressure.total_blocks - pressure.free_blocks
+        blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
@@ -85,6 +87,7 @@ class Metrics(Collector):
         yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
         yield _counter("step_tokens", "Tokens that steps committed.", engine.tokens)
+        yield _counter("cached_tokens", "Of those, tokens that the prefix cache had.", engine.cached_tokens)
         yield _counter("rows", "Rows that steps returned.", engine.rows)
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)
         yield _histogram("step_seconds", "Duration of a forward pass.", steps.seconds)

@@ -126,7 +126,7 @@ class ServerState:
     def pressure(self) -> Pressure:
         """How full the executor is, as of the last step. Never waits."""
         engine = self.engine
-        size, total, free, _ = engine.cache
+        size, total, free, *_ = engine.cache
         sequences = len(self.handles.live)
         waiting, running = (engine.queued_items, engine.queued_tokens), engine.counters.running
         return named(Pressure, (free, total, size, *waiting, sequences, running))

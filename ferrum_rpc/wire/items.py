@@ -18,6 +18,7 @@ from ferrum_rpc.core import (
     ItemOutcome,
     OutputSpec,
     Positions,
+    PrefixUse,
     Pressure,
     Run,
     RunEnd,
@@ -202,9 +203,12 @@ def items_from_proto(
 def _options_from_proto(create: forward_pb2.CreateOptions, lease_id: str) -> CreateOptions:
     if create.adapter:
         raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
-    if create.cache_mode not in (forward_pb2.CACHE_MODE_UNSPECIFIED, forward_pb2.CACHE_MODE_BYPASS):
-        raise NotSupported("there is no prefix cache (capability PREFIX_CACHE)", field="create.cache_mode")
-    return CreateOptions(create.reserve_tokens, create.cache_salt, create.lease_id or lease_id, create.fork)
+    mode, prefix = create.cache_mode, None
+    if mode not in forward_pb2.CacheMode.values():
+        raise InvalidRequest(f"{mode} is no mode of the prefix cache", field="create.cache_mode")
+    if mode != forward_pb2.CACHE_MODE_BYPASS:
+        prefix = PrefixUse(create.cache_salt, mode != forward_pb2.CACHE_MODE_READ_ONLY)
+    return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork)
 
 
 def item_to_proto(

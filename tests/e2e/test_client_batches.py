@@ -14,6 +14,7 @@ import pytest_asyncio
 import ferrum_rpc.client
 from ferrum_rpc.client import (
     Answer,
+    CacheMode,
     ExecutorClient,
     FullLogits,
     Greedy,
@@ -163,10 +164,9 @@ async def test_overload_is_raised_at_once_and_the_same_items_can_wait_for_room()
 
 
 async def test_one_starving_item_does_not_starve_the_batch(client: ExecutorClient) -> None:
-    hog = client.sequence()
+    hog, small, large = (client.sequence(cache_mode=CacheMode.BYPASS) for _ in range(3))
     await hog.prefill([0] * 100)
     await hog.reserve(28)
-    small, large = client.sequence(), client.sequence()
     results = await client.forward([large.item([0] * 128), small.item([0] * 100)])
     assert isinstance(results[0], Answer)
     assert isinstance(results[1], KvBlocksExhausted)

@@ -11,7 +11,7 @@ import pytest
 
 from clients.scheduler.driver import Driver
 from clients.scheduler.policy import Budget, Feed
-from ferrum_rpc.client import Answer, ExecutorClient, FullLogits, Greedy
+from ferrum_rpc.client import Answer, CacheMode, ExecutorClient, FullLogits, Greedy
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
@@ -41,7 +41,7 @@ async def test_a_rebuilt_sequence_goes_on_with_the_same_bits(monkeypatch: pytest
     async with exact(monkeypatch, kv_blocks=128) as served, ExecutorClient(served.target) as client:
         rows: dict[str, Rows] = {}
         for name in ("whole", "rebuilt", "carefree"):
-            sequence = client.sequence(keep_tokens=True, rebuild=name == "carefree")
+            sequence = client.sequence(keep_tokens=True, rebuild=name == "carefree", cache_mode=CacheMode.BYPASS)
             await sequence.prefill(PROMPT, chunk=50)
             await sequence.truncate(60)  # within the second piece, of 20 tokens
             await sequence.verify(PROMPT[:40])
@@ -62,7 +62,7 @@ async def test_the_rows_of_a_rebuilding_are_those_of_its_tokens(monkeypatch: pyt
     async with (
         exact(monkeypatch, kv_blocks=128) as served,
         ExecutorClient(served.target) as client,
-        client.sequence(keep_tokens=True) as sequence,
+        client.sequence(keep_tokens=True, cache_mode=CacheMode.BYPASS) as sequence,
     ):
         await sequence.prefill(PROMPT)
         await sequence.truncate(65)
@@ -96,7 +96,13 @@ async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monke
                 Greedy(logprob=True),
             )
             driver = Recorder(
-                client, info, budget=budget, sampling=sampling, stop_tokens=frozenset(), observer=Watcher()
+                client,
+                info,
+                budget=budget,
+                sampling=sampling,
+                stop_tokens=frozenset(),
+                observer=Watcher(),
+                cache_mode=CacheMode.BYPASS,
             )
             driver.rows = {}
             run = await driver.run(requests(prompts(16, seed=1, longest=60), 48))

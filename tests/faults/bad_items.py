@@ -140,7 +140,7 @@ OF_FORM: Final[dict[str, Callable[[World], Item]]] = {
         [1], output=_Spec(hidden_states=output_pb2.HiddenStatesOutput(dtype=types_pb2.D_TYPE_U32))
     ),
     "an adapter": lambda world: _create(adapter="a"),
-    "a cache mode": lambda world: _create(cache_mode=forward_pb2.CACHE_MODE_READ_WRITE),
+    "a cache mode": lambda world: _create(cache_mode=99),
     "an unknown lease": lambda world: _create(lease_id="nobody's"),
     "a lease of another life": lambda world: _create(lease_id="00ff-11"),
     "a reserve beyond the context": lambda world: _create(reserve_tokens=0xFFFFFFFF),

@@ -129,7 +129,7 @@ async def _leases(world: Provoked) -> None:
 
 async def _room(world: Provoked) -> None:
     ask = world.executor
-    handles = [await prefill(world.served, [1] * 12) for _ in range(5)]
+    handles = [await prefill(world.served, [2 + place] * 12) for place in range(5)]  # they share nothing
     await world.refused(ask.Prefill(_prefill(12)))
     one = await prefill(world.served, [1])
     await world.refused(ask.Prefill(_prefill(1)))

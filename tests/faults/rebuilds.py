@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence
+from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
@@ -77,7 +77,7 @@ async def _lost_and_rebuilt(
         if not (await client.info()).limits.exact_span_tokens:
             outcomes[f"{name}: {NOTHING}"] += 1
             return
-        sequences = [client.sequence(rebuild=True) for _ in range(HELD)]
+        sequences = [client.sequence(rebuild=True, cache_mode=CacheMode.BYPASS) for _ in range(HELD)]
         for sequence in sequences:
             await _live(sequence, dice)
         token, expected = dice.randrange(250), []

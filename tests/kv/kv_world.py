@@ -1,7 +1,9 @@
 """A store of plain integers behind a `KvManager`, and what every sequence should contain.
 
-Each written token is another number, so content that ends up in the wrong place is always noticed. Free blocks are
-filled with garbage as often as a test likes: whatever reads them is noticed too.
+What a slot holds is another number for each salt and each row of tokens up to there, so content that ends up in the
+wrong place is always noticed; sequences that do not use the prefix cache have each a salt of their own. Each token is
+another one too, unless a world has an ``alphabet``. Free blocks are filled with garbage as often as a test likes:
+whatever reads them is noticed too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.table import slots_for
@@ -32,11 +35,18 @@ class Write:
 
 
 class World:
-    def __init__(self, num_blocks: int, block_size: int, order: list[int] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, order: list[int] | None = None, alphabet: int | None = None
+    ) -> None:
         self.kv = KvManager(num_blocks, block_size, order)
         self.content = np.full(num_blocks * block_size, GARBAGE, dtype=np.int64)
         self.tokens: dict[int, list[int]] = {}
         self._next_token = 0
+        self._alphabet = alphabet
+        self.salts: dict[int, object] = {}
+        self._numbers: dict[object, int] = {}
+        self.cached = 0
+        """Tokens that were found in the prefix cache."""
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -49,14 +59,40 @@ class World:
         ahead: int = 0,
         hold: int = 0,
         parent: int | None = None,
+        prefix: PrefixUse | None = None,
+        findable: int | None = None,
     ) -> Write:
+        """``findable``: of how many of the tokens no row is wanted; None: of all but the last."""
         base = self.tokens.get(sequence if parent is None else parent, [])[:start]
-        reservation = self.kv.reserve(sequence, start, count, create, ahead=ahead, hold=hold, parent=parent)
+        tokens = self._draw(count)
+        most = count - 1 if findable is None else findable
+        reservation = self.kv.reserve(
+            sequence,
+            start,
+            count,
+            create,
+            ahead=ahead,
+            hold=hold,
+            parent=parent,
+            prefix=prefix,
+            prompt=np.array(tokens[:most], np.int32) if most > 0 else None,
+        )
+        if create:
+            own = ("own", sequence) if prefix is None else prefix.salt
+            self.salts[sequence] = own if parent is None else self.salts[parent]
+        assert 0 <= reservation.cached <= max(0, most)
+        self.cached += reservation.cached
         assert (reservation.sequence, reservation.start, reservation.end) == (sequence, start, start + count)
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
+        return Write(reservation, tokens, base)
+
+    def _draw(self, count: int) -> list[int]:
         first = self._next_token
         self._next_token += count
-        return Write(reservation, list(range(first, first + count)), base)
+        tokens = list(range(first, first + count))
+        if self._alphabet is None:
+            return tokens
+        return [(token * 40503 >> 7) % self._alphabet for token in tokens]
 
     def run(self, *writes: Write) -> None:
         """What the runner does for one step: all copies, all saves, then the forward pass."""
@@ -67,14 +103,16 @@ class World:
             write.saved = self.content[write.reservation.overwritten]
         for write in writes:
             r = write.reservation
-            self.content[slots_for(r.table, r.start, r.end, self.size)] = write.tokens
+            content = self._content(r.sequence, write.base + write.tokens)
+            written = r.start + r.cached
+            self.content[slots_for(r.table, written, r.end, self.size)] = content[written:]
         for write in writes:
             self.check_forward(write)
 
     def check_forward(self, write: Write) -> None:
         """The forward pass reads the old tokens below ``start``, then the new ones."""
         r = write.reservation
-        assert self._read(r.table, r.end) == write.base + write.tokens
+        assert self._read(r.table, r.end) == self._content(r.sequence, write.base + write.tokens)
 
     def commit(self, write: Write, kept: int | None = None) -> None:
         """Of what was written the first ``kept`` tokens stay."""
@@ -87,11 +125,18 @@ class World:
             self.content[write.reservation.overwritten] = write.saved
         self.kv.rollback(write.reservation)
 
-    def write(self, sequence: int, count: int, start: int | None = None, ahead: int = 0) -> Reservation:
+    def write(
+        self,
+        sequence: int,
+        count: int,
+        start: int | None = None,
+        ahead: int = 0,
+        prefix: PrefixUse | None = None,
+    ) -> Reservation:
         """Reserve, run and commit one span; the sequence is made if need be. Returns the closed reservation."""
         create = sequence not in self.tokens
         start = len(self.tokens.get(sequence, [])) if start is None else start
-        write = self.reserve(sequence, start, count, create, ahead)
+        write = self.reserve(sequence, start, count, create, ahead, prefix=prefix if create else None)
         self.run(write)
         self.commit(write)
         return write.reservation
@@ -100,7 +145,7 @@ class World:
 
     def fork(self, parent: int, child: int, at: int | None = None) -> None:
         self.kv.fork(parent, child, at)
-        self.tokens[child] = self.tokens[parent][:at]
+        self.tokens[child], self.salts[child] = self.tokens[parent][:at], self.salts[parent]
 
     def truncate(self, sequence: int, length: int) -> None:
         self.kv.truncate(sequence, length)
@@ -135,7 +180,16 @@ class World:
                 continue
             assert self.kv.length(sequence) == len(tokens)
             assert self.kv.tokens(sequence).tolist() == tokens
-            assert self._read(np.array(self.blocks(sequence), dtype=np.int32), len(tokens)) == tokens
+            found = self._read(np.array(self.blocks(sequence), dtype=np.int32), len(tokens))
+            assert found == self._content(sequence, tokens)
+
+    def _content(self, sequence: int, tokens: list[int]) -> list[int]:
+        """A number for each position: the same where salt and all tokens up to there are the same."""
+        numbers, before, found = self._numbers, self.salts[sequence], []
+        for token in tokens:
+            before = numbers.setdefault((before, token), len(numbers))
+            found.append(before)
+        return found
 
     def _block(self, block: int) -> slice:
         return slice(block * self.size, (block + 1) * self.size)
@@ -144,11 +198,12 @@ class World:
         return [int(self.content[int(table[i // self.size]) * self.size + i % self.size]) for i in range(length)]
 
 
-def everything(kv: KvManager) -> dict[str, object]:
-    """The whole inner state as plain values: equal before and after whatever must leave no trace."""
+def everything(kv: KvManager, *, ordered: bool = True) -> dict[str, object]:
+    """The whole inner state as plain values: equal before and after whatever must leave no trace. Not ``ordered``: a
+    published block may have had to give way, and is free like any other now."""
     return {
-        "free": list(kv._pool._free),
-        "references": kv._pool._references.tolist(),
+        "free": list(kv._pool._free) if ordered else sorted({*kv._pool._free, *kv._pool._idle}),
+        "references": (kv._pool._references - kv._pool._kept)[1:].tolist(),
         "sequences": {
             sequence: (
                 state.table.view(len(state.table)).tolist(),

@@ -12,9 +12,12 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv.sequence import KvMisuse
 from tests.kv.kv_world import World, Write, everything
+
+USES = (*4 * (PrefixUse(),), PrefixUse(b"salt"), PrefixUse(publishes=False), None)
 
 
 def blocks_of(tokens: int, size: int) -> int:
@@ -22,10 +25,13 @@ def blocks_of(tokens: int, size: int) -> int:
 
 
 class KvMachine(RuleBasedStateMachine):
-    @initialize(data=st.data(), usable=st.integers(3, 14), size=st.integers(1, 4))
-    def start(self, data, usable, size):
+    @initialize(
+        data=st.data(), usable=st.integers(3, 20), size=st.integers(1, 4), alphabet=st.sampled_from([None, 1, 1, 2])
+    )
+    def start(self, data, usable, size, alphabet):
         order = data.draw(st.permutations(range(1, usable + 1)))
-        self.world = World(usable + 1, size, order)
+        self.world = World(usable + 1, size, order, alphabet)
+        self.alphabet = alphabet
         self.kv = self.world.kv
         self.open: list[Write] = []
         self.sequences = 0
@@ -70,9 +76,11 @@ class KvMachine(RuleBasedStateMachine):
         create = sequence == 0
         back = ahead = start = 0
         parent = None
-        hold = data.draw(st.sampled_from([0, 0, 1, 4, 9]), label="hold")
+        hold = data.draw(st.sampled_from([0, 0, 0, 1, 4, 9]), label="hold")
+        prefix = None
         if create:
             sequence = self.new()
+            prefix = data.draw(st.sampled_from(USES), label="prefix") if self.alphabet else None
             ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="ahead")
             parent = data.draw(st.sampled_from([None, *idle]), label="parent")
             if parent is not None:
@@ -84,8 +92,10 @@ class KvMachine(RuleBasedStateMachine):
         count = data.draw(st.sampled_from([1, 1, 1, 2, 3, size, 2 * size + 1]), label="count")
         before = everything(self.kv)
         try:
-            made = self.world.reserve(sequence, start, count, create, ahead, hold, parent)
+            findable = data.draw(st.integers(0, count - 1), label="findable") if self.alphabet else None
+            made = self.world.reserve(sequence, start, count, create, ahead, hold, parent, prefix, findable)
             self.forked |= {parent, sequence} if parent is not None else set()
+            self.forked |= {sequence} if prefix is not None else set()  # others may find its blocks
             return made
         except KvBlocksExhausted as refusal:
             if parent is not None:  # what the parent was promised may be other blocks now
@@ -172,7 +182,8 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), spans=st.integers(1, 5))
     def a_step_of_which_any_part_fails(self, data, spans):
-        others, before, tried = self.open, everything(self.kv), self.forks_tried
+        ordered = self.alphabet is None
+        others, before, tried = self.open, everything(self.kv, ordered=ordered), self.forks_tried
         self.open = list(others)
         step = []
         for _ in range(spans):
@@ -190,7 +201,7 @@ class KvMachine(RuleBasedStateMachine):
             else:
                 self.commit(write)
         if failed == set(step):
-            after = everything(self.kv)
+            after = everything(self.kv, ordered=ordered)
             if self.forks_tried > tried:
                 # The end of a fork has others' spares looked at again: none is lost, and one too many may go.
                 assert len(after["free"]) >= len(before["free"])
@@ -198,6 +209,28 @@ class KvMachine(RuleBasedStateMachine):
                     {name: held[:2] for name, held in books["sequences"].items()} for books in (before, after)
                 )
             assert after == before
+
+    @precondition(lambda self: self.alphabet)
+    @rule(data=st.data(), use=st.sampled_from(USES), blocks=st.integers(1, 4), more=st.integers(0, 3))
+    def feed_a_prompt(self, data, use, blocks, more):
+        """A new one, or what follows of one: a part of it may be found."""
+        idle = sorted(set(self.world.tokens) - self.pinned - set(self.held))
+        sequence = data.draw(st.sampled_from([0, *idle]), label="sequence (0: a new one)")
+        create = sequence == 0
+        sequence = sequence or self.new()
+        start = 0 if create else self.length(sequence)
+        try:
+            write = self.world.reserve(
+                sequence, start, blocks * self.kv.block_size + more, create, prefix=use if create else None
+            )
+        except KvBlocksExhausted:
+            return
+        self.forked |= {sequence}
+        if data.draw(st.integers(0, 3), label="failed") == 0:
+            self.world.rollback(write)
+            return
+        self.world.run(write)
+        self.commit(write)
 
     # --- a run: what it holds is there, whoever takes the rest ------------------------------------------------------
 

@@ -174,14 +174,14 @@ async def test_no_blocks_is_resource_exhausted_and_leaves_everything_usable() ->
     async with serve_identity(kv_blocks=4, block_size=4) as served:
         handle = await prefill(served, [1] * 8)
         exhausted, code = Reason.KV_BLOCKS_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED
-        big = pb.PrefillRequest(item=item([1] * 9))
+        big = pb.PrefillRequest(item=item([2] * 9))
         error = await refused(served.executor.Prefill(big), exhausted, code)
         assert (error.number("needed_blocks"), error.number("free_blocks")) == (3, 2)
         await refused(served.executor.ReserveKv(pb.ReserveKvRequest(handle=handle, tokens=9)), exhausted, code)
         reserving = item([1], create=forward_pb2.CreateOptions(reserve_tokens=8))
         await refused(served.executor.Prefill(pb.PrefillRequest(item=reserving)), exhausted, code)
         await served.check()
-        rest = await prefill(served, [1] * 8)
+        rest = await prefill(served, [2] * 8)
         assert rest.seq_len == 8
 
 
@@ -400,7 +400,6 @@ async def test_streams_that_are_not_offered_say_so(served: Served, method: str) 
 OUTPUTS_NOT_OFFERED = {}
 OPTIONS_NOT_OFFERED = {
     "ADAPTERS": forward_pb2.CreateOptions(adapter="x"),
-    "PREFIX_CACHE": forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_READ_WRITE),
 }
 
 

