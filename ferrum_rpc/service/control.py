@@ -100,6 +100,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     ExportKv = not_offered("ExportKv", "KV_TRANSFER")
     ImportKv = not_offered("ImportKv", "KV_TRANSFER")
     WatchKvEvents = not_offered("WatchKvEvents", "KV_EVENTS")
+    ParkKv = not_offered("ParkKv", "PARK")
 
 
 class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):

@@ -13,13 +13,13 @@ from ferrum_rpc.executor.v1 import info_pb2
 M = TypeVar("M", bound=message.Message)
 Data = TypeVar("Data")
 
-SCHEMA_REVISION = 3
+SCHEMA_REVISION = 4
 """Grows with every change of protos/."""
 
 MINIMUM_CLIENT_REVISION = 1
 """GetInfo says it; clients that were built for an older one end there."""
 
-SCHEMA_SHA256 = "0a554c97b5147e560532f050f921b8e3f752625a37eb9ca2bd4ba80ee80936d1"
+SCHEMA_SHA256 = "7490787c869de329afc4548b41ab8084fab47a0e77e5417522212cb9ea68ddae"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

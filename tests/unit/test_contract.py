@@ -51,4 +51,4 @@ def test_every_rpc_has_its_own_request_and_response() -> None:
                     seen.add(message.full_name)
                 assert method.input_type.name == f"{method.name}Request"
                 assert method.output_type.name == f"{method.name}Response"
-    assert len(seen) == 2 * (17 + 3 + 7)
+    assert len(seen) == 2 * (17 + 4 + 7)

@@ -118,7 +118,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ("label", "seq_len", "blocks", "idle", "client_name", "adapter", "identity", "busy", "leased")
+    __slots__ = ("label", "seq_len", "blocks", "idle", "client_name", "adapter", "identity", "busy", "leased", "parked")
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class SequenceInfo(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
     label: str
     seq_len: int
     blocks: int
@@ -137,4 +138,5 @@ class SequenceInfo(_message.Message):
     identity: str
     busy: bool
     leased: bool
-    def __init__(self, label: _Optional[str] = ..., seq_len: _Optional[int] = ..., blocks: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., client_name: _Optional[str] = ..., adapter: _Optional[str] = ..., identity: _Optional[str] = ..., busy: bool = ..., leased: bool = ...) -> None: ...
+    parked: bool
+    def __init__(self, label: _Optional[str] = ..., seq_len: _Optional[int] = ..., blocks: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., client_name: _Optional[str] = ..., adapter: _Optional[str] = ..., identity: _Optional[str] = ..., busy: bool = ..., leased: bool = ..., parked: bool = ...) -> None: ...

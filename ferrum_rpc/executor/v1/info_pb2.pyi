@@ -43,6 +43,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_FOLLOW: _ClassVar[Capability]
     CAPABILITY_STEP_FORK: _ClassVar[Capability]
     CAPABILITY_STEP_FRAMES: _ClassVar[Capability]
+    CAPABILITY_PARK: _ClassVar[Capability]
 
 class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -82,6 +83,7 @@ CAPABILITY_RUN: Capability
 CAPABILITY_FOLLOW: Capability
 CAPABILITY_STEP_FORK: Capability
 CAPABILITY_STEP_FRAMES: Capability
+CAPABILITY_PARK: Capability
 EXECUTOR_STATE_UNSPECIFIED: ExecutorState
 EXECUTOR_STATE_STARTING: ExecutorState
 EXECUTOR_STATE_SERVING: ExecutorState
@@ -89,7 +91,7 @@ EXECUTOR_STATE_DRAINING: ExecutorState
 EXECUTOR_STATE_FAILED: ExecutorState
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id", "folder")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id", "folder", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -120,7 +123,8 @@ class ModelInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
     folder: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
+    fingerprint: bytes
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
     __slots__ = ("block_size", "total_blocks", "bytes_per_token")
@@ -239,7 +243,7 @@ class MethodCount(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., items: _Optional[int] = ..., item_errors: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied", "leases_expired", "sequences_expired")
+    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied", "leases_expired", "sequences_expired", "searched_tokens", "cached_tokens", "blocks_evicted", "sequences_forked", "sequences_exported", "sequences_imported", "sequences_parked")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +257,13 @@ class Counters(_message.Message):
     BLOCKS_COPIED_FIELD_NUMBER: _ClassVar[int]
     LEASES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    SEARCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FORKED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_EXPORTED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_IMPORTED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_PARKED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     tokens: int
     rows: int
@@ -266,4 +277,25 @@ class Counters(_message.Message):
     blocks_copied: int
     leases_expired: int
     sequences_expired: int
-    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ...) -> None: ...
+    searched_tokens: int
+    cached_tokens: int
+    blocks_evicted: int
+    sequences_forked: int
+    sequences_exported: int
+    sequences_imported: int
+    sequences_parked: int
+    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ..., searched_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., sequences_forked: _Optional[int] = ..., sequences_exported: _Optional[int] = ..., sequences_imported: _Optional[int] = ..., sequences_parked: _Optional[int] = ...) -> None: ...
+
+class KvBlocks(_message.Message):
+    __slots__ = ("free", "cached", "used", "parked_bytes", "parked_sequences")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARKED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    free: int
+    cached: int
+    used: int
+    parked_bytes: int
+    parked_sequences: int
+    def __init__(self, free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_sequences: _Optional[int] = ...) -> None: ...

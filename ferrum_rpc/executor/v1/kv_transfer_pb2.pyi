@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids")
+    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,8 @@ class KvLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: bytes
     layers: int
     kv_heads: int
@@ -24,21 +26,33 @@ class KvLayout(_message.Message):
     dtype: _types_pb2.DType
     seq_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: str
+    block_size: int
+    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class KvChunk(_message.Message):
-    __slots__ = ("layer", "first_token", "keys", "values", "crc32c")
+    __slots__ = ("layer", "first_token", "keys", "values", "crc32c", "key_scales", "value_scales")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     layer: int
     first_token: int
     keys: _types_pb2.Tensor
     values: _types_pb2.Tensor
     crc32c: int
-    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    key_scales: _types_pb2.Tensor
+    value_scales: _types_pb2.Tensor
+    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ..., key_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class KvTrailer(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    def __init__(self, sha256: _Optional[bytes] = ...) -> None: ...
 
 class ExportKvRequest(_message.Message):
     __slots__ = ("handle", "first_token", "chunk_tokens")
@@ -51,20 +65,24 @@ class ExportKvRequest(_message.Message):
     def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., first_token: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class ExportKvResponse(_message.Message):
-    __slots__ = ("layout", "chunk")
+    __slots__ = ("layout", "chunk", "trailer")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TRAILER_FIELD_NUMBER: _ClassVar[int]
     layout: KvLayout
     chunk: KvChunk
-    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ...) -> None: ...
+    trailer: KvTrailer
+    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ...) -> None: ...
 
 class ImportKvRequest(_message.Message):
-    __slots__ = ("header", "chunk")
+    __slots__ = ("header", "chunk", "trailer")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TRAILER_FIELD_NUMBER: _ClassVar[int]
     header: ImportKvHeader
     chunk: KvChunk
-    def __init__(self, header: _Optional[_Union[ImportKvHeader, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ...) -> None: ...
+    trailer: KvTrailer
+    def __init__(self, header: _Optional[_Union[ImportKvHeader, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ...) -> None: ...
 
 class ImportKvHeader(_message.Message):
     __slots__ = ("layout", "create", "request_id")
@@ -77,38 +95,52 @@ class ImportKvHeader(_message.Message):
     def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., create: _Optional[_Union[_forward_pb2.CreateOptions, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ImportKvResponse(_message.Message):
-    __slots__ = ("handle", "pressure", "replayed")
+    __slots__ = ("handle", "pressure", "replayed", "next_token")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     handle: _types_pb2.KvHandle
     pressure: _types_pb2.KvPressure
     replayed: bool
-    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., replayed: bool = ...) -> None: ...
+    next_token: int
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., replayed: bool = ..., next_token: _Optional[int] = ...) -> None: ...
 
 class WatchKvEventsRequest(_message.Message):
-    __slots__ = ("after_event",)
+    __slots__ = ("after_event", "instance_id")
     AFTER_EVENT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     after_event: int
-    def __init__(self, after_event: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, after_event: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class WatchKvEventsResponse(_message.Message):
-    __slots__ = ("event", "events")
+    __slots__ = ("event", "events", "instance_id", "snapshot", "more", "gap")
     EVENT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
     event: int
     events: _containers.RepeatedCompositeFieldContainer[KvEvent]
-    def __init__(self, event: _Optional[int] = ..., events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ...) -> None: ...
+    instance_id: str
+    snapshot: bool
+    more: bool
+    gap: bool
+    def __init__(self, event: _Optional[int] = ..., events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., instance_id: _Optional[str] = ..., snapshot: bool = ..., more: bool = ..., gap: bool = ...) -> None: ...
 
 class KvEvent(_message.Message):
-    __slots__ = ("stored", "removed", "cleared")
+    __slots__ = ("stored", "removed", "cleared", "parked")
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
     stored: KvBlockStored
     removed: KvBlockRemoved
     cleared: KvCacheCleared
-    def __init__(self, stored: _Optional[_Union[KvBlockStored, _Mapping]] = ..., removed: _Optional[_Union[KvBlockRemoved, _Mapping]] = ..., cleared: _Optional[_Union[KvCacheCleared, _Mapping]] = ...) -> None: ...
+    parked: KvBlockParked
+    def __init__(self, stored: _Optional[_Union[KvBlockStored, _Mapping]] = ..., removed: _Optional[_Union[KvBlockRemoved, _Mapping]] = ..., cleared: _Optional[_Union[KvCacheCleared, _Mapping]] = ..., parked: _Optional[_Union[KvBlockParked, _Mapping]] = ...) -> None: ...
 
 class KvBlockStored(_message.Message):
     __slots__ = ("hash", "parent_hash", "token_ids", "adapter")
@@ -131,3 +163,25 @@ class KvBlockRemoved(_message.Message):
 class KvCacheCleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class KvBlockParked(_message.Message):
+    __slots__ = ("hash",)
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    def __init__(self, hash: _Optional[bytes] = ...) -> None: ...
+
+class ParkKvRequest(_message.Message):
+    __slots__ = ("handle",)
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    handle: _types_pb2.KvHandle
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ...) -> None: ...
+
+class ParkKvResponse(_message.Message):
+    __slots__ = ("handle", "freed_blocks", "pressure")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    handle: _types_pb2.KvHandle
+    freed_blocks: int
+    pressure: _types_pb2.KvPressure
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., freed_blocks: _Optional[int] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ...) -> None: ...

@@ -50,6 +50,11 @@ class KvTransferStub(object):
                 request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
+        self.ParkKv = channel.unary_unary(
+                '/ferrum_rpc.executor.v1.KvTransfer/ParkKv',
+                request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvRequest.SerializeToString,
+                response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServicer(object):
@@ -57,14 +62,15 @@ class KvTransferServicer(object):
     """
 
     def ExportKv(self, request, context):
-        """Reads a sequence's K and V out of the cache.
+        """Reads a sequence's K and V out of the cache, as they are when the call arrives. The sequence may go on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportKv(self, request_iterator, context):
-        """Builds a sequence from exported K and V.
+        """Builds a sequence from exported K and V: the whole of it, or nothing. What an interrupted stream brought is kept for
+        a while, and a later stream with the same request id goes on behind it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +78,14 @@ class KvTransferServicer(object):
 
     def WatchKvEvents(self, request, context):
         """Tells which prefixes enter and leave the prefix cache, so that a router can send a prompt where its prefix is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ParkKv(self, request, context):
+        """Moves a sequence's K and V out of the cache, to the executor's second tier. The handle stays; the next call on the
+        sequence brings them back, if there are blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +108,11 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsResponse.SerializeToString,
+            ),
+            'ParkKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.ParkKv,
+                    request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvRequest.FromString,
+                    response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +197,33 @@ class KvTransfer(object):
             '/ferrum_rpc.executor.v1.KvTransfer/WatchKvEvents',
             ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsRequest.SerializeToString,
             ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.WatchKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ParkKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ferrum_rpc.executor.v1.KvTransfer/ParkKv',
+            ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvRequest.SerializeToString,
+            ferrum__rpc_dot_executor_dot_v1_dot_kv__transfer__pb2.ParkKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

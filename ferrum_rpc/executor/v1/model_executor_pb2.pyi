@@ -299,7 +299,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "pressure", "counters", "methods", "uptime", "replay_bytes", "leases", "sessions")
+    __slots__ = ("state", "pressure", "counters", "methods", "uptime", "replay_bytes", "leases", "sessions", "blocks")
     STATE_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,7 @@ class GetStatusResponse(_message.Message):
     REPLAY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     state: _info_pb2.ExecutorState
     pressure: _types_pb2.KvPressure
     counters: _info_pb2.Counters
@@ -316,4 +317,5 @@ class GetStatusResponse(_message.Message):
     replay_bytes: int
     leases: int
     sessions: int
-    def __init__(self, state: _Optional[_Union[_info_pb2.ExecutorState, str]] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., counters: _Optional[_Union[_info_pb2.Counters, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[_info_pb2.MethodCount, _Mapping]]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replay_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+    blocks: _info_pb2.KvBlocks
+    def __init__(self, state: _Optional[_Union[_info_pb2.ExecutorState, str]] = ..., pressure: _Optional[_Union[_types_pb2.KvPressure, _Mapping]] = ..., counters: _Optional[_Union[_info_pb2.Counters, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[_info_pb2.MethodCount, _Mapping]]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replay_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., blocks: _Optional[_Union[_info_pb2.KvBlocks, _Mapping]] = ...) -> None: ...
