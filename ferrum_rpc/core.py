@@ -564,11 +564,13 @@ SpanOutcome = SpanResult | ExecutorError
 
 
 class StepResult(NamedTuple):
-    """``outcomes[i]`` answers ``spans[i]``. ``blocks_copied`` counts copies on write."""
+    """``outcomes[i]`` answers ``spans[i]``. ``blocks_copied`` counts copies on write, ``tokens_searched`` the tokens
+    that were looked for in the prefix cache."""
 
     outcomes: tuple[SpanOutcome, ...]
     forward_s: float
     blocks_copied: int = 0
+    tokens_searched: int = 0
 
 
 # --- facts about an executor ----------------------------------------------------------------------------------------
@@ -673,13 +675,16 @@ class Limits:
 
 
 class CacheState(NamedTuple):
-    """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache."""
+    """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
+    ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all."""
 
     block_size: int
     total_blocks: int
     free_blocks: int
     sequences: int
     cached_blocks: int = 0
+    blocks_evicted: int = 0
+    evicted_s: float = 0.0
 
 
 class Pressure(NamedTuple):

@@ -94,7 +94,8 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Work done since the process started. ``forward_s`` is seconds inside forward passes."""
+    """Work done since the process started. ``forward_s`` is seconds inside forward passes. Of the ``tokens``,
+    ``searched_tokens`` were looked for in the prefix cache, and ``cached_tokens`` found there."""
 
     steps: int
     tokens: int
@@ -109,6 +110,13 @@ class Counters:
     blocks_copied: int
     leases_expired: int
     sequences_expired: int
+    searched_tokens: int
+    cached_tokens: int
+    blocks_evicted: int
+    sequences_forked: int
+    sequences_exported: int
+    sequences_imported: int
+    sequences_parked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,19 @@ class MethodCount:
 
 
 @dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """Where the blocks of a cache are: ``free`` without content, ``cached`` with some that a prompt may find (and free
+    as well, when their place is needed), ``used`` by sequences. ``parked_bytes`` of ``parked_sequences`` are elsewhere.
+    """
+
+    free: int
+    cached: int
+    used: int
+    parked_bytes: int
+    parked_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorStatus:
     """How an executor is doing right now. ``leases`` live, ``sessions`` are open."""
 
@@ -135,6 +156,7 @@ class ExecutorStatus:
     replay_bytes: int
     leases: int
     sessions: int
+    blocks: KvBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +224,5 @@ def status_from_proto(proto: model_executor_pb2.GetStatusResponse) -> ExecutorSt
         pressure=pressure_from_proto(proto.pressure),
         counters=from_proto(Counters, proto.counters, forward_s=seconds(proto.counters.forward_time)),
         methods=tuple(from_proto(MethodCount, each) for each in proto.methods),
+        blocks=from_proto(KvBlocks, proto.blocks),
     )

@@ -148,10 +148,11 @@ class Command:
 @dataclass(slots=True)
 class EngineCounters:
     """Work done since the start, and runs that are under way. Written by the engine, read anywhere. ``tokens`` were
-    committed, and ``cached_tokens`` of them found in the prefix cache."""
+    committed; of the ``searched_tokens`` among them the prefix cache had ``cached_tokens``."""
 
     steps: int = 0
     tokens: int = 0
+    searched_tokens: int = 0
     cached_tokens: int = 0
     rows: int = 0
     blocks_copied: int = 0

@@ -272,10 +272,12 @@ class EngineLoop(ABC):
         if ran:
             counters.steps += 1
             counters.tokens += tokens
+            counters.searched_tokens += result.tokens_searched
             counters.cached_tokens += cached
             counters.rows += rows
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s
+        tokens -= cached  # what was computed
         finished: Finished = []
         waits: list[float] = []
         for each, outcome in zip(going, result.outcomes, strict=False):

@@ -186,7 +186,8 @@ class TorchRunner:
             except BaseException as error:
                 pending.ended = self._failure(pending, error)
                 return
-        refused, rows, commit, copied = pending.refused, iter(pending.rows), self.kv.commit, 0
+        refused, rows, commit = pending.refused, iter(pending.rows), self.kv.commit
+        copied = searched = 0
         outcomes: list[SpanOutcome] = []
         for index in range(len(pending.spans)):
             if index in refused:
@@ -196,9 +197,10 @@ class TorchRunner:
             length = commit(reservation, pending.spans[index].tokens)
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
+            searched += reservation.searched
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
-        pending.ended = StepResult(tuple(outcomes), forward_s, copied)
+        pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
         self._ended_at = now
 
     def _reserve(self, step: Step) -> tuple[dict[int, ExecutorError], dict[int, Reservation]]:

@@ -106,14 +106,16 @@ class KvManager:
             state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
             return reservation
         found: list[int] = []
-        if prompt is not None and start == state.length and (create or not hold):
-            found = self._prefixes.find(state, prompt)
+        searched = 0
+        if state.root is not None and prompt is not None and start == state.length and (create or not hold):
+            found, searched = self._prefixes.find(state, prompt), len(prompt)
         try:
             state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold)
         except KvBlocksExhausted:
             if parent is not None:
                 self.release(sequence)
             raise
+        opened.searched = searched
         if prompt is not None and found:
             state.history.write(start, prompt[: opened.cached])
             state.shared = max(state.shared, start // size + len(found))
@@ -377,7 +379,9 @@ class KvManager:
     def state(self) -> CacheState:
         """A snapshot of how full the cache is."""
         pool = self._pool
-        return CacheState(self.block_size, pool.total_blocks, pool.free_blocks, len(self._sequences), pool.idle_blocks)
+        blocks = pool.total_blocks, pool.free_blocks
+        evicted = self._prefixes.evicted, self._prefixes.evicted_s
+        return CacheState(self.block_size, *blocks, len(self._sequences), pool.idle_blocks, *evicted)
 
     def check(self) -> None:
         """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""

@@ -11,6 +11,7 @@ block until its place is needed. Blocks found by their chained hashes are from v
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Final
@@ -40,14 +41,17 @@ def chained(parent: bytes, tokens: TokenArray, block_size: int) -> Iterator[byte
 
 class PrefixCache:
     """The published blocks of ``pool``, of ``block_size`` tokens: by hash, and their hashes. A block is published once,
-    and a hash has one block."""
+    and a hash has one block. ``evicted`` blocks were given away, after ``evicted_s`` seconds here in all."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._size = block_size
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
-        pool.on_evict = self._forget
+        self._since = [0.0] * pool.num_blocks
+        self.evicted = 0
+        self.evicted_s = 0.0
+        pool.on_evict = self._evict
 
     # --- a sequence -------------------------------------------------------------------------------------------------
 
@@ -58,9 +62,7 @@ class PrefixCache:
 
     def find(self, state: SequenceState, prompt: TokenArray) -> list[int]:
         """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
-        those of ``prompt`` behind them."""
-        if state.root is None:
-            return []
+        those of ``prompt`` behind them. For a sequence that uses the cache."""
         size, length = self._size, state.length
         first = length // size
         chain = state.chain
@@ -87,6 +89,9 @@ class PrefixCache:
                 added.append(block)
             state.chain, state.chained = hashed, state.chained + 1
         if added:
+            now = time.monotonic()
+            for block in added:
+                self._since[block] = now
             self._pool.keep(added)
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
@@ -123,6 +128,11 @@ class PrefixCache:
         """Forget all; the pool forgets them too."""
         self._blocks.clear()
         self._hashes.clear()
+
+    def _evict(self, block: int) -> None:
+        self.evicted += 1
+        self.evicted_s += time.monotonic() - self._since[block]
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         del self._blocks[self._hashes.pop(block)]

@@ -36,8 +36,8 @@ class Reservation:
       committed tokens of this sequence, which are rewritten in place.
 
     ``table`` (int32 [ceil(end / block_size)]) is what the forward pass reads and writes through. It is no copy: it is
-    valid until the reservation is closed. The first ``cached`` of the positions are in blocks of the prefix cache; only
-    what follows is written.
+    valid until the reservation is closed. The first ``cached`` of the positions are in blocks of the prefix cache,
+    where ``searched`` were looked for; only what follows is written.
     """
 
     sequence: int
@@ -59,6 +59,7 @@ class Reservation:
     found: Sequence[int] = ()
     """Blocks of the prefix cache that it put into the table, before the fresh ones."""
     cached: int = 0
+    searched: int = 0
 
 
 @dataclass(slots=True, eq=False)

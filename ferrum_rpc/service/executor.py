@@ -211,7 +211,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
         """How it does; answers in every state."""
         state = self.state
-        engine = state.engine.counters
+        engine, cache = state.engine.counters, state.engine.cache
+        free, cached = cache.free_blocks, cache.cached_blocks
         return pb.GetStatusResponse(
             state=STATE_TO_PROTO[state.lifecycle],
             pressure=self._pressure(),
@@ -219,6 +220,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 info_pb2.Counters,
                 engine,
                 state.counters,
+                cache,
                 replays=state.replay.replays,
                 forward_time=duration(engine.forward_s),
             ),
@@ -229,6 +231,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             replay_bytes=state.replay.bytes,
             leases=len(state.leases),
             sessions=state.sessions,
+            blocks=info_pb2.KvBlocks(free=free - cached, cached=cached, used=cache.total_blocks - free),
         )
 
     def _pressure(self) -> types_pb2.KvPressure:

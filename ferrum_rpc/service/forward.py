@@ -418,6 +418,7 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
         else:
             if span.create:
                 state.publish(record)
+                state.counters.sequences_forked += span.parent is not None
             state.quotas.settle(record)
             if present:
                 record.touch(now)

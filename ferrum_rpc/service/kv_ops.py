@@ -193,6 +193,7 @@ def fork(
             for child in children:
                 state.discard(child)
             raise
+        state.counters.sequences_forked += count
         try:
             for child in children:
                 child.length, child.version = length, 1

@@ -67,16 +67,20 @@ class Metrics(Collector):
 
         yield _gauge("sequences", "Live sequences.", len(state.handles))
         yield _counter("sequences_created", "Sequences that came to be.", counters.sequences_created)
+        yield _counter("sequences_forked", "Of those, children of others.", counters.sequences_forked)
         yield _counter("sequences_ended", "Sequences that ended, by cause.", counters.ended, "cause")
         yield _gauge("leases", "Live leases.", len(state.leases))
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
         yield _gauge("sessions", "Open sessions.", state.sessions)
         yield _gauge("token_masks", "Registered token masks.", len(state.masks))
 
-        cached = state.engine.cache.cached_blocks
+        cache = state.engine.cache
+        cached = cache.cached_blocks
         used = pressure.total_blocks - pressure.free_blocks
         blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
+        yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
+        yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
@@ -87,7 +91,8 @@ class Metrics(Collector):
         yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
         yield _counter("step_tokens", "Tokens that steps committed.", engine.tokens)
-        yield _counter("cached_tokens", "Of those, tokens that the prefix cache had.", engine.cached_tokens)
+        yield _counter("searched_tokens", "Of those, looked for in the prefix cache.", engine.searched_tokens)
+        yield _counter("cached_tokens", "Of those, found there and not computed.", engine.cached_tokens)
         yield _counter("rows", "Rows that steps returned.", engine.rows)
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)
         yield _histogram("step_seconds", "Duration of a forward pass.", steps.seconds)

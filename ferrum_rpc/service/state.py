@@ -45,6 +45,7 @@ class ServiceCounters:
 
     sequences_created: int = 0
     sequences_released: int = 0
+    sequences_forked: int = 0
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0

@@ -153,3 +153,36 @@ async def test_the_cache_of_a_full_pool_gives_way_to_promises() -> None:
         for handle in (again.output.handle, hog):
             await served.executor.Release(pb.ReleaseRequest(handle=types_pb2.KvHandle(id=handle.id), any_version=True))
         assert blocks_in_use(served) == 0
+
+
+async def test_what_the_cache_does_is_counted() -> None:
+    async with serve_identity(kv_blocks=8, block_size=BLOCK) as served:
+
+        async def status() -> pb.GetStatusResponse:
+            answer = await served.executor.GetStatus(pb.GetStatusRequest())
+            blocks = answer.blocks
+            assert blocks.free + blocks.cached + blocks.used == answer.pressure.total_blocks
+            assert blocks.free + blocks.cached == answer.pressure.free_blocks
+            return answer
+
+        handle = (await create(served, PROMPT)).output.handle
+        before = await status()
+        assert (before.blocks.used, before.blocks.cached) == (6, 0)
+        counters = before.counters
+        assert (counters.tokens, counters.searched_tokens, counters.cached_tokens) == (22, 21, 0), "all but the last"
+        await served.executor.Release(pb.ReleaseRequest(handle=handle))
+        assert (await status()).blocks.cached == 5
+        hit = await create(served, PROMPT)
+        assert hit.timing.step_tokens == 2, "what was found did not run"
+        again = (await status()).counters
+        assert (again.tokens, again.searched_tokens, again.cached_tokens) == (44, 42, 20)
+        children = await served.executor.ForkKv(pb.ForkKvRequest(handle=hit.output.handle, count=2))
+        options = forward_pb2.CreateOptions(fork=True)
+        [one, *_] = children.handles
+        child = await served.executor.Prefill(pb.PrefillRequest(item=item([1], one, create=options)))
+        assert (await status()).counters.sequences_forked == 3
+        for each in (hit.output.handle, child.output.handle, *children.handles):
+            await served.executor.Release(pb.ReleaseRequest(handle=each, any_version=True))
+        await create(served, [250 - each for each in PROMPT], create=BYPASS)
+        after = await status()
+        assert after.counters.blocks_evicted == 5 - after.blocks.cached > 0
