@@ -54,18 +54,30 @@ def _demo_folder(model: str) -> str:
         raise InvalidRequest(message, field="model") from None
 
 
-def build(settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS) -> Runner:
-    """Load the model and make its runner. This is what imports torch: not before the port is bound and
-    health is answered."""
+def found(settings: ModelSettings) -> ModelSettings:
+    """The settings with the model's folder and, of one that is built in, its name; with as many threads as they say."""
     import torch
-
-    from ferrum_rpc.engine.build import build_runner, failing_stage
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)  # this process is ours
     name = settings.path if settings.path in BUILT_IN else ""
-    found = replace(settings, path=model_folder(settings.path), name=name)
-    return build_runner(found, _Progress(), failing_stage(failpoints) if failpoints.rules else None)
+    return replace(settings, path=model_folder(settings.path), name=name)
+
+
+def build(
+    settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS, largest: tuple[int, int] | None = None
+) -> Runner:
+    """Load the model and make its runner. This is what imports torch: not before the port is bound and
+    health is answered. ``largest``: see `engine.sizing.LargestStep`; with it the log gets the plan."""
+    from ferrum_rpc.engine.build import build_runner, failing_stage
+    from ferrum_rpc.engine.sizing import LargestStep
+
+    return build_runner(
+        found(settings),
+        _Progress(),
+        failing_stage(failpoints) if failpoints.rules else None,
+        None if largest is None else LargestStep(*largest),
+    )
 
 
 class _Progress:

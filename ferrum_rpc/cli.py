@@ -1,8 +1,8 @@
-"""`ferrum-rpc`: serve a model, and ask or measure a running server.
+"""`ferrum-rpc`: serve a model, plan for it, and ask or measure a running server.
 
 The parser is built from the settings model, so that a flag, its variable and its entry in a file are one thing. What a
 subcommand needs is imported when it runs: `--help` loads neither torch nor grpc, and where only the client is installed
-every command but `serve` works.
+every command but `serve` and `plan` works.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="ferrum-rpc", description="A model's forward pass over gRPC.")
     parser.add_argument("--version", action="version", version=f"ferrum-rpc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    usage = "ferrum-rpc serve [-h] [--config CONFIG] [--SETTING VALUE ...] model"
-    serve = commands.add_parser("serve", help="serve a model", allow_abbrev=False, usage=usage)
-    serve.add_argument("model", help="a Hugging Face folder, or one that is built in: `demo`, `demo-draft`, `identity`")
-    serve.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
-    if settings:
-        from ferrum_rpc.config import GROUPS, SETTINGS
-
-        group: argparse._ActionsContainer = serve
-        for name, field in SETTINGS.items():
-            if name in GROUPS:
-                group = serve.add_argument_group(GROUPS[name])
-            _add_setting(group, name, field)
-    named = {"serve": serve}
+    named: dict[str, Parser] = {}
+    for name, text, own in (
+        ("serve", "serve a model", ""),
+        ("plan", "whether a model fits the memory; takes the settings of `serve`", " [--memory BYTES] [--json]"),
+    ):
+        usage = f"ferrum-rpc {name} [-h] [--config CONFIG]{own} [--SETTING VALUE ...] model"
+        command = named[name] = commands.add_parser(name, help=text, allow_abbrev=False, usage=usage)
+        built_in = "`demo`, `demo-draft`, `identity`"
+        command.add_argument("model", help=f"a Hugging Face folder, or one that is built in: {built_in}")
+        command.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
+        if settings:
+            _add_settings(command)
+    named["plan"].add_argument("--memory", metavar="BYTES", help="for so much, e.g. 80GiB (default: what is free here)")
     for name, text in (
         ("info", "what a running server is"),
         ("status", "how a running server does"),
@@ -76,7 +76,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file: its key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("info", "status", "sequences", "drain", "reset", "warmup"):
+    for name in ("plan", "info", "status", "sequences", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
     named["drain"].add_argument(
@@ -96,6 +96,16 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     return parser, named
 
 
+def _add_settings(command: Parser) -> None:
+    from ferrum_rpc.config import GROUPS, SETTINGS
+
+    group: argparse._ActionsContainer = command
+    for name, field in SETTINGS.items():
+        if name in GROUPS:
+            group = command.add_argument_group(GROUPS[name])
+        _add_setting(group, name, field)
+
+
 def _add_setting(parser: argparse._ActionsContainer, name: str, field: Any) -> None:
     flag = "--" + name.replace("_", "-")
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": field.description}
@@ -112,7 +122,7 @@ def _add_setting(parser: argparse._ActionsContainer, name: str, field: Any) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exits 0, 1 (it failed) or 2 (it was written wrongly)."""
+    """Run a command; exits 0, 1 (it failed) or 2 (it was written wrongly, or what was planned does not fit)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _command(arguments)
@@ -124,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _command(arguments: list[str]) -> NoReturn:
-    parser, commands = build_parser(settings=arguments[:1] == ["serve"])
+    parser, commands = build_parser(settings=arguments[:1] in (["serve"], ["plan"]))
     if not arguments:
         parser.print_help(sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -150,14 +160,8 @@ def _command(arguments: list[str]) -> NoReturn:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if parsed.command == "serve":
-        from ferrum_rpc.config import SETTINGS, load_settings
-
-        flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
-        settings = load_settings(parsed.model, flags, parsed.config)
-        from ferrum_rpc.serve import serve
-
-        return serve(settings)
+    if parsed.command in ("serve", "plan"):
+        return _with_settings(parsed)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
@@ -171,6 +175,26 @@ def _run(parsed: argparse.Namespace) -> int:
         print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
         if isinstance(error, Unauthenticated):
             print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _with_settings(parsed: argparse.Namespace) -> int:
+    from ferrum_rpc.config import SETTINGS, load_settings, read_bytes
+
+    flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
+    settings = load_settings(parsed.model, flags, parsed.config)
+    if parsed.command == "serve":
+        from ferrum_rpc.serve import serve
+
+        return serve(settings)
+    from ferrum_rpc.errors import ExecutorError
+    from ferrum_rpc.plan import plan
+
+    memory = None if parsed.memory is None else read_bytes("memory", parsed.memory)
+    try:
+        return plan(settings, memory, as_json=parsed.json)
+    except ExecutorError as error:
+        print(f"ferrum-rpc plan: {error.reason}: {error.message}", file=sys.stderr)
         return EXIT_FAILED
 
 

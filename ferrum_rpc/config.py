@@ -49,6 +49,17 @@ def parse_bytes(value: object) -> object:
         raise ValueError(f"{value!r} is no number of bytes; write 512MiB, 2GiB or 1000000") from None
 
 
+def read_bytes(name: str, text: str) -> int:
+    """A number of bytes that is no setting. Raises `ConfigError` that names it."""
+    try:
+        count = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not isinstance(count, int) or count <= 0:
+        raise ConfigError(f"{name}: {text!r} is no memory")
+    return count
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 

@@ -591,8 +591,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers. ``folder``:
-    where it lies on the executor's machine; empty: it is built in."""
+    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known
+    once there is a cache. ``folder``: where it lies on the executor's machine; empty: it is built in."""
 
     name: str
     architecture: str
@@ -606,7 +606,7 @@ class ModelInfo:
     parameters: int
     weight_dtype: str
     kv_dtype: str
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int = 0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""

@@ -122,7 +122,7 @@ async def warm_up(server: ExecutorServer) -> None:
 def _engine(settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:
     """Where the model runs: what builds its runner, here or in a process of its own."""
     if settings.engine == "thread":
-        return partial(build, settings.model, failpoints)
+        return partial(build, settings.model, failpoints, (settings.max_batch_tokens, settings.max_batch_items))
     if not hasattr(os, "memfd_create"):
         raise InvalidRequest("an engine in a process of its own shares memory as only Linux does", field="engine")
     return Program((sys.executable, "-m", "ferrum_rpc.worker"), settings, failpoints.fired.update)

@@ -27,7 +27,7 @@ def main() -> int:
         keep_freed_memory()
         failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
         fired = failpoints.fired
-        runner = build(settings.model, failpoints)
+        runner = build(settings.model, failpoints, (settings.max_batch_tokens, settings.max_batch_items))
         gc.collect()
         gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
         return runner

@@ -98,7 +98,7 @@ class NativePagedAttention:
                 self._kernels[spec.head_dim] = self._library.ferrum_decode_new(name, spec.head_dim)
         self._narrow = all(computed == torch.bfloat16 for computed in self._dtypes)
         self._prefill = None
-        if self._narrow and all(self._library.ferrum_prefill_supported(head_dim) for head_dim in self._kernels):
+        if all(takes_long_spans(dtype, spec.head_dim) for dtype, spec in zip(self._dtypes, specs, strict=True)):
             self._prefill = self._library.ferrum_prefill_new()
         self._layers = (library.AttentionLayer * len(specs))(
             *(
@@ -186,6 +186,11 @@ class NativePagedAttention:
 
     def native_step(self, plan: NativePlan) -> library.AttentionStep | None:
         return plan.step if self._narrow and plan.rest is None else None
+
+
+def takes_long_spans(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether long spans of such queries are the kernel's work too, and not torch's."""
+    return dtype == torch.bfloat16 and bool(library.load().ferrum_prefill_supported(head_dim))
 
 
 def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, rounded: bool = False) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.eight_bits import from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.tiles import BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
+from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
 
 TorchPlan = dict[MaskPattern, PatternWork]
@@ -128,6 +128,22 @@ class TorchPagedAttention:
             dtype = self._patterns[layer].dtype
             key, value = from_rows(key, dtype), from_rows(value, dtype)
         return key.flatten(0, 1), value.flatten(0, 1)
+
+
+def scratch_bytes(
+    spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, tokens: int, context: int
+) -> tuple[int, int]:
+    """What `TorchPagedAttention.attend` takes for the last ``tokens`` tokens of a sequence of ``context``, besides its
+    answer. Kept: K and V that were gathered, ``slot_bytes`` of a token, and the mask. In passing: the same widened to
+    ``dtype`` where it is int8, and what SDPA returns of a tile."""
+    seen = context if spec.window is None else min(context, spec.window + tokens)
+    exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
+    whole = tokens == context and spec.softcap is None and (spec.window is None or context <= spec.window)
+    rows = tokens if whole else min(tokens, TILE_ROWS)
+    mask = 0 if whole else TILE_ROWS * (TILE_ROWS + seen) * dtype.itemsize
+    widened = 0 if slot_bytes == exact else seen * exact
+    result = rows * spec.heads * spec.head_dim * dtype.itemsize
+    return seen * slot_bytes + mask, widened + max(result, widened // 2)  # values are widened in two steps
 
 
 def _sdpa(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

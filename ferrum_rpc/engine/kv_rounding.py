@@ -6,6 +6,7 @@ are run at the start, and the log has the error beside the choice, as it has for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.eight_bits import SCALE_BYTES, from_rows, row_width
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model, StepInputs
@@ -36,18 +38,18 @@ def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
         raise InvalidRequest(f"an int8 cache is for CPUs, not for {device.type}", field="kv_dtype")
 
 
-def cache_layers(model: Model, kv_dtype: str) -> list[CacheSpec]:
-    """What each layer keeps of a token. Raises InvalidRequest where the model's heads cannot be rounded."""
-    dtype = model.dtype
+def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: str) -> list[CacheSpec]:
+    """What each of the layers of a model in ``dtype`` keeps of a token. Raises InvalidRequest where its heads cannot be
+    rounded."""
     if kv_dtype == INT8:
-        for spec in model.attention_specs:
+        for spec in layers:
             if spec.head_dim % SCALE_BYTES:
                 raise InvalidRequest(
                     f"an int8 cache needs heads of a multiple of {SCALE_BYTES}, and this model has {spec.head_dim}",
                     field="kv_dtype",
                 )
         dtype = torch.int8
-    return [CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype) for spec in model.attention_specs]
+    return [CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype) for spec in layers]
 
 
 def rounding_error(

@@ -144,7 +144,8 @@ def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) 
         return DTYPES[requested], "requested"
     stored = str(checkpoint).removeprefix("torch.")
     if device.type != "cpu":
-        if checkpoint == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        here = device.type == "cuda" and torch.cuda.is_available()
+        if checkpoint == torch.bfloat16 and here and not torch.cuda.is_bf16_supported(False):
             return torch.float16, "the checkpoint is bfloat16 and the device has no instructions for it"
         if checkpoint in (torch.bfloat16, torch.float16, torch.float32):
             return checkpoint, f"the checkpoint is {stored}"

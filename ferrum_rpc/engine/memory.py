@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+import torch
+
 MEMINFO: Final = Path("/proc/meminfo")
 CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -31,6 +33,11 @@ def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
         if limit is not None and use is not None:
             available = min(available, max(0, limit - use))
     return available
+
+
+def free_memory(device: torch.device) -> int:
+    """As `available_memory`, of the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -182,7 +182,6 @@ class Decoder:
             parameters=parameter_count(spec),
             weight_dtype=dtype,
             kv_dtype=dtype,
-            kv_bytes_per_token=spec.layers * 2 * spec.kv_heads * spec.head_dim * self.dtype.itemsize,
             eos_token_ids=spec.eos_token_ids,
             bos_token_id=spec.bos_token_id,
         )

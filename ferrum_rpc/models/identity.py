@@ -82,7 +82,6 @@ class IdentityModel:
             parameters=0,
             weight_dtype="float32",
             kv_dtype="float32",
-            kv_bytes_per_token=config.layers * 2 * config.kv_heads * config.head_dim * 4,
             eos_token_ids=config.eos_token_ids,
         )
 

@@ -10,9 +10,9 @@ and falls back with a reason.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,20 @@ class Linear(Protocol):
         """int64 [...]: of each row of the product the column of its largest element, the first of several."""
 
 
-LinearFactory = Callable[[Tensor, Tensor | None], Linear]
-"""(weight [out, in], bias [out] or None) -> Linear. The weight may be dropped by the caller afterwards."""
+class LinearFactory(Protocol):
+    """How weights are held."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, /) -> Linear:
+        """The product by ``weight`` [n, k], plus ``bias`` [n]. The caller may drop the weight afterwards."""
+
+    def nbytes(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        """Bytes that such a product holds. ``shared``: the weight itself is held by others too."""
+
 
 AMX = "amx_bf16"
+
+BLOCK: Final = 64
+"""A multiple of every block in which oneDNN packs rows and columns."""
 
 
 class TorchLinear(ABC):
@@ -70,6 +80,10 @@ class PlainLinear(TorchLinear):
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    @staticmethod
+    def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        return (n * k * (not shared) + n * bias) * dtype.itemsize
+
 
 class PackedLinear(TorchLinear):
     """The weight in oneDNN's blocked layout: one layout serves every number of rows. CPU only."""
@@ -84,6 +98,20 @@ class PackedLinear(TorchLinear):
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
+
+    @staticmethod
+    def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        """oneDNN fills up blocks, whose sizes only it knows: small matrices with the same remainders tell."""
+        rows, columns = (BLOCK + size % BLOCK for size in (n, k))
+        filled_n = _packed_bytes(rows, BLOCK, dtype) // (BLOCK * dtype.itemsize) - rows
+        filled_k = _packed_bytes(BLOCK, columns, dtype) // (BLOCK * dtype.itemsize) - columns
+        return ((n + filled_n) * (k + filled_k) + n * bias) * dtype.itemsize
+
+
+@functools.cache
+def _packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros((n, k), dtype=dtype), None)
+    return int(torch.ops.mkldnn._nbytes(packed))
 
 
 def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> Choice:

@@ -7,6 +7,7 @@ not depend on its neighbours in the batch, bit for bit. ``k`` is the width of a 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -25,6 +26,9 @@ GROUP: Final = 64
 
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
+
+Room = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor of packed weights; panels are [panels, k / together, 16, together]."""
 
 
 class Workspace:
@@ -111,10 +115,18 @@ class PairFactory:
         """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
         weight = F.pad(weight, (0, weight.shape[1] % 2))
         n, k = weight.shape
-        panels = _panels(n, k, 2, torch.bfloat16)
+        panels = _room(*self._panels(n, k))
         for first, slab in _slabs(weight):
             panels[first : first + len(slab) // COLUMNS] = slab.view(-1, COLUMNS, k // 2, 2).transpose(1, 2)
         return NativeLinear(self._space, library.PAIRS, n, k, (panels, None, _floats(bias)))
+
+    @staticmethod
+    def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        return _size(*PairFactory._panels(n, k + k % 2)) + bias * _size((n,), torch.float32)
+
+    @staticmethod
+    def _panels(n: int, k: int) -> Room:
+        return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
 
 class ByteFactory:
@@ -134,12 +146,7 @@ class ByteFactory:
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Round and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of 64."""
         n, k = weight.shape
-        if k % GROUP:
-            raise InvalidRequest(
-                f"8-bit weights come in blocks of {GROUP}, and this model has rows of {k}", field="quantize"
-            )
-        panels = _panels(n, k, 4, torch.uint8)
-        scales = torch.empty((len(panels), k // GROUP, COLUMNS), dtype=torch.float32)
+        panels, scales = (_room(*each) for each in self._rooms(n, k))
         for first, slab in _slabs(weight):
             grouped = slab.float().view(len(slab), k // GROUP, GROUP)
             scale = grouped.abs().amax(-1, keepdim=True) / 127.0
@@ -152,12 +159,30 @@ class ByteFactory:
             scales[first:last] = scale.view(-1, COLUMNS, k // GROUP).transpose(1, 2)
         return NativeLinear(self._space, library.BYTES, n, k, (panels, scales, _floats(bias)))
 
+    @staticmethod
+    def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        """Raises InvalidRequest where k is no multiple of 64."""
+        return sum(_size(*each) for each in ByteFactory._rooms(n, k)) + bias * _size((n,), torch.float32)
 
-def _panels(n: int, k: int, together: int, dtype: torch.dtype) -> Tensor:
-    """Room for a matrix [n, k]: [panels, k / together, 16, together]."""
-    panels = torch.empty((-(-n // COLUMNS), k // together, COLUMNS, together), dtype=dtype)
-    library.prefer_huge_pages(panels)
-    return panels
+    @staticmethod
+    def _rooms(n: int, k: int) -> tuple[Room, Room]:
+        """Of panels and of scales."""
+        if k % GROUP:
+            raise InvalidRequest(
+                f"8-bit weights come in blocks of {GROUP}, and this model has rows of {k}", field="quantize"
+            )
+        panels = -(-n // COLUMNS)
+        return ((panels, k // 4, COLUMNS, 4), torch.uint8), ((panels, k // GROUP, COLUMNS), torch.float32)
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    room = torch.empty(shape, dtype=dtype)
+    library.prefer_huge_pages(room)
+    return room
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _slabs(weight: Tensor) -> Iterator[tuple[int, Tensor]]:

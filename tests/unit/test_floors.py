@@ -77,6 +77,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.runtime": Floor("usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
     "ferrum_rpc.building": Floor("errors failpoints models engine engine.api config usage terminal", "structlog torch"),
+    "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
@@ -85,7 +86,7 @@ FLOORS: dict[str, Floor] = {
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench serve runtime"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench plan serve runtime"),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""

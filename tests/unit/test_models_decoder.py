@@ -89,5 +89,4 @@ def test_info():
     )
     assert (info.vocab_size, info.max_context, info.layers, info.hidden_size) == (300, 512, 2, 64)
     assert (info.heads, info.kv_heads, info.head_dim) == (4, 2, 16)
-    assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert (info.eos_token_ids, info.bos_token_id) == ((2, 7), 1)

@@ -1,0 +1,153 @@
+"""What is chosen before a weight is read: the device, the dtype, who multiplies, who attends; each with its reason.
+
+`engine.build` makes a runner of it, `engine.sizing` says what that takes of the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
+from ferrum_rpc.attention.native_paged import takes_long_spans
+from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import NO_KERNELS, AttentionSpec
+from ferrum_rpc.engine.kv_rounding import INT8, cache_layers, check_kv_dtype
+from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.kv.store import CacheSpec
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.footprint import Making
+from ferrum_rpc.models.fused_ops import FusedOps
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
+from ferrum_rpc.native import library
+from ferrum_rpc.weights.checkpoint import Checkpoint
+
+IDENTITY: Final = "identity"
+QUANTIZE_NONE: Final = "none"
+QUANTIZE_INT8: Final = "int8"
+
+
+class Pretrained(NamedTuple):
+    """A model with weights. ``ops`` is None for a device that is not in this machine."""
+
+    checkpoint: Checkpoint
+    making: Making
+    ops: FusedOps | None
+
+    def load(self, device: torch.device, progress: Progress | None) -> Model:
+        """Read the weights."""
+        spec, dtype, linear, *_ = self.making
+        return load_model(self.checkpoint, dtype, device, progress, spec=spec, linear=linear, ops=self.ops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """A model whose weights are not read yet, or one that has none. ``layers``: what its attention layers are,
+    ``cache`` what they keep of a token.
+    ``max_context``: the model's, or less where less was asked for. ``attention``: the backend's name and what makes it.
+    ``choices``: what was chosen -> why."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: IdentityModel | Pretrained
+    layers: tuple[AttentionSpec, ...]
+    cache: list[CacheSpec]
+    max_context: int
+    attention: tuple[str, Factory]
+    choices: tuple[tuple[str, str], ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a token takes of the cache of all layers."""
+        return sum(layer.slot_bytes for layer in self.cache)
+
+    def load(self, progress: Progress | None = None) -> Model:
+        """The model with its weights."""
+        return self.model.load(self.device, progress) if isinstance(self.model, Pretrained) else self.model
+
+
+def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
+    """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and taken to be able
+    to run every kernel."""
+    choices: list[tuple[str, str]] = []
+    device = _choose_device(config.device, choices, elsewhere)
+    check_kv_dtype(config.kv_dtype, device)
+    if device.type == "cpu":
+        _check_kernels(choices)
+    model: IdentityModel | Pretrained
+    if config.path == IDENTITY:
+        if config.quantize != QUANTIZE_NONE:
+            raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
+        model = IdentityModel(_identity(config), torch.device("cpu") if elsewhere else device)
+        choices.append(("dtype=float32", "the identity model has no other"))
+        dtype, layers, most = model.dtype, model.attention_specs, model.config.max_context
+    else:
+        model = _choose_pretrained(config, device, choices, elsewhere)
+        spec = model.making.spec
+        dtype, layers, most = model.making.dtype, spec.attention_specs, spec.max_context
+    max_context = most if config.max_context is None else min(most, config.max_context)
+    if config.max_context is not None:
+        reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
+        choices.append((f"max_context={max_context}", reason))
+    factory: Factory
+    if elsewhere:
+        name, reason, factory = TRITON, "what such a device runs", TorchPagedAttention
+    else:
+        name, reason, factory = select_backend(device, layers, dtype, config.attention, config.kv_dtype == INT8)
+    choices.append((f"attention={name}", reason))
+    if isinstance(model, Pretrained) and name == NATIVE and takes_long_spans(dtype, layers[0].head_dim):
+        model = model._replace(making=model.making._replace(attends=True))
+    cache = cache_layers(layers, dtype, config.kv_dtype)
+    return Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
+
+
+def _choose_device(requested: str, choices: list[tuple[str, str]], elsewhere: bool) -> torch.device:
+    available = elsewhere or torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        raise InvalidRequest("device cuda was asked for and torch finds no CUDA device", field="device")
+    if requested != "auto":
+        reason = "requested"
+    else:
+        reason = "a CUDA device is there" if available else "torch finds no CUDA device"
+    kind = requested if requested != "auto" else ("cuda" if available else "cpu")
+    choices.append((f"device={kind}", reason))
+    return torch.device(kind)
+
+
+def _check_kernels(choices: list[tuple[str, str]]) -> None:
+    """Say it once where the C library is not there: every part that would use it has a slower way, and takes it."""
+    try:
+        library.load()
+    except OSError as error:
+        choices.append((NO_KERNELS, f"torch computes everything, more slowly. The C library: {error}"))
+
+
+def _choose_pretrained(
+    config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], elsewhere: bool
+) -> Pretrained:
+    checkpoint = Checkpoint.open(config.path)
+    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+    choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
+    spec, ops = read_spec(checkpoint), None
+    if not elsewhere:
+        reason, ops = select_fused_ops(spec, dtype, device)
+        choices.append((f"rows={ops.name}", reason))
+    linear: LinearFactory
+    if config.quantize == QUANTIZE_INT8:
+        linear = select_bytes(device, dtype)
+    else:
+        name, reason, linear = select_linear(device, dtype)
+        choices.append((f"linear={name}", reason))
+    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops)
+
+
+def _identity(config: ModelSettings) -> IdentityConfig:
+    prefix = "identity_"
+    given = {name.removeprefix(prefix): value for name, value in vars(config).items() if name.startswith(prefix)}
+    return IdentityConfig(**given)

@@ -1,0 +1,60 @@
+"""`ferrum-rpc plan`: whether a model fits a memory, from its configuration and the headers of its files.
+
+It makes the choices that `serve` makes with the same settings, for this machine or, with a memory that is said, for a
+GPU that is not in it. No weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from ferrum_rpc.building import found, model_folder
+from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.errors import InvalidRequest
+
+EXIT_FITS, EXIT_TOO_LARGE = 0, 2
+
+
+def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
+    """Print the plan for ``memory`` bytes (None: what is free here). Exit status 2 where it does not fit. Raises
+    `ExecutorError` for a folder that cannot be served."""
+    model_folder(settings.model.path)  # before torch is loaded, which takes seconds
+    import torch
+
+    from ferrum_rpc.engine.choices import choose_parts
+    from ferrum_rpc.engine.memory import free_memory
+    from ferrum_rpc.engine.sizing import LargestStep, Plan, gib, make_plan
+
+    def lines(made: Plan) -> list[tuple[str, str, str]]:
+        sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
+        weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"
+        return [
+            ("memory", gib(made.memory_bytes), f"on {made.device}"),
+            ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
+            ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens"),
+            ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
+            ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes, {sequences}"),
+            ("left", gib(max(0, made.memory_bytes - made.total_bytes)), "" if made.fits else "it does not fit"),
+        ]
+
+    config = found(settings.model)
+    elsewhere = config.device == "cuda" and not torch.cuda.is_available()
+    if elsewhere and memory is None:
+        raise InvalidRequest("no CUDA device is here: say its memory, as in --memory 80GiB", field="memory")
+    parts = choose_parts(config, elsewhere=elsewhere)
+    memory = memory or free_memory(parts.device)
+    if not memory:
+        raise InvalidRequest("how much memory is free is not known here: say it, as in --memory 16GiB", field="memory")
+    made = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
+    if as_json:
+        facts = dataclasses.asdict(made)
+        for name in ("kv_tokens", "kv_bytes", "full_sequences", "total_bytes", "fits", "advice"):
+            facts[name] = getattr(made, name)
+        print(json.dumps(facts))
+    else:
+        for name, size, text in lines(made):
+            print(f"{name:<12} {size:>11}   {text}".rstrip())
+        if made.advice:
+            print(made.advice)
+    return EXIT_FITS if made.fits else EXIT_TOO_LARGE

@@ -1,0 +1,358 @@
+"""What `ferrum-rpc plan` says is what a server then takes; and what it says where a model does not fit."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.profiler import ProfilerActivity, profile
+
+from ferrum_rpc import cli
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
+from ferrum_rpc.engine import build
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.sizing import CPU_MOST, LargestStep, Plan, make_plan
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
+from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from tests.checkpoints import make_checkpoint
+
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+TOKENS = 1024
+CONTEXT = 2048
+DTYPES = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int8 cache": {"dtype": "float32", "kv_dtype": "int8"},
+}
+BLOCKS = CONTEXT // 16
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's; ``uordblks`` and ``hblkhd`` are the bytes in use."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "top",
+        )
+    )
+
+
+def allocated() -> int:
+    """Bytes that this process has of malloc, the C kernels' buffers among them."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("this libc does not tell what is allocated")
+    libc.mallinfo2.restype = Mallinfo
+    gc.collect()
+    found = libc.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+def of_torch(work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes of torch's tensors that ``work`` leaves, and the most that it had at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        held = work()
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    del held
+    return now, most
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings, normed heads."""
+    path = tmp_path_factory.mktemp("qwen3")
+    return make_checkpoint(path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=True, **SHAPE)
+
+
+def settings(folder: Path, kind: str = "bfloat16", **others: Any) -> ModelSettings:
+    return ModelSettings(str(folder), device="cpu", **{"kv_blocks": BLOCKS, **DTYPES[kind], **others})
+
+
+def planned(config: ModelSettings, tokens: int = TOKENS, memory: int = 1 << 30) -> Plan:
+    return make_plan(choose_parts(config), config, LargestStep(tokens, 1), memory)
+
+
+def available(kind: str) -> None:
+    try:
+        if kind == "int8":
+            ByteFactory()
+    except OSError as reason:
+        pytest.skip(str(reason))
+
+
+# --- what it says is what there is ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: PlainLinear, lambda: PackedLinear, PairFactory, ByteFactory])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_says_what_it_will_hold(make: Callable[[], LinearFactory], dtype: torch.dtype) -> None:
+    try:
+        factory = make()
+    except OSError as reason:
+        pytest.skip(str(reason))
+    for n, k in ((300, 64), (17, 128), (1010, 192), (64, 64)):
+        weight, bias = torch.ones((n, k), dtype=dtype), torch.ones(n, dtype=dtype)
+        if isinstance(factory, PairFactory):
+            weight = weight.bfloat16()
+        held = factory(weight, bias)
+        if isinstance(held, PackedLinear):
+            found = int(torch.ops.mkldnn._nbytes(held._weight)) + bias.nbytes
+        elif isinstance(held, PlainLinear):
+            found = weight.nbytes + bias.nbytes
+        else:
+            found = sum(each.nbytes for each in held._held if each is not None)
+        assert factory.nbytes(n, k, dtype, bias=True) == found, (n, k)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_weights_and_cache_take_what_was_planned(folder: Path, kind: str) -> None:
+    available(kind)
+    config = settings(folder, kind)
+    plan, parts = planned(config), choose_parts(config)
+    left, _ = of_torch(parts.load)
+    assert abs(left - plan.weights_bytes) <= 0.03 * left
+    runner = build_runner(config)
+    assert plan.kv_bytes == sum(buffer.nbytes for buffer in runner.store.buffers)
+    layers, heads, numbers = 2, 2, {"float32": 64 * 4, "int8 cache": 64 + 4}.get(kind, 64 * 2)
+    assert plan.kv_bytes_per_token == runner.info.kv_bytes_per_token == layers * 2 * heads * numbers
+    assert (plan.kv_blocks, plan.max_context) == (runner.kv.total_blocks, runner.info.max_context)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_step_takes_what_was_planned(folder: Path, kind: str) -> None:
+    """A prompt of the longest length in two steps of the largest size, by engines that are new: their buffers grow."""
+    available(kind)
+    config = settings(folder, kind)
+    output = OutputSpec(Positions.LAST, FullLogits(RowDType.F32))
+    tokens = np.random.default_rng(0).integers(1, 900, size=CONTEXT).astype(np.int32)
+    runner, new = build_runner(config), build_runner(config)
+
+    def steps(runner: Any) -> None:
+        with runner.context():
+            runner.forward(Step((Span(1, tokens[:TOKENS], 0, output, create=True),)))
+            runner.forward(Step((Span(1, tokens[TOKENS:], TOKENS, output),)))
+
+    left, most = of_torch(lambda: steps(runner))
+    before = allocated()
+    steps(new)
+    taken = most + allocated() - before - left  # what the kernels keep besides
+    assert abs(planned(config).activations_bytes - taken) <= 0.03 * taken
+
+
+def test_a_server_gives_its_cache_the_share_that_was_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, free = settings(folder, kv_blocks=None, max_sequences=1 << 20), 300 << 20
+    plan = planned(config, memory=free)
+    monkeypatch.setattr(build, "free_memory", lambda device: free - plan.weights_bytes)
+    runner = build_runner(config)
+    assert runner.kv.total_blocks == plan.kv_blocks == (free - plan.weights_bytes) // 4 // (16 * 1024)
+    assert dict(runner.device.choices)[f"kv_blocks={plan.kv_blocks} (75 MiB)"] == plan.reason
+    assert planned(config, memory=1 << 40).kv_bytes <= CPU_MOST + 16 * 1024
+
+
+# --- what a server says before it loads -------------------------------------------------------------------------------
+
+
+def test_a_server_tells_its_plan_before_it_loads(folder: Path) -> None:
+    config = settings(folder)
+    with capture_logs() as logs:
+        build_runner(config, lambda done, total: logs.append({"event": "read"}), largest=LargestStep())
+    assert [each["event"] for each in logs][:2] == ["plan", "read"]
+    plan = planned(config)
+    assert logs[0]["weights_bytes"] == plan.weights_bytes and logs[0]["kv_bytes"] == plan.kv_bytes
+    assert logs[0]["activations_bytes"] > 0
+
+
+@pytest.mark.parametrize("free", [1000, 2_100_000])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """With two million bytes the weights fit and nothing else does: a warning."""
+    monkeypatch.setattr(build, "free_memory", lambda device: free)
+    read: list[int] = []
+    with capture_logs() as logs:
+        if free == 1000:
+            with pytest.raises(InvalidRequest, match=r"weights, .* do not fit 0\.00 MiB; nor would a smaller"):
+                build_runner(settings(folder), lambda *_: read.append(1), largest=LargestStep())
+            assert not read
+        else:
+            build_runner(settings(folder), largest=LargestStep())
+            assert [each["event"] for each in logs][:2] == ["plan", "plan_is_tight"]
+
+
+def test_memory_that_is_not_known_refuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_memory", lambda device: 0)
+    assert build_runner(settings(folder), largest=LargestStep()).kv.total_blocks == BLOCKS
+
+
+# --- what would fit ---------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_to_the_byte_fits(folder: Path) -> None:
+    total = planned(settings(folder)).total_bytes
+    assert planned(settings(folder), memory=total).fits
+    assert not planned(settings(folder), memory=total - 1).fits
+
+
+def test_a_cache_that_is_too_large_is_told_one_that_fits(folder: Path) -> None:
+    config = settings(folder)
+    whole = planned(config)
+    memory = whole.total_bytes - 100 * 16 * 1024
+    plan = planned(config, memory=memory)
+    blocks = BLOCKS - 100
+    assert plan.alternative == f"--kv-blocks {blocks} --max-context {blocks * 16}"
+    assert plan.advice.endswith(f"{plan.alternative} would fit")
+    assert planned(replace(config, kv_blocks=blocks), memory=memory).fits
+
+
+def test_a_step_that_is_too_large_is_told_one_that_fits(folder: Path) -> None:
+    config = settings(folder, kv_blocks=64)
+    memory = planned(config, tokens=512).total_bytes
+    assert planned(config, tokens=1024, memory=memory).alternative == "--max-batch-tokens 512"
+
+
+def test_weights_that_are_too_large_are_told_smaller_ones(folder: Path) -> None:
+    available("int8")
+    wide = settings(folder, "float32", kv_blocks=16)
+    narrow, rounded = (planned(settings(folder, kind, kv_blocks=16), tokens=16) for kind in ("bfloat16", "int8"))
+    assert planned(wide, tokens=16, memory=narrow.total_bytes).alternative == "--dtype bfloat16"
+    told = planned(settings(folder, kv_blocks=16), tokens=16, memory=rounded.total_bytes)
+    assert told.alternative == "--quantize int8"
+    assert planned(wide, tokens=16, memory=rounded.total_bytes).alternative == "--dtype bfloat16 --quantize int8"
+
+
+def test_a_context_that_does_not_fit_the_cache_is_told(folder: Path) -> None:
+    plan = planned(settings(folder, kv_blocks=64))
+    assert plan.fits and plan.full_sequences == 0.5
+    assert plan.advice.endswith("it would with --max-context 1024, or 1.00 MiB more of cache")
+    assert planned(settings(folder, kv_blocks=64, max_context=1024)).advice == ""
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Exit status, output and errors of `ferrum-rpc plan`."""
+    monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
+
+    def run(*arguments: object) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["plan", *map(str, arguments)])
+        said = capsys.readouterr()
+        return caught.value.code, said.out, said.err
+
+    return run
+
+
+def test_it_takes_every_setting_of_serve() -> None:
+    _, commands = cli.build_parser()
+    assert set(commands["serve"].flags()) | {"--memory", "--json"} == set(commands["plan"].flags())
+
+
+def test_programs_get_every_number(folder: Path, command: Any) -> None:
+    flags = ("--device", "cpu", "--dtype", "bfloat16", "--kv-blocks", 64, "--max-batch-tokens", 512, "--json")
+    status, out, _ = command(folder, "--memory", "64MiB", *flags)
+    facts = json.loads(out)
+    assert status == 0 and facts["fits"] is True
+    assert {name: type(value) for name, value in facts.items()} == {
+        **dict.fromkeys(("architecture", "device", "dtype", "quantize", "reason", "alternative", "advice"), str),
+        **dict.fromkeys(("memory_bytes", "weights_bytes", "activations_bytes", "kv_bytes", "total_bytes"), int),
+        **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
+        **{"max_context": int, "full_sequences": float, "fits": bool},
+    }
+    expected = {"memory_bytes": 64 << 20, "kv_blocks": 64, "kv_tokens": 1024, "step_tokens": 512, "device": "cpu"}
+    assert expected.items() <= facts.items()
+
+
+def test_people_get_a_table_and_what_would_fit(folder: Path, command: Any) -> None:
+    flags = ("--device", "cpu", "--dtype", "bfloat16", "--memory", "16MiB")
+    status, out, _ = command(folder, *flags, "--kv-memory", "1MiB")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[:4]] == ["memory", "weights", "activations", "kv"]
+    status, out, _ = command(folder, *flags, "--kv-memory", "16MiB", "--max-batch-tokens", 1024)
+    assert status == 2
+    assert "it does not fit" in out and "--kv-blocks" in out.splitlines()[-1] and out.endswith("would fit\n")
+
+
+def test_a_gpu_need_not_be_here(folder: Path, command: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    status, _, error = command(folder, "--device", "cuda")
+    assert status == 1 and "--memory 80GiB" in error
+    status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json")
+    facts = json.loads(out)
+    assert (status, facts["device"], facts["dtype"]) == (0, "cuda", "bfloat16")
+    assert facts["weights_bytes"] < planned(settings(folder)).weights_bytes  # a tied head is the embedding there
+    status, _, error = command(folder, "--device", "cuda", "--memory", "80GiB", "--quantize", "int8")
+    assert status == 1 and "not on cuda" in error
+
+
+def test_the_identity_model_has_a_cache_alone(command: Any) -> None:
+    status, out, _ = command("identity", "--memory", "1GiB", "--device", "cpu", "--json")
+    facts = json.loads(out)
+    assert (status, facts["weights_bytes"], facts["kv_bytes_per_token"]) == (0, 0, 512)
+
+
+@pytest.mark.parametrize("broken", ["gone", "empty", "header that lies", "config that lies"])
+def test_what_cannot_be_served_is_told_in_a_line(folder: Path, tmp_path: Path, command: Any, broken: str) -> None:
+    path = tmp_path / "model"
+    if broken != "gone":
+        path.mkdir()
+    if "lies" in broken:
+        shutil.copytree(folder, path, dirs_exist_ok=True)
+    if broken == "header that lies":
+        file = path / "model.safetensors"
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        header["model.norm.weight"]["shape"] = [1 << 40]
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    if broken == "config that lies":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 1 << 40}))
+    status, out, error = command(path, "--device", "cpu", "--memory", "1GiB")
+    assert (status, out) == (1, "")
+    assert error.startswith("ferrum-rpc plan: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("memory", ["many", "-1GiB", "0"])
+def test_a_memory_that_is_none_is_refused(folder: Path, command: Any, memory: str) -> None:
+    status, _, error = command(folder, f"--memory={memory}")
+    assert status == 2 and error.startswith("ferrum-rpc plan: memory: ")
