@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
 from benchmarks import tables
+from benchmarks.cache import EXACT
+from benchmarks.cache import TARGET as INT8_CACHE_TARGET
 from benchmarks.cases import CELLS
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
@@ -146,6 +148,8 @@ def _costs() -> Iterator[Target]:
         what = f"{batch} text{'s' * (batch > 1)} with the draft model, 10 ms each way, of single steps"
         point = {"way": "draft model", "delay_ms": 10.0, "batch": batch}
         yield Target(what, "speculation", ("points", point, "of_single"), bound)
+    what = "decode b32 @2048 over an int8 cache, in process, of bfloat16"
+    yield Target(what, "cache", ("cells", {"cell": "decode b32 @2048"}, "ratios", EXACT, "median"), INT8_CACHE_TARGET)
     what = "p99 of a decode step beside 32 runs, in those beside single steps"
     yield Target(what, "trips", ("beside", {"beside": "runs"}, "of_single_steps"), OTHERS_TARGET, least=False)
     mixed = "p99 over p50 of a decode step under mixed load"
@@ -435,6 +439,19 @@ def speculation(name: str, result: Any) -> str:
     return "\n".join([TEXTS["speculation"], table, "", _legend("speculation"), "", conditions(name, result, rows)])
 
 
+def cache(name: str, result: Any) -> str:
+    """One run of `benchmarks.cache`."""
+    settings = result["settings"]
+    rows = [
+        ("threads", f"{settings['threads']}"),
+        ("rounds", f"{settings['rounds']}, {settings['lead_in_steps']} untimed steps at the start of each"),
+        ("seed", str(settings["seed"])),
+    ]
+    parts = [TEXTS["cache"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
+    parts += [tables.answers(result["answers"]).markdown(), "", _legend("answers"), ""]
+    return "\n".join([*parts, conditions(name, result, rows)])
+
+
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
     here, commit = result["hardware"], result["commit"]
@@ -462,6 +479,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "wire": wire,
     "trips": trips,
     "speculation": speculation,
+    "cache": cache,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

@@ -73,7 +73,7 @@ CELL_COLUMNS: Final = (
     "ours is (pairs)",
     "same tokens",
 )
-EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8")
+EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache")
 """Sides that read half the bytes: the limit is not theirs."""
 
 
@@ -302,6 +302,22 @@ def speculation(points: Sequence[Mapping[str, Any]]) -> Table:
     ]
     headings = ("way", "texts", "each way", "tokens/s", "of single steps", "target", "tokens a trip", "accepted")
     return Table(headings, rows)
+
+
+def answers(found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each model of `benchmarks.cache`."""
+    rows = [
+        (
+            each["model"],
+            f"{each['context']}",
+            f"{each['rows']}",
+            f"{each['kl_mean']:.2g}",
+            f"{each['kl_largest']:.2g}",
+            f"{each['same_tokens']:.1%}",
+        )
+        for each in found
+    ]
+    return Table(("model", "context", "rows", "KL, mean", "largest", "same tokens"), rows)
 
 
 def beside(found: Sequence[Mapping[str, Any]]) -> Table:

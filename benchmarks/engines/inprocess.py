@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from benchmarks.cases import LEAD_IN, MASK, NOTHING, PREFILL, Cell, mask_words, settings
+from benchmarks.cases import LEAD_IN, MASK, NOTHING, PREFILL, Cell, Tokens, mask_words, settings
 from benchmarks.compare import Round
 from benchmarks.engines.grpc import last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import OutputSpec, Span, SpanResult, Step
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, SpanResult, Step
 from ferrum_rpc.engine.runner import TorchRunner
 
 INSIDE: Final = "ours, in process"
@@ -44,9 +44,11 @@ class Inside:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, model: str, cells: Sequence[Cell], threads: int, device: str = "") -> AsyncIterator[Inside]:
-        """Load the model as `ferrum-rpc serve` does."""
-        loading = ModelSettings(model, **settings(cells, threads, device))
+    async def open(
+        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", **more: Any
+    ) -> AsyncIterator[Inside]:
+        """Load the model as `ferrum-rpc serve` does; ``more`` are settings of it."""
+        loading = ModelSettings(model, **settings(cells, threads, device), **more)
         with ThreadPoolExecutor(1, thread_name_prefix="in-process") as pool:
             runner = await asyncio.get_running_loop().run_in_executor(pool, build, loading)
             assert isinstance(runner, TorchRunner)
@@ -65,6 +67,10 @@ class Inside:
         """The whole round in the runner's thread."""
         return await self._run(lambda: self._round(cell, number, steps))
 
+    async def logits(self, tokens: Tokens, rows: int) -> Any:
+        """Float32 [rows, vocab] behind the last ``rows`` of a new sequence's ``tokens``, which are fed in one piece."""
+        return await self._run(lambda: self._logits(tokens, rows))
+
     async def _run(self, call: Callable[[], T]) -> T:
         def within() -> T:
             with self.runner.context():
@@ -75,6 +81,16 @@ class Inside:
     def _release(self) -> None:
         self.runner.release(self._live)
         self._live = []
+
+    def _logits(self, tokens: Tokens, rows: int) -> Any:
+        self._release()
+        self._context = 0
+        self._forward([self._creation(tokens[:-rows], NOTHING)])
+        every = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
+        block = self._forward([Span(self._live[-1], tokens[-rows:], len(tokens) - rows, every)])
+        found = block["logits"].copy()
+        self._release()
+        return found
 
     def _prepare(self, cell: Cell) -> None:
         if cell.kind == PREFILL or cell.context != self._context:
