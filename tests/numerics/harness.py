@@ -83,7 +83,7 @@ class Executor:
         kv_dtype: str = "auto",
     ):
         self.model = model
-        layers = cache_layers(model, kv_dtype)
+        layers = cache_layers(model.attention_specs, model.dtype, kv_dtype)
         self.block_size = block_size
         self.store = KvStore(layers, blocks, block_size, model.device)
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
