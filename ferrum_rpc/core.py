@@ -687,6 +687,14 @@ class CacheState(NamedTuple):
     evicted_s: float = 0.0
 
 
+class BlockChange(NamedTuple):
+    """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
+    its chain); or, without a parent, its hash is there no more. An empty hash: none is."""
+
+    hash: bytes
+    parent: bytes | None
+
+
 class Pressure(NamedTuple):
     """The wire's KvPressure: the block pool, the queue in front of it, and the runs under way."""
 

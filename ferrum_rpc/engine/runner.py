@@ -30,7 +30,18 @@ import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
+from ferrum_rpc.core import (
+    BlockChange,
+    CacheState,
+    DeviceInfo,
+    ModelInfo,
+    Rows,
+    Span,
+    SpanOutcome,
+    SpanResult,
+    Step,
+    StepResult,
+)
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
@@ -360,6 +371,20 @@ class TorchRunner:
                 self._stage("release")
             for sequence in sequences:
                 self.kv.release(sequence)
+
+    def forget_prefixes(self) -> None:
+        """Find nothing any more of what was seen so far."""
+        with self._operation("change of the prefix cache"):
+            self._settle()
+            self.kv.forget_prefixes()
+
+    def watch_prefixes(self) -> list[BlockChange]:
+        """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""
+        return self.kv.watch_prefixes()
+
+    def prefix_changes(self) -> list[BlockChange] | None:
+        """What has changed there since it was asked last, in its order. None: not known, watch again."""
+        return self.kv.prefix_changes()
 
     def end_hold(self, sequences: Sequence[int]) -> None:
         """Their runs are over: give back the blocks that were held for them."""

@@ -32,7 +32,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState, PrefixUse, TokenArray
+from ferrum_rpc.core import BlockChange, CacheState, PrefixUse, TokenArray
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
@@ -343,6 +343,13 @@ class KvManager:
                     else:
                         self._sharing_ended = True
 
+    def forget_prefixes(self) -> None:
+        """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""
+        blocks = self._prefixes.published().tolist()
+        self._prefixes.clear()
+        for block in blocks:
+            self._pool.let_go(block)
+
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):
@@ -354,6 +361,14 @@ class KvManager:
         self._pool.reset()
 
     # --- looking ----------------------------------------------------------------------------------------------------
+
+    def watch_prefixes(self) -> list[BlockChange]:
+        """What is published. From now on changes are kept, for `prefix_changes`."""
+        return self._prefixes.watch()
+
+    def prefix_changes(self) -> list[BlockChange] | None:
+        """What has changed since it was asked last, in its order. None: that is not known, watch again."""
+        return self._prefixes.take_changes()
 
     def length(self, sequence: int) -> int:
         """Committed tokens of ``sequence``."""

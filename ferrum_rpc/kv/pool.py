@@ -120,11 +120,12 @@ class BlockPool:
         self._references[blocks] += 1
 
     def let_go(self, block: int) -> None:
-        """Keep ``block`` no more, which is held by somebody: its content is about to change."""
-        if not self._kept[block] or self._references[block] < 2:
-            raise CacheCorrupt(f"block {block} was to be kept no more, and is not kept or not held")
+        """Keep ``block`` no more: its content is about to change, or is to be forgotten."""
+        if not self._kept[block]:
+            raise CacheCorrupt(f"block {block} was to be kept no more, and is not kept")
         self._kept[block] = False
-        self._references[block] -= 1
+        self._idle.pop(block, None)
+        self.release([block])
 
     def reuse(self, blocks: Sequence[int]) -> None:
         """One more reference to each of ``blocks``, which are kept and differ from one another."""

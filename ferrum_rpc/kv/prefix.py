@@ -18,11 +18,14 @@ from typing import Final
 
 import numpy as np
 
-from ferrum_rpc.core import PrefixUse, TokenArray
+from ferrum_rpc.core import BlockChange, PrefixUse, TokenArray
 from ferrum_rpc.kv.pool import BlockPool, Int32Array
 from ferrum_rpc.kv.sequence import NEVER, SequenceState
 
 HASH_BYTES: Final = 16
+
+MOST_CHANGES: Final = 1 << 16
+"""Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
 
 
 def root_of(salt: bytes) -> bytes:
@@ -48,6 +51,8 @@ class PrefixCache:
         self._size = block_size
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
+        self._parents: dict[int, bytes] = {}
+        self._changes: list[BlockChange] | None = None  # nobody watches
         self._since = [0.0] * pool.num_blocks
         self.evicted = 0
         self.evicted_s = 0.0
@@ -86,6 +91,7 @@ class PrefixCache:
             block = state.table[state.chained]
             if hashed not in self._blocks and block not in self._hashes:
                 self._blocks[hashed], self._hashes[block] = block, hashed
+                self._parents[block] = state.chain if state.chained else b""
                 added.append(block)
             state.chain, state.chained = hashed, state.chained + 1
         if added:
@@ -93,6 +99,8 @@ class PrefixCache:
             for block in added:
                 self._since[block] = now
             self._pool.keep(added)
+            if self._changes is not None:
+                self._note([BlockChange(self._hashes[block], self._parents[block]) for block in added])
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
 
@@ -128,6 +136,29 @@ class PrefixCache:
         """Forget all; the pool forgets them too."""
         self._blocks.clear()
         self._hashes.clear()
+        self._parents.clear()
+        if self._changes is not None:
+            self._note([BlockChange(b"", None)])
+
+    # --- for others -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> list[BlockChange]:
+        """What is published. From now on changes are kept, for `take_changes`."""
+        self._changes = []
+        return [BlockChange(hashed, self._parents[block]) for block, hashed in self._hashes.items()]
+
+    def take_changes(self) -> list[BlockChange] | None:
+        """What has changed since it was asked last, in its order. None: that is not known, `watch` again."""
+        changes = self._changes
+        if changes is not None:
+            self._changes = []
+        return changes
+
+    def _note(self, changes: list[BlockChange]) -> None:
+        assert self._changes is not None  # noqa: S101 - somebody watches
+        self._changes += changes
+        if len(self._changes) > MOST_CHANGES:
+            self._changes = None
 
     def _evict(self, block: int) -> None:
         self.evicted += 1
@@ -135,4 +166,7 @@ class PrefixCache:
         self._forget(block)
 
     def _forget(self, block: int) -> None:
-        del self._blocks[self._hashes.pop(block)]
+        hashed = self._hashes.pop(block)
+        del self._blocks[hashed], self._parents[block]
+        if self._changes is not None:
+            self._note([BlockChange(hashed, None)])

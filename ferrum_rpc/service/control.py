@@ -1,4 +1,4 @@
-"""The operator's side of the contract, and the services of which this version has none.
+"""The operator's side of the contract.
 
 What an operator does is for every caller: a reset releases all sequences. Who is an operator is decided by the
 guard in front of the handlers.
@@ -18,7 +18,7 @@ from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
-from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2, kv_transfer_pb2_grpc
+from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
 from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
@@ -63,11 +63,12 @@ async def _step(engine: Engine, spans: Sequence[Span]) -> tuple[SpanOutcome, ...
     return outcomes
 
 
-async def between_steps(engine: Engine, run: Callable[[Any], object]) -> None:
-    """Run it in the engine, and wait. Raises what it refuses."""
+async def between_steps(engine: Engine, run: Callable[[Any], object]) -> Any:
+    """Run it in the engine, and wait for what it returns. Raises what it refuses."""
     result = await _answer(engine, partial(Operation, run))
     if isinstance(result, ExecutorError):
         raise result
+    return result
 
 
 async def _answer(engine: Engine, work: Callable[[Callable[..., None]], Submission | Operation]) -> Any:
@@ -92,17 +93,6 @@ LIST_PAGE: Final = 100
 LIST_PAGE_MOST: Final = 1000
 
 
-class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Moving caches: the contract is complete, this version does not offer it."""
-
-    service = "ferrum_rpc.executor.v1.KvTransfer"
-
-    ExportKv = not_offered("ExportKv", "KV_TRANSFER")
-    ImportKv = not_offered("ImportKv", "KV_TRANSFER")
-    WatchKvEvents = not_offered("WatchKvEvents", "KV_EVENTS")
-    ParkKv = not_offered("ParkKv", "PARK")
-
-
 class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
     """The operator's side."""
 
@@ -123,12 +113,14 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         return response
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:  # noqa: N802
-        """Release every sequence, those with a call in flight when it ends; answers when their blocks are free."""
+        """Release every sequence, those with a call in flight when it ends, and empty the prefix cache; answers when
+        the blocks are free."""
         state = self._state
         _ = state.model
         if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         released = await state.ended(state.handles.records(), Ending.RESET)
+        await between_steps(state.engine, Command("forget_prefixes", ()))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802

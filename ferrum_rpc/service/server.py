@@ -32,9 +32,11 @@ from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.accept import Acceptors
 from ferrum_rpc.service.auth import Guard, Security, TokenFile
 from ferrum_rpc.service.bind import address, open_port
-from ferrum_rpc.service.control import ExecutorControlServicer, KvTransferServicer
+from ferrum_rpc.service.control import ExecutorControlServicer
 from ferrum_rpc.service.executor import ModelExecutorServicer
 from ferrum_rpc.service.health import LOOK_EVERY_S, HealthService
+from ferrum_rpc.service.kv_events import KvEvents
+from ferrum_rpc.service.kv_transfer import KvTransferServicer
 from ferrum_rpc.service.lifecycle import SWEEP_EVERY_S, Drain, Sweeper
 from ferrum_rpc.service.meters import StepMeter
 from ferrum_rpc.service.registry import Registry
@@ -99,6 +101,7 @@ class ExecutorServer:
         self._liveness = liveness
         self.health = HealthService(self._serves, SERVICES)
         self.sessions: set[Session] = set()
+        self.events = KvEvents(self.state)
         self.draining = Drain(self.state, self.health, self.sessions)
         self._grace_s = grace_s
         self._ready: asyncio.Future[Described] = asyncio.get_running_loop().create_future()
@@ -184,7 +187,7 @@ class ExecutorServer:
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.state, self.calls, self.sessions), table
         )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(), table)
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.events), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
             ExecutorControlServicer(self.state, self.drain), table
         )
@@ -223,6 +226,7 @@ class ExecutorServer:
             return
         self.health.close()
         end_sessions(self.sessions, Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
+        self.events.close()
         await self._server.stop(grace_s)
         await self.calls.idle()
         if not await self.state.engine.stop():

@@ -360,11 +360,11 @@ NOT_OFFERED: dict[str, tuple[str, Any, str]] = {
     "LoadAdapter": ("control", executor_control_pb2.LoadAdapterRequest(), "ADAPTERS"),
     "UnloadAdapter": ("control", executor_control_pb2.UnloadAdapterRequest(), "ADAPTERS"),
     "ListAdapters": ("control", executor_control_pb2.ListAdaptersRequest(), "ADAPTERS"),
+    "ParkKv": ("transfer", kv_transfer_pb2.ParkKvRequest(), "PARK"),
 }
 NOT_OFFERED_STREAMS: dict[str, tuple[str, Any, str]] = {
     "ExportKv": ("transfer", kv_transfer_pb2.ExportKvRequest(), "KV_TRANSFER"),
     "ImportKv": ("transfer", kv_transfer_pb2.ImportKvRequest(), "KV_TRANSFER"),
-    "WatchKvEvents": ("transfer", kv_transfer_pb2.WatchKvEventsRequest(), "KV_EVENTS"),
 }
 
 

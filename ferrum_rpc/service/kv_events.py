@@ -1,0 +1,152 @@
+"""What enters and leaves the prefix cache, for routers: `WatchKvEvents`.
+
+The engine keeps changes while somebody watches, and a watcher asks for them, between steps, when something has run: so
+nothing is sent where nobody looks, and many watchers cost what one does. Here they are numbered and kept for a while,
+for readers that are slow or come again; beside them is what they add up to, for those that begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from itertools import islice
+from typing import Final
+
+from ferrum_rpc.core import BlockChange
+from ferrum_rpc.engine.api import Command
+from ferrum_rpc.errors import Draining, SequencesExhausted
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.auth import CALLER
+from ferrum_rpc.service.control import between_steps
+from ferrum_rpc.service.records import Resource
+from ferrum_rpc.service.state import ServerState
+
+LOOK_EVERY_S: Final = 0.02
+"""How long an event may be known to the engine alone."""
+
+KEPT: Final = 1 << 16
+BATCH: Final = 512
+"""Events of a message: 25 KB."""
+
+RETRY_AFTER_S: Final = 1.0
+
+
+class KvEvents:
+    """The events of one server, to its watchers. ``last`` is the number of the newest; the first is 1."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._there: dict[bytes, bytes] | None = None  # parents by hash, as of `last`; None: unknown
+        self._kept: deque[BlockChange] = deque(maxlen=KEPT)
+        self.last = 0
+        self._seen: object = None  # what the engine had done when it was asked last
+        self._asking: asyncio.Task[None] | None = None
+        self._watchers = 0
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End every stream: the server stops."""
+        self._closed.set()
+
+    async def watch(self, after: int, instance_id: str) -> AsyncIterator[pb.WatchKvEventsResponse]:
+        """What has happened after the event ``after`` of the process ``instance_id``, and then what happens; or, where
+        that is not known, what is there first. Raises `SequencesExhausted` for too many watchers, which are limited as
+        sessions are, and `Draining` at the server's end."""
+        _ = self._state.model  # raises while there is none
+        account, most = self._state.quotas.account(CALLER.get()), self._state.limits.max_sessions
+        if self._watchers >= most:
+            message = f"{self._watchers} callers watch events and {most} may; end some"
+            raise SequencesExhausted(message, metadata={"max_sessions": most}, retry_after_s=RETRY_AFTER_S)
+        account.take(Resource.SESSIONS)
+        self._watchers += 1
+        try:
+            async for each in self._answers(after, instance_id):
+                yield each
+        finally:
+            self._watchers -= 1
+            account.give(Resource.SESSIONS)
+
+    async def _answers(self, after: int, instance_id: str) -> AsyncIterator[pb.WatchKvEventsResponse]:
+        own = self._state.handles.instance_id
+        await self._look()
+        at: int | None = None
+        gap = False
+        if after and instance_id in ("", own):
+            at, gap = (after, False) if self._knows(after) else (None, True)
+        while not self._closed.is_set():
+            if at is None:
+                assert self._there is not None  # noqa: S101 - it has been looked
+                there, at = list(self._there.items()), self.last
+                for first in range(0, len(there) or 1, BATCH):
+                    events = [_event(BlockChange(*each)) for each in there[first : first + BATCH]]
+                    more = first + BATCH < len(there)
+                    yield pb.WatchKvEventsResponse(
+                        event=at, events=events, instance_id=own, snapshot=True, more=more, gap=gap and not first
+                    )
+                gap = False
+            elif not self._knows(at):
+                at, gap = None, True
+            elif at < self.last:
+                oldest = self.last - len(self._kept)
+                events = [_event(each) for each in islice(self._kept, at - oldest, at - oldest + BATCH)]
+                at += len(events)
+                yield pb.WatchKvEventsResponse(event=at, events=events, instance_id=own)
+            else:
+                try:
+                    await asyncio.wait_for(self._closed.wait(), LOOK_EVERY_S)
+                except TimeoutError:
+                    await self._look()
+        raise Draining("the executor stops", retry_after_s=RETRY_AFTER_S)
+
+    def _knows(self, event: int) -> bool:
+        """Whether what came after ``event`` is kept."""
+        return self.last - len(self._kept) <= event <= self.last
+
+    async def _look(self) -> None:
+        """Learn what has changed. All who ask meanwhile get one answer."""
+        if self._asking is None:
+            engine = self._state.engine
+            done = engine.cache, engine.counters.tokens, self._state.counters.tokens_truncated
+            if self._there is not None and done == self._seen:
+                return
+            self._seen = done
+            self._asking = asyncio.create_task(self._ask())
+        try:
+            await asyncio.shield(self._asking)
+        finally:
+            if self._asking is not None and self._asking.done():
+                self._asking = None
+
+    async def _ask(self) -> None:
+        engine = self._state.engine
+        if self._there is not None:
+            changes = await between_steps(engine, Command("prefix_changes", ()))
+            if changes is not None:
+                for each in changes:
+                    self._note(each)
+                return
+            self._kept.clear()  # some are lost: whoever stands before them begins anew
+            self.last += 1
+        self._there = dict(await between_steps(engine, Command("watch_prefixes", ())))
+
+    def _note(self, change: BlockChange) -> None:
+        assert self._there is not None  # noqa: S101 - it has been looked
+        hashed, parent = change
+        if not hashed:
+            self._there.clear()
+        elif parent is None:
+            self._there.pop(hashed, None)
+        else:
+            self._there[hashed] = parent
+        self._kept.append(change)
+        self.last += 1
+
+
+def _event(change: BlockChange) -> pb.KvEvent:
+    hashed, parent = change
+    if not hashed:
+        return pb.KvEvent(cleared=pb.KvCacheCleared())
+    if parent is None:
+        return pb.KvEvent(removed=pb.KvBlockRemoved(hash=hashed))
+    return pb.KvEvent(stored=pb.KvBlockStored(hash=hashed, parent_hash=parent))

@@ -1,0 +1,215 @@
+"""Who follows the events knows what the prefix cache has: from any moment on, or is told that it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as kv
+from ferrum_rpc.service import kv_events
+from ferrum_rpc.wire.status import error_from_rpc
+from tests.serving import Served, serve_identity
+from tests.wiring import item, pb, prefill, until
+
+BLOCK = 4
+
+
+class Router:
+    """What a reader knows. ``seen``: the events that it was sent one by one."""
+
+    def __init__(self, served: Served, **request: Any) -> None:
+        self.served = served
+        self.stream = served.transfer.WatchKvEvents(kv.WatchKvEventsRequest(**request))
+        self.there: dict[bytes, bytes] = {}
+        self.last = self.gaps = self.snapshots = 0
+        self.within = False  # a snapshot
+        self.seen: list[kv.KvEvent] = []
+
+    async def read(self) -> None:
+        batch = await self.stream.read()
+        assert batch is not grpc.aio.EOF
+        assert batch.instance_id == self.served.server.state.handles.instance_id
+        if batch.snapshot and not self.within:
+            self.there.clear()
+        self.within = batch.snapshot and batch.more
+        self.snapshots += batch.snapshot and not batch.more
+        self.gaps += batch.gap
+        assert batch.snapshot or batch.event == self.last + len(batch.events)
+        for each in batch.events:
+            match each.WhichOneof("kind"):
+                case "stored":
+                    assert batch.snapshot or each.stored.hash not in self.there
+                    self.there[each.stored.hash] = each.stored.parent_hash
+                case "removed":
+                    del self.there[each.removed.hash]
+                case "cleared":
+                    self.there.clear()
+        self.seen += [] if batch.snapshot else batch.events
+        self.last = batch.event
+
+    async def agrees(self) -> None:
+        """Read until it knows what the executor has; its events end there."""
+        expected = await published(self.served)
+        while self.there != expected or not self.snapshots:
+            await asyncio.wait_for(self.read(), 30)
+
+    def leave(self) -> None:
+        self.stream.cancel()
+
+
+async def published(served: Served) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+
+    def look(runner: Any) -> None:
+        prefixes = runner.kv._prefixes
+        found.update({hashed: prefixes._parents[block] for block, hashed in prefixes._hashes.items()})
+
+    await served.between_steps(look)
+    return found
+
+
+async def release(served: Served, handle: Any) -> None:
+    await served.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True))
+
+
+async def a_life(served: Served, dice: random.Random, live: list[Any]) -> None:
+    """One call that may change the prefix cache: prompts with beginnings in common, ends, and steps back."""
+    kind = dice.randrange(4) if live else 0
+    try:
+        if kind == 0:
+            prompt = [dice.randrange(2) * 7 + place // BLOCK for place in range(dice.randrange(1, 24))]
+            live.append(await prefill(served, prompt))
+        elif kind == 1:
+            await release(served, live.pop(dice.randrange(len(live))))
+        elif kind == 2:
+            handle = live.pop(dice.randrange(len(live)))
+            length = dice.randrange(handle.seq_len + 1)
+            answer = await served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=length))
+            live.append(answer.handle)
+        else:
+            children = await served.executor.ForkKv(pb.ForkKvRequest(handle=dice.choice(live)))
+            live += children.handles
+    except grpc.aio.AioRpcError as error:
+        assert error_from_rpc(error).reason is Reason.KV_BLOCKS_EXHAUSTED
+        await release(served, live.pop())
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_who_follows_knows_what_is_there(seed: int) -> None:
+    dice = random.Random(seed)
+    async with serve_identity(kv_blocks=12, block_size=BLOCK) as served:
+        live: list[Any] = []
+        routers = [Router(served)]
+        for turn in range(60):
+            await a_life(served, dice, live)
+            if turn % 20 == 10:  # one that comes later, and one that goes on where another was
+                at, own = routers[0].last, served.server.state.handles.instance_id
+                routers += [Router(served), Router(served, after_event=at, instance_id=own)]
+                routers[-1].there, routers[-1].last = dict(routers[0].there), at
+                routers[-1].snapshots = routers[0].snapshots
+            if turn % 7 == 0:
+                for each in routers:
+                    await each.agrees()
+        for each in routers:
+            await each.agrees()
+            assert not each.gaps
+        assert {each.WhichOneof("kind") for each in routers[0].seen} == {"stored", "removed"}
+        await served.check()
+        for each in routers:
+            each.leave()
+
+
+async def test_a_reset_empties_the_cache_and_says_so(served: Served) -> None:
+    router = Router(served)
+    await prefill(served, [9] * 3 * BLOCK)
+    await router.agrees()
+    assert router.there
+    await served.control.Reset(executor_control_pb2.ResetRequest())
+    await router.agrees()
+    assert not router.there
+    assert router.seen[-1].HasField("cleared")
+    again = await served.executor.Prefill(pb.PrefillRequest(item=item([9] * 3 * BLOCK)))
+    assert not again.output.cached_tokens
+    await served.check()
+    await release(served, again.output.handle)
+    router.leave()
+
+
+async def test_what_is_not_known_any_more_is_a_gap_and_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "KEPT", 4)
+    async with serve_identity(kv_blocks=64, block_size=BLOCK) as served:
+        own = served.server.state.handles.instance_id
+        router = Router(served)
+        await router.agrees()
+        await prefill(served, [1] * (8 * BLOCK + 1))
+        await router.agrees()
+        for request, gap in (
+            ({"after_event": 1, "instance_id": own}, True),  # too old
+            ({"after_event": 999, "instance_id": own}, True),  # never was
+            ({"after_event": 1, "instance_id": "another"}, False),  # of another process: it knows that itself
+            ({"after_event": router.last - 2, "instance_id": own}, None),  # kept
+        ):
+            late = Router(served, **request)
+            await late.read() if gap is not None else await prefill(served, [2] * (BLOCK + 1))
+            assert (late.gaps, late.snapshots) == (bool(gap), gap is not None)
+            if gap is not None:
+                assert late.there == router.there
+            late.leave()
+        router.leave()
+
+
+async def test_too_many_changes_are_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept for ever in the engine, either, where nobody comes for it."""
+    monkeypatch.setattr("ferrum_rpc.kv.prefix.MOST_CHANGES", 3)
+    async with serve_identity(kv_blocks=64, block_size=BLOCK) as served:
+        router = Router(served)
+        await router.agrees()
+        await prefill(served, [1] * (8 * BLOCK + 1))
+        await router.agrees()
+        assert (router.gaps, router.snapshots, len(router.there)) == (1, 2, 8)
+        router.leave()
+
+
+async def test_salts_begin_other_chains(served: Served) -> None:
+    router = Router(served)
+    await router.agrees()
+    before = set(router.there)
+    handles = []
+    for salt in (b"", b"tenant"):
+        create = forward_pb2.CreateOptions(cache_salt=salt)
+        handles.append(await prefill(served, [31] * (2 * BLOCK + 1), create=create))
+    await router.agrees()
+    new = {hashed: parent for hashed, parent in router.there.items() if hashed not in before}
+    assert len(new) == 4
+    assert sorted(new.values())[:2] == [b"", b""]
+    assert set(new.values()) - {b""} < set(new)
+    for each in handles:
+        await release(served, each)
+    router.leave()
+
+
+async def test_streams_are_counted_and_end_with_the_server() -> None:
+    async with serve_identity(max_sessions=2) as served:
+        routers = [Router(served) for _ in range(2)]
+        for each in routers:
+            await each.read()
+        more = served.transfer.WatchKvEvents(kv.WatchKvEventsRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await more.read()
+        assert error_from_rpc(caught.value).reason is Reason.SEQUENCES_EXHAUSTED
+        routers[0].leave()
+        await until(lambda: served.server.events._watchers == 1)
+        routers[0] = Router(served)
+        await routers[0].read()
+        stopped = asyncio.ensure_future(served.server.stop(grace_s=30))
+        for each in routers:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await each.stream.read()
+            assert error_from_rpc(caught.value).reason is Reason.DRAINING
+        await stopped
