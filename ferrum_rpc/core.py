@@ -592,7 +592,8 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known
-    once there is a cache. ``folder``: where it lies on the executor's machine; empty: it is built in."""
+    once there is a cache. ``folder``: where it lies on the executor's machine; empty: it is built in. ``fingerprint``:
+    32 bytes; models with the same one compute the same K and V."""
 
     name: str
     architecture: str
@@ -610,6 +611,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""
+    fingerprint: bytes = b""
 
 
 NO_KERNELS: Final = "kernels=none"

@@ -16,6 +16,7 @@ from ferrum_rpc.core import DeviceInfo
 from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
+from ferrum_rpc.engine.fingerprint import of_checkpoint, of_identity
 from ferrum_rpc.engine.kv_rounding import INT8, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
@@ -46,12 +47,19 @@ def build_runner(
         return _assemble(config, parts, model, stage)
 
 
+def _fingerprint(parts: Parts, model: Model, quantize: str) -> bytes:
+    if isinstance(parts.model, Pretrained):
+        return of_checkpoint(parts.model.checkpoint, model.expected_tensors(), parts.dtype, quantize)
+    return of_identity(parts.model.config)
+
+
 def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | None) -> TorchRunner:
     device, choices = parts.device, list(parts.choices)
     info = replace(
         model.info(config.name or Path(config.path).name),
         max_context=parts.max_context,
         kv_bytes_per_token=parts.slot_bytes,
+        fingerprint=_fingerprint(parts, model, config.quantize),
     )
     if rounded := config.kv_dtype == INT8:
         info = replace(info, kv_dtype=INT8)
@@ -95,7 +103,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         choices += (choice, overlap, (f"sampling={compute.sampler.name}", compute.sampler.reason))
     return TorchRunner(
         model,
-        KvManager(blocks + 1, config.block_size, config.block_order),
+        KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint),
         store,
         attention,
         info=info,

@@ -48,19 +48,21 @@ class KvManager:
     """The sequences of one executor, by integer ids that the caller chooses and never uses again.
 
     ``num_blocks`` blocks of ``block_size`` tokens, block 0 being the null block that is never given out; ``order``
-    permutes the others (`BlockPool`).
+    permutes the others (`BlockPool`). ``fingerprint``: the model's, 32 bytes, for the prefix cache.
 
     Lengths and positions are in tokens. A call that raises has changed nothing. `KvMisuse` is raised for an unknown id,
     an id that exists already, an argument out of range, and a sequence whose reservation is open: it is pinned, and
     only `commit` and `rollback` touch it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, order: Sequence[int] | None = None, fingerprint: bytes = bytes(32)
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, order)
-        self._prefixes = PrefixCache(self._pool, block_size)
+        self._prefixes = PrefixCache(self._pool, block_size, fingerprint)
         self._capacity = Capacity(self._pool, block_size)
         self._sequences: dict[int, SequenceState] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps

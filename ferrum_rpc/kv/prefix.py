@@ -1,9 +1,9 @@
 """Which full blocks hold which tokens, so that a prompt that was seen is not computed twice.
 
 A block's hash is chained: it covers the block's tokens and, through the hash of the block before it, all tokens before
-them. A chain begins at a root, which names what else decides over the content: the salt. Sequences of different salts
-never find each other's blocks. 128 bits of BLAKE2b, so that no prompt can be made whose hash is another's: a hit is not
-checked against the tokens.
+them. A chain begins at a root, which names what else decides over the content: the model, an adapter, and the salt.
+Sequences of different salts never find each other's blocks. 128 bits of BLAKE2b, so that no prompt can be made whose
+hash is another's: a hit is not checked against the tokens.
 
 `KvManager` says when a sequence has grown, gone back, or is promised nothing any more; `BlockPool` keeps a published
 block until its place is needed. Blocks found by their chained hashes are from vLLM's automatic prefix caching.
@@ -28,9 +28,11 @@ MOST_CHANGES: Final = 1 << 16
 """Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
 
 
-def root_of(salt: bytes) -> bytes:
-    """Where the chains of sequences with ``salt`` begin."""
-    return blake2b(salt, digest_size=HASH_BYTES, person=b"ferrum-rpc salt").digest()
+def root_of(fingerprint: bytes, salt: bytes, adapter: str = "") -> bytes:
+    """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes."""
+    named = adapter.encode()
+    content = fingerprint + len(named).to_bytes(4, "little") + named + salt
+    return blake2b(content, digest_size=HASH_BYTES, person=b"ferrum-rpc chain").digest()
 
 
 def chained(parent: bytes, tokens: TokenArray, block_size: int) -> Iterator[bytes]:
@@ -43,12 +45,14 @@ def chained(parent: bytes, tokens: TokenArray, block_size: int) -> Iterator[byte
 
 
 class PrefixCache:
-    """The published blocks of ``pool``, of ``block_size`` tokens: by hash, and their hashes. A block is published once,
-    and a hash has one block. ``evicted`` blocks were given away, after ``evicted_s`` seconds here in all."""
+    """The published blocks of ``pool``, of ``block_size`` tokens of the model ``fingerprint``: by hash, and their
+    hashes. A block is published once, and a hash has one block. ``evicted`` blocks were given away, after ``evicted_s``
+    seconds here in all."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, fingerprint: bytes) -> None:
         self._pool = pool
         self._size = block_size
+        self._fingerprint = fingerprint
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         self._parents: dict[int, bytes] = {}
@@ -62,7 +66,7 @@ class PrefixCache:
 
     def begin(self, state: SequenceState, use: PrefixUse) -> None:
         """A new sequence finds blocks here, and publishes its own where it is to."""
-        state.root = state.chain = root_of(use.salt)
+        state.root = state.chain = root_of(self._fingerprint, use.salt)
         state.publish_at = self._size if use.publishes else NEVER
 
     def find(self, state: SequenceState, prompt: TokenArray) -> list[int]:

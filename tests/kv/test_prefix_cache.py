@@ -20,12 +20,18 @@ def world(usable: int) -> World:
 
 
 def test_a_hash_is_what_others_can_compute_too() -> None:
-    """BLAKE2b of 16 bytes: of the salt for the root, then of the hash before and the ids as little-endian 32-bit."""
+    """BLAKE2b of 16 bytes: of model, adapter and salt for the root, then of the hash before and the ids as
+    little-endian 32-bit."""
     tokens = np.array([1, 2, 3, 70_000, 5, 6, 7, 8, 9], np.int32)
-    first, second = chained(root_of(b""), tokens, SIZE)
-    assert root_of(b"").hex() == "e59b4d7a5ca7eabb7a8cd843a6d94f5e"
-    assert (first.hex(), second.hex()) == ("cab77ee19f2db9fe0b269d1a0c266bfe", "51ab973ddd1c6afef693d2233dacc26e")
-    assert next(chained(root_of(b"salt"), tokens, SIZE)) != first
+    model = bytes(range(32))
+    root = root_of(model, b"")
+    first, second = chained(root, tokens, SIZE)
+    assert root.hex() == "02ece9e03df4a7ef7603a2d6eaa5cbfb"
+    assert (first.hex(), second.hex()) == ("733083835a970bc0ba636da3e9a97661", "bb70a3ae874923e0b815bb6883029e36")
+    keys = ((bytes(32), b"", ""), (model, b"salt", ""), (model, b"", "salt"), (model, b"lt", "sa"))
+    others = [root_of(*key) for key in keys]
+    assert len({root, *others}) == 5
+    assert all(next(chained(other, tokens, SIZE)) != first for other in others)
     assert next(chained(first, tokens, SIZE)) != first, "where it stands counts"
 
 
