@@ -177,6 +177,7 @@ class ServeSettings:
     idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without lease is kept")
     max_leases: int = Field(default=1024, ge=1, description="leases at a time")
     max_sessions: int = Field(default=4096, ge=1, description="open sessions")
+    max_transfers: int = Field(default=4, ge=1, description="exports and imports of sequences under way")
     max_token_masks: int = Field(default=2048, ge=1, description="registered token masks, of all callers")
     caller_share: float = Field(
         default=0.5, gt=0, le=1, description="part of each table that one of several callers may hold; 1: all of it"

@@ -637,7 +637,8 @@ class DeviceInfo:
 class Limits:
     """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place. ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
+    in its place. ``max_transfers`` is not told by GetInfo. ``exact_span_tokens`` is no setting: the engine knows it
+    (`DeviceInfo`), GetInfo reports it here."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -668,6 +669,7 @@ class Limits:
     max_run_tokens: int = 32
     max_running: int = 64
     max_followers: int = 1
+    max_transfers: int = 4
     exact_span_tokens: int = 0
 
     @property

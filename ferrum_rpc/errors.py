@@ -25,12 +25,14 @@ class Reason(enum.StrEnum):
     LEASE_UNKNOWN = "LEASE_UNKNOWN"
     TOKEN_MASK_UNKNOWN = "TOKEN_MASK_UNKNOWN"  # noqa: S105 - no secret
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     SEQUENCE_VERSION_MISMATCH = "SEQUENCE_VERSION_MISMATCH"
     SEQUENCE_BUSY = "SEQUENCE_BUSY"
     CHAIN_BROKEN = "CHAIN_BROKEN"
     CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
     TRUNCATE_BEYOND_LENGTH = "TRUNCATE_BEYOND_LENGTH"
     KV_BLOCKS_EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
+    KV_CORRUPT = "KV_CORRUPT"
     SEQUENCES_EXHAUSTED = "SEQUENCES_EXHAUSTED"
     QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
     QUEUE_FULL = "QUEUE_FULL"
@@ -114,6 +116,11 @@ class InstanceMismatch(ExecutorError):
     """The handle was minted by another process lifetime: prefill again."""
 
 
+class LayoutMismatch(ExecutorError):
+    """The cache that was to be imported is another model's, or is laid out otherwise: ``differs`` names how, with
+    commas, and each of those names has what is expected here."""
+
+
 class SequenceVersionMismatch(ExecutorError):
     """The handle is stale; ``version`` and ``seq_len`` are those of the sequence."""
 
@@ -147,6 +154,10 @@ class TruncateBeyondLength(ExecutorError):
 
 class KvBlocksExhausted(ExecutorError):
     """Not enough free blocks (``needed_blocks``, ``free_blocks``): release or preempt, then try again."""
+
+
+class KvCorrupt(ExecutorError):
+    """What came of a cache is not what was sent (``next_token``: the first that is missing); send it again."""
 
 
 class SequencesExhausted(ExecutorError):

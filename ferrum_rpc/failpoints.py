@@ -36,8 +36,8 @@ class Failpoint(enum.StrEnum):
     and recorded, and what hangs or delays there stops the whole server.
 
     A point of an operation stands before the change, which is one indivisible move; in `FORK` it stands before each
-    child, so that a later one fails with the earlier ones made. Points in the export and import of sequences will come
-    with those methods.
+    child, so that a later one fails with the earlier ones made, in `EXPORT` before each piece that is read, and in
+    `IMPORT` before the blocks are taken, before each piece that is written, and before the sequence comes to be.
     """
 
     AFTER_RESERVE = "after_reserve"
@@ -49,6 +49,8 @@ class Failpoint(enum.StrEnum):
     FORK = "fork"
     RELEASE = "release"
     RESERVE = "reserve"
+    EXPORT = "export"
+    IMPORT = "import"
 
 
 class Action(enum.StrEnum):

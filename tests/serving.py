@@ -140,6 +140,7 @@ async def serve_identity(
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
     max_context: int | None = None,
+    block_order: tuple[int, ...] | None = None,
     program: Callable[[ModelSettings], Program | None] = lambda config: None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -152,6 +153,7 @@ async def serve_identity(
         kv_blocks=kv_blocks,
         block_size=block_size,
         max_context=max_context,
+        block_order=block_order,
         **{f"identity_{name}": value for name, value in options.items()},
     )
     about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}

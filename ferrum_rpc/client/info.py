@@ -44,6 +44,7 @@ class Capability(enum.Enum):
     FOLLOW = 28
     STEP_FORK = 29
     STEP_FRAMES = 30
+    PARK = 31
 
 
 class _Open(enum.Enum):
@@ -204,7 +205,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits),
+        limits=from_proto(Limits, proto.limits, max_transfers=0),  # not told
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,

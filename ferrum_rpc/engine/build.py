@@ -139,6 +139,8 @@ POINT_OF_STAGE: Final = {
     "fork": Failpoint.FORK,
     "release": Failpoint.RELEASE,
     "reserve_kv": Failpoint.RESERVE,
+    "export": Failpoint.EXPORT,
+    "import": Failpoint.IMPORT,
 }
 """By stage: the point stands between the stage before and this one."""
 

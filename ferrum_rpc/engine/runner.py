@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -35,17 +36,19 @@ from ferrum_rpc.core import (
     CacheState,
     DeviceInfo,
     ModelInfo,
+    PrefixUse,
     Rows,
     Span,
     SpanOutcome,
     SpanResult,
     Step,
     StepResult,
+    TokenArray,
 )
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
-from ferrum_rpc.kv.sequence import Reservation
+from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.sampling.accept import accepted
@@ -57,8 +60,8 @@ Stage = Callable[[str], None]
 """Called with a stage's name before it runs; tests and failpoints raise from it to show that everything rolls back.
 
 Stages of a step: ``reserve`` (each span; again where it had to wait for blocks), ``plan``, ``forward``, ``select``, and
-when its rows are there ``commit``. Operations: ``truncate``,
-``fork`` (each child), ``release``, ``reserve_kv``.
+when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each child), ``release``, ``reserve_kv``,
+``export`` (each piece), ``import`` (its begin, each piece, its end).
 """
 
 GONE: Final = (torch.AcceleratorError, DeviceLost)
@@ -113,6 +116,7 @@ class TorchRunner:
         self.depth = depth
         self._stage = stage
         self._under_way: list[Pending] = []
+        self._imports: dict[int, tuple[Reservation, TokenArray]] = {}
         self._ended_at = 0.0
 
     def context(self) -> AbstractContextManager[object]:
@@ -363,14 +367,18 @@ class TorchRunner:
             self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> None:
-        """Free sequences."""
+        """Free sequences, imports that are not committed among them."""
         with self._operation("release"):
             if not self._taken().isdisjoint(sequences):
                 self._settle()
             if self._stage is not None:
                 self._stage("release")
             for sequence in sequences:
-                self.kv.release(sequence)
+                unfinished = self._imports.pop(sequence, None)
+                if unfinished is None:
+                    self.kv.release(sequence)
+                else:
+                    self.kv.rollback(unfinished[0])
 
     def forget_prefixes(self) -> None:
         """Find nothing any more of what was seen so far."""
@@ -395,6 +403,53 @@ class TorchRunner:
         """Keep the token masks ``added``, by id and words, and forget others; see `Masks`."""
         with self._operation("change of masks"):
             self.compute.masks.change(added, dropped)
+
+    # --- moving sequences, a piece at a time between steps ----------------------------------------------------------
+
+    def token_ids(self, sequence: int) -> TokenArray:
+        """The tokens of ``sequence``, int32 [length]."""
+        return self.kv.tokens(sequence).copy()
+
+    def read_kv(
+        self, sequence: int, start: int, end: int, layers: Sequence[int]
+    ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
+        """The cache of the positions ``start .. end``, by layer: see `KvStore.read`."""
+        with self._operation("export"):
+            if self._stage is not None:
+                self._stage("export")
+            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
+            return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
+
+    def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
+        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more. Returns how many of
+        the tokens the prefix cache has; `write_kv` brings the rest. Raises `KvBlocksExhausted`."""
+        with self._operation("import"):
+            self._settle()
+            if self._stage is not None:
+                self._stage("import")
+            taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
+            self._imports[sequence] = taken, tokens
+        return taken.cached
+
+    def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
+        """Write the cache of the positions ``start .. end`` of an import: see `KvStore.write`."""
+        with self._operation("import"):
+            if self._stage is not None:
+                self._stage("import")
+            if start < self._imports[sequence][0].cached:
+                raise KvMisuse(f"position {start} is in a block of the prefix cache")
+            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
+            self.store.write(slots, layer, self.info.head_dim, parts)
+
+    def commit_import(self, sequence: int) -> int:
+        """All of its cache was written: it is a sequence like others. Returns its length."""
+        with self._operation("import"):
+            self._settle()
+            if self._stage is not None:
+                self._stage("import")
+            length = self.kv.commit(*self._imports[sequence])
+            del self._imports[sequence]
+        return length
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:

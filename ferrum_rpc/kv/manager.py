@@ -382,6 +382,14 @@ class KvManager:
         state = self._known(sequence)
         return state.history.upto(state.length + (0 if state.open is None else state.open.cached))
 
+    def slots(self, sequence: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """The slots of the positions ``start .. end`` of ``sequence``, int64 [n]; of those that an open reservation
+        writes too."""
+        state = self._known(sequence)
+        if not 0 <= start <= end <= (state.length if state.open is None else state.open.end):
+            raise KvMisuse(f"the positions {start} to {end} of sequence {sequence} of {state.length} tokens")
+        return slots_for(state.table.view(len(state.table)), start, end, self.block_size)
+
     @property
     def total_blocks(self) -> int:
         """Usable blocks, free or held: all but the null block."""

@@ -14,7 +14,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -88,6 +91,26 @@ class KvStore:
         """Put back what `save` returned, bit for bit."""
         for each, content in zip(self._slots, saved.content, strict=True):
             each.index_copy_(2, saved.slots, content)
+
+    def read(self, slots: Tensor, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The bytes of ``slots`` (int64 [n], where the store is) in a layer, each uint8 [bytes], on the host: K and V,
+        [n, kv_heads, width], and where a row has more than ``width`` numbers, what stands behind those of K and of V.
+        """
+        rows = [each[layer].flatten(0, 1).index_select(0, slots) for each in (self.keys, self.values)]
+        parts = [each[..., :width] for each in rows]
+        if rows[0].shape[-1] > width:
+            parts += [each[..., width:] for each in rows]
+        return tuple([each.contiguous().cpu().view(torch.uint8).reshape(-1).numpy() for each in parts])
+
+    def write(self, slots: Tensor, layer: int, width: int, parts: Sequence[Any]) -> None:
+        """Write what `read` returned, or other buffers of as many bytes, to ``slots`` (int64 [n]) in a layer."""
+        for index, each in enumerate((self.keys, self.values)):
+            rows = each[layer].flatten(0, 1)
+            content = [
+                torch.from_numpy(np.array(np.frombuffer(part, np.uint8))).view(rows.dtype) for part in parts[index::2]
+            ]
+            shaped = [part.view(len(slots), rows.shape[1], -1) for part in content]
+            rows.index_copy_(0, slots, (shaped[0] if len(shaped) == 1 else torch.cat(shaped, -1)).to(rows.device))
 
     def fill_slots(self, slots: Tensor, value: float) -> None:
         """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].

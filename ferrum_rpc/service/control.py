@@ -119,7 +119,8 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         _ = state.model
         if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
-        released = await state.ended(state.handles.records(), Ending.RESET)
+        unnamed = list(state.unnamed)
+        released = await state.ended([*state.handles.records(), *unnamed], Ending.RESET) - len(unnamed)
         await between_steps(state.engine, Command("forget_prefixes", ()))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 

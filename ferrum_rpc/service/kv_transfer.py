@@ -1,23 +1,77 @@
-"""The handlers of `KvTransfer`: what a cache holds, for others than the sequence's own scheduler."""
+"""The handlers of `KvTransfer`: sequences that move between executors, and what a cache holds."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from typing import Any, cast
 
+import grpc
+
+from ferrum_rpc.core import Caller, HandleRef
+from ferrum_rpc.errors import InvalidRequest, QueueFull, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
+from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import not_offered
 from ferrum_rpc.service.kv_events import KvEvents
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
+from ferrum_rpc.service.replay import scope_of
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
+from ferrum_rpc.service.transfers import Export, Import
+from ferrum_rpc.wire.items import handle_to_proto, pressure_to_proto, request_id_from_proto
+from ferrum_rpc.wire.transfer import Layout, import_options, tokens_from_proto
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Events; the rest of the contract is not offered by this version."""
+    """Sequences that move, and events; the rest of the contract is not offered by this version."""
 
     service = "ferrum_rpc.executor.v1.KvTransfer"
 
-    def __init__(self, events: KvEvents) -> None:
+    ParkKv = not_offered("ParkKv", "PARK")
+
+    def __init__(self, state: ServerState, events: KvEvents) -> None:
+        self._state = state
         self._events = events
+        self._under_way = 0
+        self._imports: dict[tuple[str, str], Import] = {}
+
+    async def ExportKv(  # noqa: N802
+        self, request: pb.ExportKvRequest, context: Context
+    ) -> AsyncIterator[Any]:
+        state, caller = self._state, CALLER.get()
+        account, layout = state.quotas.account(caller), Layout.of(state.model)
+        with self._room(account):
+            export = Export(state, account, layout)
+            try:
+                async for frame in export.frames(request):
+                    yield frame
+            finally:
+                export.close()
+
+    async def ImportKv(self, requests: Any, context: Context) -> pb.ImportKvResponse:  # noqa: N802
+        state, caller = self._state, CALLER.get()
+        account, layout = state.quotas.account(caller), Layout.of(state.model)
+        with self._room(account):
+            frame = await context.read()
+            if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "header":
+                raise InvalidRequest("an import begins with its header", field="header")
+            answer, found = pb.ImportKvResponse(), self._find(caller, layout, frame.header)
+            if isinstance(found, Import):
+                with found.stream():
+                    await found.begin()
+                    handle = await found.receive(context.read)
+                answer.next_token = found.next_token
+            else:
+                (handle,), answer.replayed = found, True
+                answer.next_token = handle.seq_len
+            if handle is not None:
+                answer.handle.CopyFrom(handle_to_proto(handle))
+            answer.pressure.CopyFrom(pressure_to_proto(state.pressure()))
+            return answer
 
     async def WatchKvEvents(  # noqa: N802
         self, request: pb.WatchKvEventsRequest, context: Context
@@ -25,6 +79,45 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         async for each in self._events.watch(request.after_event, request.instance_id):
             yield each
 
-    ExportKv = not_offered("ExportKv", "KV_TRANSFER")
-    ImportKv = not_offered("ImportKv", "KV_TRANSFER")
-    ParkKv = not_offered("ParkKv", "PARK")
+    @contextmanager
+    def _room(self, account: Account) -> Iterator[None]:
+        """One more transfer is under way. Raises `QueueFull` and `QuotaExceeded`."""
+        most = self._state.limits.max_transfers
+        if self._under_way >= most:
+            raise QueueFull(
+                f"{self._under_way} exports and imports are under way and {most} may; nothing was started",
+                metadata={"max_transfers": most},
+                retry_after_s=RETRY_AFTER_S,
+            )
+        account.take(Resource.TRANSFERS)
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            account.give(Resource.TRANSFERS)
+
+    def _find(self, caller: Caller, layout: Layout, header: pb.ImportKvHeader) -> Import | tuple[HandleRef, ...]:
+        """The import that a header begins or goes on with, or the recorded answer."""
+        state = self._state
+        layout.check(header.layout)
+        tokens, options = tokens_from_proto(header.layout, state.model), import_options(header)
+        request_id = request_id_from_proto(header.request_id)
+        if not request_id:
+            raise InvalidRequest("an import needs a request id", field="header.request_id")
+        content = blake2b(tokens.tobytes(), digest_size=16).digest()
+        fingerprint = ("import", content, options)
+        scope = state.replay.scope(scope_of(caller.name, b"", request_id))
+        known = scope.get(request_id)
+        if known is None:
+            key = caller.name, request_id
+            made = Import(state, layout, caller, tokens, options, partial(self._imports.pop, key, None))
+            made.log(state.replay.begin(scope, request_id, fingerprint))
+            self._imports[key] = made
+            return made
+        if (answer := known.repeated(fingerprint).answer) is not None:
+            return cast(tuple[HandleRef, ...], state.replay.repeat(answer))
+        found: Import = self._imports[caller.name, request_id]
+        if found.busy:
+            raise SequenceBusy("another stream brings this import")
+        return found

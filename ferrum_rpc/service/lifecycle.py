@@ -54,7 +54,7 @@ class Sweeper:
             action="leases were prolonged by it; if this repeats, the machine is overloaded or the process was stopped",
         )
         self._state.leases.extend(seconds)
-        for record in self._state.handles.records():
+        for record in (*self._state.handles.records(), *self._state.unnamed):
             record.used += seconds
 
     def sweep(self, now: float) -> None:
@@ -76,6 +76,10 @@ class Sweeper:
             for record in state.handles.records()
             if record.lease is None and not record.busy and record.used <= now - state.limits.idle_ttl_s
         ]
+        stale = [
+            record for record in state.unnamed if record.lease is None and record.used <= now - state.limits.idle_ttl_s
+        ]
+        state.end(stale, Ending.IDLE)
         if idle:
             state.end(idle, Ending.IDLE)
             log.info(
@@ -108,6 +112,7 @@ class Drain:
             return
         self.begun.set()
         self._state.drain()
+        self._state.end([each for each in self._state.unnamed if each.origin is None], Ending.ABANDONED)
         self._health.update()
         log.info(
             "draining",

@@ -49,6 +49,7 @@ class Quotas:
             Resource.QUEUED_TOKENS: limits.max_queued_tokens,
             Resource.UNREAD_BYTES: limits.max_unread_bytes,
             Resource.TOKEN_MASKS: limits.max_token_masks,
+            Resource.TRANSFERS: limits.max_transfers,
         }
         # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {

@@ -32,6 +32,7 @@ class Resource(enum.IntEnum):
     QUEUED_TOKENS = 5
     UNREAD_BYTES = 6
     TOKEN_MASKS = 7
+    TRANSFERS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +110,9 @@ class SequenceRecord:
     which blocks were reserved. ``origin``: the session that created it.
 
     While a forward on it is in flight, ``followable`` says whether another item may wait for it, ``follower`` is called
-    when it is over, and ``cut`` ends its run. ``chosen``: the version at which a forward left it, the token that this
-    chose last, and whether that is a stop id of its run. ``creation``: the request id that made it.
+    when it is over, and ``cut`` ends its run; of a transfer's sequence it ends the transfer. ``chosen``: the version at
+    which a forward left it, the token that this chose last, and whether that is a stop id of its run. ``creation``: the
+    request id that made it.
     """
 
     sequence: int

@@ -187,7 +187,7 @@ class ExecutorServer:
         model_executor_pb2_grpc.add_ModelExecutorServicer_to_server(
             ModelExecutorServicer(self.state, self.calls, self.sessions), table
         )
-        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.events), table)
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.state, self.events), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
             ExecutorControlServicer(self.state, self.drain), table
         )

@@ -75,6 +75,9 @@ class ServerState:
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.sessions = 0
+        self.unnamed: dict[SequenceRecord, None] = {}
+        """Sequences of transfers, which no handle names: copies that exports read, imports that are not whole. They are
+        busy, and ``cut`` ends them. ``origin``: the stream that is on them, if any."""
         self.empty = asyncio.Event()
         self.counters = ServiceCounters()
         self.lifecycle = Lifecycle.STARTING
@@ -188,6 +191,18 @@ class ServerState:
         self._uncharge(record)
         _call_on_freed(record)
 
+    def drop(self, record: SequenceRecord) -> None:
+        """A sequence of a transfer is not needed any more: free what it has in the engine."""
+        self.unnamed.pop(record, None)
+        if record in self._creating:
+            self._creating.discard(record)
+            self._uncharge(record)
+        else:
+            record.account.give(Resource.BLOCKS, record.charged)
+            record.charged = 0
+            self._set_empty()
+        self._free([record], [record.sequence])
+
     def give_up(self, records: Sequence[SequenceRecord]) -> None:
         """Release sequences whose handles will not be answered; those that were minted exist in the engine."""
         for record in records:
@@ -231,8 +246,8 @@ class ServerState:
         self.release([record for record in records if not record.busy], ending)
 
     def cut_runs(self, error: ExecutorError) -> None:
-        """End all runs at their next step."""
-        for record in (*self._creating, *self.handles.records()):
+        """End all runs at their next step, and all transfers."""
+        for record in (*self.unnamed, *self._creating, *self.handles.records()):
             if record.cut is not None:
                 record.cut(error)
 
@@ -261,7 +276,10 @@ class ServerState:
         self.quotas.close(record)
         if record.lease is not None:
             record.lease.members.pop(record, None)
-        if not self._creating and not len(self.handles):
+        self._set_empty()
+
+    def _set_empty(self) -> None:
+        if not (self._creating or self.unnamed or self.handles.live):
             self.empty.set()
 
 

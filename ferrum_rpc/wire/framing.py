@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import RowKind
-from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.rows import Extent, fill_block
 from ferrum_rpc.wire.tensor import DTYPE_BY_NUMPY
 
@@ -55,14 +55,29 @@ def framed(answer: M, extents: Sequence[Extent]) -> M:
 
 
 def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """A handler's serializer that takes framed answers too."""
+    """A handler's serializer that takes framed answers too, and answers that are bytes already."""
     if plain is None:
         return None
 
     def serialize(answer: Any) -> bytes:
+        if isinstance(answer, bytes):
+            return answer
         return answer.to_bytes() if isinstance(answer, Framed) else plain(answer)
 
     return serialize
+
+
+def framed_chunk(
+    layer: int, first_token: int, parts: Sequence[tuple[str, Any, tuple[int, ...], Any]], crc32c: int
+) -> bytes:
+    """An `ExportKvResponse` with a chunk. ``parts``: of each of its tensors the field, type, shape and bytes."""
+    head = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c).SerializeToString()
+    pieces: list[Any] = [head]
+    for name, dtype, shape, data in parts:
+        tensor = types_pb2.Tensor(dtype=dtype, shape=shape).SerializeToString()
+        tensor += _opening(types_pb2.Tensor, "data", len(data))
+        pieces += (_opening(kv_transfer_pb2.KvChunk, name, len(tensor) + len(data)) + tensor, data)
+    return b"".join([_opening(kv_transfer_pb2.ExportKvResponse, "chunk", sum(map(len, pieces))), *pieces])
 
 
 def _pieces(answer: Any, extent: Extent) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_SESSION,
     info_pb2.CAPABILITY_TOKEN_MASKS,
     info_pb2.CAPABILITY_PREFIX_CACHE,
+    info_pb2.CAPABILITY_KV_TRANSFER,
     info_pb2.CAPABILITY_KV_EVENTS,
     info_pb2.CAPABILITY_WARMUP,
     info_pb2.CAPABILITY_RESET,

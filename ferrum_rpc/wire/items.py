@@ -134,7 +134,7 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
             item.truncate_to if has_handle and item.HasField("truncate_to") else None,
             output,
             request_id_from_proto(item.request_id) if len(item.request_id) > SHORT_REQUEST_ID else item.request_id,
-            _options_from_proto(item.create, "" if fork else lease_id) if has_create or not has_handle else _NO_OPTIONS,
+            options_from_proto(item.create, "" if fork else lease_id) if has_create or not has_handle else _NO_OPTIONS,
             _run_from_proto(item, output) if item.HasField("run") else None,
             _follow_from_proto(item, shape) if has_follow else None,
         ),
@@ -200,7 +200,8 @@ def items_from_proto(
     return items
 
 
-def _options_from_proto(create: forward_pb2.CreateOptions, lease_id: str) -> CreateOptions:
+def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") -> CreateOptions:
+    """Wire to domain. ``lease_id``: the lease of a new sequence that names none."""
     if create.adapter:
         raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
     mode, prefix = create.cache_mode, None

@@ -11,7 +11,14 @@ import grpc
 from google.rpc import status_pb2
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2,
+    forward_pb2,
+    kv_transfer_pb2,
+    output_pb2,
+    session_pb2,
+    types_pb2,
+)
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, code_number, error_from_status
 from tests.faults.any_bytes import has_error_info
 from tests.faults.figures import Figures, at_least, exactly
@@ -143,6 +150,18 @@ async def _room(world: Provoked) -> None:
         await world.release(each.output.handle)
 
 
+async def _transfers(world: Provoked) -> None:
+    handle = await prefill(world.served, [1, 2, 3])
+    export = world.served.transfer.ExportKv(kv_transfer_pb2.ExportKvRequest(handle=handle, first_token=3))
+    layout, _ = [frame.layout async for frame in export]
+    header = kv_transfer_pb2.ImportKvHeader(layout=layout, request_id="import")
+    trailer = kv_transfer_pb2.ImportKvRequest(trailer=kv_transfer_pb2.KvTrailer(sha256=bytes(32)))
+    await world.refused(world.served.transfer.ImportKv(iter([kv_transfer_pb2.ImportKvRequest(header=header), trailer])))
+    header.layout.layers += 1
+    await world.refused(world.served.transfer.ImportKv(iter([kv_transfer_pb2.ImportKvRequest(header=header)])))
+    await world.served.control.Reset(executor_control_pb2.ResetRequest())
+
+
 async def _sessions(world: Provoked) -> None:
     async with raw_session(world.executor) as session:
         async with world.busy():
@@ -176,6 +195,7 @@ PROVOCATIONS: Final[tuple[Callable[[Provoked], Awaitable[None]], ...]] = (
     _handles,
     _leases,
     _room,
+    _transfers,
     _sessions,
     _draining,
 )

@@ -16,7 +16,12 @@ from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2_grpc,
+    kv_transfer_pb2_grpc,
+    model_executor_pb2,
+    model_executor_pb2_grpc,
+)
 from tests.faults.forking import LIMIT, Forked, fork
 from tests.faults.waiting import until
 
@@ -176,6 +181,7 @@ class Dialled:
         self.channel = channel
         self.executor: Any = model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.control: Any = executor_control_pb2_grpc.ExecutorControlStub(channel)
+        self.transfer: Any = kv_transfer_pb2_grpc.KvTransferStub(channel)
 
     async def status(self) -> model_executor_pb2.GetStatusResponse:
         return await self.executor.GetStatus(model_executor_pb2.GetStatusRequest())

@@ -7,7 +7,9 @@ INTERNAL_ERROR, nobody knows, the same request again finds out; a dead process o
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ import grpc
 import numpy as np
 
 from ferrum_rpc.errors import ExecutorError, Reason
-from ferrum_rpc.executor.v1 import output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.rows import float_rows, rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 from tests.faults.process import Dialled, ServerProcess
@@ -27,6 +29,10 @@ from tests.wiring import full, item, pb
 ALL: Final = output_pb2.POSITIONS_ALL
 ORACLE: Final = OracleConfig(positional=True)
 TOLERANCE: Final = 1e-5
+MOVES: Final = importlib.util.find_spec("crc32c") is not None
+"""Whether the environment has what transfers need."""
+FREED_WITHIN_S: Final = 2.0
+"""What an executor lets go of by itself, the copy of an export, is tried again a little later where it failed."""
 ATTEMPTS: Final = 20
 """Times that a request is sent before it counts as refused for good."""
 
@@ -100,8 +106,13 @@ class Scheduler:
         await self.feed({0: self._tokens(3), 1: self._tokens(5)})
         await self.feed({2: self._tokens(2)}, truncate_to=5)
         assert three.tokens[:5] == one.tokens[:5]
+        if MOVES:
+            await self.move(three)
+            await self.feed({3: self._tokens(1)})
         await self.release_all()
-        pressure = (await self._client.status()).pressure
+        pressure, until = (await self._client.status()).pressure, time.monotonic() + FREED_WITHIN_S
+        while pressure.free_blocks != pressure.total_blocks and time.monotonic() < until:
+            pressure = (await self._client.status()).pressure
         if pressure.free_blocks != pressure.total_blocks or pressure.sequences:
             self._tally.wrong.append(
                 f"after a verse {pressure.sequences} sequences, {pressure.free_blocks} free blocks"
@@ -145,6 +156,30 @@ class Scheduler:
 
     async def reserve(self, life: Life, tokens: int) -> None:
         await self._settle("ReserveKv", pb.ReserveKvRequest(handle=life.handle, tokens=tokens))
+
+    async def move(self, life: Life) -> None:
+        """A second sequence of what the first has in the cache, exported and imported."""
+        create = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
+        header = kv_transfer_pb2.ImportKvHeader(create=create, request_id=self._id())
+        for _ in range(ATTEMPTS):
+            try:
+                request = kv_transfer_pb2.ExportKvRequest(handle=life.handle, chunk_tokens=4)
+                frames = [frame async for frame in self._client.transfer.ExportKv(request)]
+                header.layout.CopyFrom(frames[0].layout)
+                sent = [kv_transfer_pb2.ImportKvRequest(header=header)]
+                sent += [kv_transfer_pb2.ImportKvRequest.FromString(each.SerializeToString()) for each in frames[1:]]
+                answer = await self._client.transfer.ImportKv(iter(sent))
+            except grpc.aio.AioRpcError as error:
+                refusal = error_from_rpc(error)
+                self._tally.refusals[refusal.reason] += 1
+                if refusal.reason in (Reason.DEVICE_LOST, Reason.TRANSPORT):
+                    raise Gone from error
+                if refusal.reason not in (Reason.INTERNAL_ERROR, Reason.STEP_FAILED):
+                    raise
+                continue
+            self._lives.append(Life(self._once(answer.handle, len(life.tokens), 1), list(life.tokens)))
+            return
+        raise AssertionError("a move is refused for good")
 
     async def release_all(self) -> None:
         while self._lives:

@@ -362,10 +362,6 @@ NOT_OFFERED: dict[str, tuple[str, Any, str]] = {
     "ListAdapters": ("control", executor_control_pb2.ListAdaptersRequest(), "ADAPTERS"),
     "ParkKv": ("transfer", kv_transfer_pb2.ParkKvRequest(), "PARK"),
 }
-NOT_OFFERED_STREAMS: dict[str, tuple[str, Any, str]] = {
-    "ExportKv": ("transfer", kv_transfer_pb2.ExportKvRequest(), "KV_TRANSFER"),
-    "ImportKv": ("transfer", kv_transfer_pb2.ImportKvRequest(), "KV_TRANSFER"),
-}
 
 
 async def capabilities(served: Served) -> set[str]:
@@ -379,21 +375,6 @@ async def test_what_is_not_offered_says_so_and_its_capability_is_absent(served: 
     call = getattr(getattr(served, stub), method)(request)
     error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
     assert error.metadata["capability"] == capability
-    assert capability not in await capabilities(served)
-
-
-@pytest.mark.parametrize("method", NOT_OFFERED_STREAMS)
-async def test_streams_that_are_not_offered_say_so(served: Served, method: str) -> None:
-    stub, request, capability = NOT_OFFERED_STREAMS[method]
-    function = getattr(getattr(served, stub), method)
-
-    async def run() -> None:
-        if method == "ImportKv":
-            await function(iter([request]))
-        else:
-            assert not [answer async for answer in function(request)]
-
-    await refused(run(), Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
     assert capability not in await capabilities(served)
 
 

@@ -112,7 +112,7 @@ def test_a_crash_is_sigkill_after_its_log_line() -> None:
     [
         ("before_comit=error", "did you mean 'before_commit'?"),
         ("before_commit=eror", "did you mean 'error'?"),
-        ("export=error", "known: after_reserve"),
+        ("nowhere=error", "known: after_reserve"),
         ("before_commit", "point=action"),
         ("before_commit=delay", "milliseconds"),
         ("before_commit=error:5", "milliseconds"),

@@ -70,7 +70,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",
-        "google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
+        "crc32c google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
     # programs

@@ -1,0 +1,141 @@
+"""Caches on their way between executors: layouts and chunks, as messages and back.
+
+A part is one tensor of a chunk: K, V, and of an integer cache what they are multiplied with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ferrum_rpc.core import CreateOptions, ModelInfo, TokenArray
+from ferrum_rpc.errors import InvalidRequest, LayoutMismatch, NotSupported
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
+from ferrum_rpc.wire.framing import framed_chunk
+from ferrum_rpc.wire.items import options_from_proto
+from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE
+
+DTYPES: Final = {
+    "float32": types_pb2.D_TYPE_F32,
+    "bfloat16": types_pb2.D_TYPE_BF16,
+    "float16": types_pb2.D_TYPE_F16,
+    "int8": types_pb2.D_TYPE_I8,
+}
+PARTS: Final = ("keys", "values", "key_scales", "value_scales")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What every cache of a model is made of. ``dtype``: one of the contract's."""
+
+    model_fingerprint: bytes
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: types_pb2.DType
+    adapter: str = ""
+
+    @classmethod
+    def of(cls, model: ModelInfo) -> Layout:
+        """That of the model that is loaded. Raises `NotSupported` for a cache that the contract cannot say."""
+        dtype = DTYPES.get(model.kv_dtype)
+        if dtype is None:
+            raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
+        return cls(model.fingerprint, model.layers, model.kv_heads, model.head_dim, dtype)
+
+    def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
+        """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
+        shape: tuple[int, ...] = (tokens, self.kv_heads, self.head_dim)
+        for index, name in enumerate(PARTS if self.dtype == types_pb2.D_TYPE_I8 else PARTS[:2]):
+            dtype = self.dtype if index < 2 else types_pb2.D_TYPE_F32
+            extents = shape if index < 2 else shape[:2]
+            yield name, dtype, extents, math.prod(extents) * NUMPY_BY_DTYPE[dtype].itemsize
+
+    def chunk_bytes(self, tokens: int) -> int:
+        """Bytes of the tensors of a chunk."""
+        return sum(size for *_, size in self.parts(tokens))
+
+    def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
+        """As the first frame of an export has it."""
+        return kv_transfer_pb2.KvLayout(
+            model_fingerprint=self.model_fingerprint,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            seq_len=len(tokens),
+            token_ids=tokens.tolist(),
+            adapter=self.adapter,
+            block_size=block_size,
+        )
+
+    def check(self, layout: kv_transfer_pb2.KvLayout) -> None:
+        """Raise `LayoutMismatch` unless a cache of that layout is one of this."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        differs = {name: value for name, value in own.items() if getattr(layout, name) != value}
+        if differs:
+            told = {name: value.hex() if isinstance(value, bytes) else value for name, value in differs.items()}
+            raise LayoutMismatch(
+                f"the cache is another model's or laid out otherwise: {', '.join(differs)}",
+                field="header.layout",
+                metadata={"differs": ",".join(differs), **told},
+            )
+
+
+def tokens_from_proto(layout: kv_transfer_pb2.KvLayout, model: ModelInfo) -> TokenArray:
+    """The tokens of a sequence that is to be imported, int32 [1 or more]. Raises `InvalidRequest`."""
+    count = len(layout.token_ids)
+    if not count or layout.seq_len != count:
+        raise InvalidRequest(f"seq_len is {layout.seq_len}, and there are {count} token ids", field="header.layout")
+    if count > model.max_context:
+        raise InvalidRequest(
+            f"{count} tokens exceed the context of {model.max_context}",
+            field="header.layout.token_ids",
+            metadata={"max_context": model.max_context},
+        )
+    tokens = np.fromiter(layout.token_ids, np.int64, count)
+    if int(tokens.max()) >= model.vocab_size:
+        raise InvalidRequest(
+            f"a token id is not below the vocabulary of {model.vocab_size}", field="header.layout.token_ids"
+        )
+    return tokens.astype(np.int32)
+
+
+def import_options(header: kv_transfer_pb2.ImportKvHeader) -> CreateOptions:
+    """What holds for the sequence of an import. Raises `InvalidRequest` and `NotSupported`."""
+    if header.create.fork:
+        raise InvalidRequest("an import is no fork", field="header.create.fork")
+    return options_from_proto(header.create)
+
+
+def chunk_to_proto(  # noqa: PLR0917
+    layout: Layout, layer: int, first_token: int, tokens: int, parts: tuple[Any, ...], crc32c: int
+) -> bytes:
+    """The frame of an export with a chunk of so many tokens. ``parts``: uint8 [bytes] each."""
+    named = [
+        (name, dtype, shape, data.data)
+        for (name, dtype, shape, _), data in zip(layout.parts(tokens), parts, strict=True)
+    ]
+    return framed_chunk(layer, first_token, named, crc32c)
+
+
+def chunk_from_proto(layout: Layout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
+    """How many tokens a chunk has, and its parts. Raises `InvalidRequest` where they are not what the layout says."""
+    tokens = chunk.keys.shape[0] if chunk.keys.shape else 0
+    if not tokens:
+        raise InvalidRequest("a chunk has no tokens", field="chunk.keys")
+    found = []
+    for name, dtype, shape, size in layout.parts(tokens):
+        tensor = getattr(chunk, name)
+        data = tensor.data
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or len(data) != size:
+            raise InvalidRequest(
+                f"{name} of a chunk are {size} bytes of shape {[*shape]}, not {len(data)} of {[*tensor.shape]}",
+                field=f"chunk.{name}",
+            )
+        found.append(data)
+    return tokens, tuple(found)

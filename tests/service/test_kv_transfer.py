@@ -1,0 +1,524 @@
+"""Sequences that leave one executor and arrive in another: whole, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("crc32c")
+
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, kv_transfer_pb2, types_pb2
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
+from tests.serving import Gate, Served, serve_identity
+from tests.wiring import item, pb, prefill, refused, until
+
+PROMPT = [*range(100, 131)]
+BYPASS, DEFAULT = forward_pb2.CACHE_MODE_BYPASS, forward_pb2.CACHE_MODE_UNSPECIFIED
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[Served]:
+    async with serve_identity(positional=True, **{"kv_blocks": 64, "max_context": 128, **options}) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[tuple[Served, Served]]:
+    order = (*range(2, 65, 2), *range(1, 65, 2))
+    async with serving() as source, serving(block_order=order) as target:
+        yield source, target
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def source(pair: tuple[Served, Served]) -> AsyncIterator[Served]:
+    yield pair[0]
+    await empty(pair[0])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def target(pair: tuple[Served, Served], request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    Names.present = f"{abs(hash(request.node.name))} "
+    yield pair[1]
+    await empty(pair[1])
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def empty(served: Served) -> None:
+    """Reset it: then nothing may be left, nor be counted."""
+    await served.control.Reset(executor_control_pb2.ResetRequest())
+    await nothing_left(served)
+
+
+async def nothing_left(served: Served) -> None:
+    state = served.server.state
+    await until(lambda: not state.unnamed and not state._creating)
+    await served.check()
+    free = []
+    await served.between_steps(lambda runner: free.append((runner.kv.free_blocks, len(runner._imports))))
+    assert free == [(served.runner.kv.total_blocks, 0)]
+    assert all(not any(account.held) for account in state.quotas._accounts.values())
+    assert state.empty.is_set()
+
+
+async def grown_old(served: Served) -> None:
+    """What transfers hold was not used for long; until it is swept."""
+    unnamed = served.server.state.unnamed
+    while unnamed:
+        for record in unnamed:
+            record.used = -1e9
+        await asyncio.sleep(0.01)
+
+
+async def export_of(source: Served, **fields: Any) -> list[kt.ExportKvResponse]:
+    handle = await prefill(source, PROMPT, create=forward_pb2.CreateOptions(cache_mode=BYPASS))
+    frames = await exported(source, handle, **{"chunk_tokens": 8, **fields})
+    await source.executor.Release(pb.ReleaseRequest(handle=handle))
+    return frames
+
+
+async def expected_row(served: Served) -> bytes:
+    handle = await prefill(served, PROMPT, create=forward_pb2.CreateOptions(cache_mode=BYPASS))
+    return await row(served, handle)
+
+
+# --- whole ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8, 1000])
+async def test_a_sequence_goes_on_where_it_arrives_bit_for_bit(source: Served, target: Served, tokens: int) -> None:
+    frames = await export_of(source, chunk_tokens=tokens)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    assert list(layout.token_ids) == PROMPT and layout.seq_len == len(PROMPT)
+    assert layout.model_fingerprint == source.runner.info.fingerprint
+    step = min(tokens or len(PROMPT), len(PROMPT))
+    assert len(chunks) == 2 * -(-len(PROMPT) // step)
+    assert brought(chunks)[-1].trailer == frames[-1].trailer
+    answer = await imported(target, header(layout), *brought(chunks))
+    assert (answer.handle.seq_len, answer.handle.version, answer.next_token) == (len(PROMPT), 1, len(PROMPT))
+    await target.check()
+    again = await imported(target, header(layout), *brought(chunks))
+    assert again.replayed and again.handle == answer.handle
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_the_source_goes_on_while_it_is_read(source: Served, target: Served) -> None:
+    """Decoded, rolled back and fed again, and released in mid-stream: what arrives is what was there at the call."""
+    handle = await prefill(source, PROMPT)
+    stream = source.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=1))
+    frames = [await stream.read()]
+    for token in (1, 2, 3):
+        decode = item([token], handle, truncate_to=len(PROMPT) - 4 * token)
+        handle = (await source.executor.Decode(pb.DecodeRequest(item=decode))).output.handle
+        frames.append(await stream.read())
+    await source.executor.Release(pb.ReleaseRequest(handle=handle))
+    await prefill(source, [7] * 100)
+    while (frame := await stream.read()) is not grpc.aio.EOF:
+        frames.append(frame)
+    answer = await imported(target, header(frames[0].layout), *brought(chunks_of(frames)))
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_what_was_imported_is_found_by_its_tokens_and_what_is_there_need_not_travel(
+    source: Served, target: Served
+) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    await imported(target, header(layout, "first", cache_mode=DEFAULT), *brought(chunks))
+    asked = await imported(target, header(layout, "second", cache_mode=DEFAULT))
+    assert (asked.next_token, asked.HasField("handle")) == (28, False), "all full blocks"
+    rest = chunks_of(await export_of(source, first_token=28))
+    assert {chunk.first_token for chunk in rest} == {28}
+    answer = await imported(target, header(layout, "second", cache_mode=DEFAULT), *brought(rest))
+    assert answer.handle.seq_len == len(PROMPT)
+    assert await row(target, answer.handle) == await expected_row(target)
+    salted = await imported(target, header(layout, "salted", cache_salt=b"salt", cache_mode=DEFAULT))
+    bypassing = await imported(target, header(layout, "bypassing"))
+    assert (salted.next_token, bypassing.next_token) == (0, 0)
+    prefilled = await target.executor.Prefill(pb.PrefillRequest(item=item([*PROMPT, 1])))
+    assert prefilled.output.cached_tokens == 28
+
+
+async def test_chunks_may_begin_before_what_is_missing(source: Served, target: Served) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    await imported(target, header(layout, "first", cache_mode=DEFAULT), *brought(chunks))
+    for request_id, first in (("whole", 0), ("in part", 24)):
+        some = [chunk for chunk in chunks if chunk.first_token >= first]
+        answer = await imported(target, header(layout, request_id, cache_mode=DEFAULT), *brought(some))
+        assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_reserved_blocks_and_a_lease_belong_to_what_is_imported(source: Served, target: Served) -> None:
+    frames = await export_of(source)
+    lease = (await target.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    free = target.runner.kv.free_blocks
+    first = header(frames[0].layout, reserve_tokens=16, lease_id=lease)
+    answer = await imported(target, first, *brought(chunks_of(frames)))
+    assert free - answer.pressure.free_blocks == 12
+    await target.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
+    await nothing_left(target)
+
+
+# --- broken and taken up again ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", range(9))
+async def test_a_later_stream_goes_on_behind_what_came(source: Served, target: Served, kept: int) -> None:
+    """Ended after any number of chunks, by its end or by being cancelled."""
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    whole = min(8 * (kept // 2), len(PROMPT))
+    if kept % 2:
+        short = await imported(target, header(layout), *brought(chunks[:kept])[:-1])
+        assert (short.next_token, short.HasField("handle")) == (whole, False)
+    else:
+        stream = target.transfer.ImportKv()
+        await stream.write(header(layout))
+        for frame in brought(chunks[:kept])[:-1]:
+            await stream.write(frame)
+        await until(lambda: [each for each in imports(target) if each.next_token == whole and each._begun])
+        stream.cancel()
+        await until(lambda: not imports(target)[0].busy)
+    assert (await imported(target, header(layout))).next_token == whole
+    rest = [chunk for chunk in chunks if chunk.first_token >= whole]
+    answer = await imported(target, header(layout), *brought(rest))
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+def imports(served: Served) -> list[Any]:
+    handler = served.server.state.unnamed
+    return [record.cut.__self__ for record in handler if record.cut is not None]
+
+
+@pytest.mark.parametrize("ending", ["reset", "lease", "idle"])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_import_ends_with_its_lease_its_time_and_a_reset(
+    source: Served, target: Served, ending: str, streaming: bool
+) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    lease = (await target.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    first = header(layout, lease_id=lease) if ending == "lease" else header(layout)
+    stream: Any = target.transfer.ImportKv()
+    for frame in (first, *brought(chunks[:3])[:-1]):
+        await stream.write(frame)
+    await until(lambda: [each for each in imports(target) if each.next_token == 8])
+    if not streaming:
+        stream.cancel()
+        await until(lambda: not imports(target)[0].busy)
+    if ending == "reset":
+        answer = await target.control.Reset(executor_control_pb2.ResetRequest())
+        assert answer.released_sequences == 0
+    elif ending == "lease":
+        await target.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
+    else:
+        await grown_old(target)
+    if streaming:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it may know already
+            await stream.write(kt.ImportKvRequest(chunk=chunks[3]))
+        reason = Reason.LEASE_EXPIRED if ending == "idle" else Reason.HANDLE_RELEASED
+        await refused(stream, reason, grpc.StatusCode.NOT_FOUND)
+    if ending != "lease":
+        await target.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
+    await nothing_left(target)
+    again = await imported(target, header(layout), *brought(chunks))
+    assert again.handle.seq_len == len(PROMPT) and not again.replayed
+
+
+@pytest.mark.parametrize("how", ["cancelled", "reset", "idle"])
+async def test_an_export_that_ends_early_lets_go_of_its_copy(how: str) -> None:
+    gate = Gate("export")
+    async with serving(stage=gate) as served:
+        handle = await prefill(served, PROMPT, create=forward_pb2.CreateOptions(cache_mode=BYPASS))
+        held = served.server.state.unnamed
+        call = await gate.hold(exported(served, handle))
+        assert len(held) == 1
+        reset = None
+        if how == "cancelled":
+            call.cancel()
+        elif how == "reset":
+            reset = asyncio.ensure_future(served.control.Reset(executor_control_pb2.ResetRequest()))
+        else:
+            await grown_old(served)
+        await until(lambda: not held)
+        gate.open()
+        if how == "cancelled":
+            await asyncio.wait([call])
+        else:
+            reason = Reason.HANDLE_RELEASED if reset else Reason.LEASE_EXPIRED
+            await refused(call, reason, grpc.StatusCode.NOT_FOUND)
+        if reset is not None:
+            assert (await reset).released_sequences == 1
+        await empty(served)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+FIELDS: dict[str, Callable[[kt.KvLayout], object]] = {
+    "model_fingerprint": lambda layout: setattr(layout, "model_fingerprint", bytes(32)),
+    "layers": lambda layout: setattr(layout, "layers", 3),
+    "kv_heads": lambda layout: setattr(layout, "kv_heads", 8),
+    "head_dim": lambda layout: setattr(layout, "head_dim", 4),
+    "dtype": lambda layout: setattr(layout, "dtype", types_pb2.D_TYPE_BF16),
+    "adapter": lambda layout: setattr(layout, "adapter", "somebody's"),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+async def test_another_layout_is_refused_by_name_before_anything_moves(
+    source: Served, target: Served, field: str
+) -> None:
+    layout = (await export_of(source))[0].layout
+    FIELDS[field](layout)
+    call = imported(target, header(layout))
+    error = await refused(call, Reason.LAYOUT_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION)
+    assert error.metadata["differs"] == field and field in error.metadata
+    assert not target.server.state.unnamed
+
+
+def _tokens(layout: kt.KvLayout, tokens: list[int]) -> None:
+    layout.token_ids[:] = tokens
+    layout.seq_len = len(tokens)
+
+
+MALFORMED: dict[str, Callable[[kt.ImportKvRequest], object]] = {
+    "no tokens": lambda first: _tokens(first.header.layout, []),
+    "another length": lambda first: setattr(first.header.layout, "seq_len", 3),
+    "a token at the vocabulary": lambda first: _tokens(first.header.layout, [256]),
+    "a token of 32 bits": lambda first: _tokens(first.header.layout, [2**32 - 1]),
+    "beyond the context": lambda first: _tokens(first.header.layout, [1] * 129),
+    "no request id": lambda first: setattr(first.header, "request_id", ""),
+    "a long request id": lambda first: setattr(first.header, "request_id", "x" * 129),
+    "a fork": lambda first: setattr(first.header.create, "fork", True),
+    "no header": lambda first: first.trailer.SetInParent(),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+async def test_a_malformed_header_is_refused(source: Served, target: Served, what: str) -> None:
+    first = header((await export_of(source))[0].layout)
+    MALFORMED[what](first)
+    error = await refused(imported(target, first), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    assert error.field
+    assert not target.server.state.unnamed
+
+
+async def test_chunks_out_of_order_are_refused_and_what_came_before_stays(source: Served, target: Served) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    wrong = (
+        [chunks[1]],
+        [chunks[2]],
+        [*chunks[:2], chunks[4]],
+        [*chunks[:2], chunks[3]],
+        [*chunks[:3], chunks[5]],
+        [*chunks[:2], *chunks[:2]],
+    )
+    came = 0
+    for some in wrong:
+        frames_ = [header(layout), *brought(some)]
+        error = await refused(imported(target, *frames_), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+        came = max(came, 8 * (len(some) > 2))
+        assert error.number("next_token") == came
+    early = imported(target, header(layout), *brought([]))
+    error = await refused(early, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    assert error.number("next_token") == came
+    twice = imported(target, header(layout), header(layout))
+    await refused(twice, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    answer = await imported(target, header(layout), *brought(chunks))
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+def _flip(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8 % len(data)] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+FLIPS: dict[str, Callable[[kt.KvChunk], object]] = {
+    "layer": lambda chunk: setattr(chunk, "layer", chunk.layer ^ 1),
+    "first_token": lambda chunk: setattr(chunk, "first_token", chunk.first_token ^ 4),
+    "crc32c": lambda chunk: setattr(chunk, "crc32c", chunk.crc32c ^ 1 << 17),
+    "keys": lambda chunk: setattr(chunk.keys, "data", _flip(chunk.keys.data, 1001)),
+    "values": lambda chunk: setattr(chunk.values, "data", _flip(chunk.values.data, 13)),
+    "dtype": lambda chunk: setattr(chunk.keys, "dtype", types_pb2.D_TYPE_I32),
+    "shape": lambda chunk: chunk.values.shape.__setitem__(0, chunk.values.shape[0] ^ 1),
+    "no shape": lambda chunk: chunk.keys.ClearField("shape"),
+}
+
+
+@pytest.mark.parametrize("where", FLIPS)
+async def test_a_flipped_bit_is_found_and_costs_what_follows(source: Served, target: Served, where: str) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    right = kv_transfer_pb2.KvChunk.FromString(chunks[3].SerializeToString())
+    FLIPS[where](chunks[3])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await imported(target, header(layout), *brought(chunks))
+    corrupt = where in {"crc32c", "keys", "values"}
+    assert caught.value.code() is (grpc.StatusCode.DATA_LOSS if corrupt else grpc.StatusCode.INVALID_ARGUMENT)
+    assert (await imported(target, header(layout))).next_token == 8
+    chunks[3] = right
+    answer = await imported(target, header(layout), *brought(chunks[2:]))
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_a_wrong_digest_costs_the_stream_and_no_other(source: Served, target: Served) -> None:
+    """A chunk with a checksum of its own that another stands for: only the digest knows."""
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    await imported(target, header(layout), *brought(chunks[:2])[:-1])
+    trailer = brought(chunks[2:])[-1]
+    wrong = kv_transfer_pb2.KvChunk.FromString(chunks[5].SerializeToString())
+    wrong.keys.data = _flip(wrong.keys.data, 7)
+    bad = [*brought([*chunks[2:5], sealed(wrong), *chunks[6:]])[:-1], trailer]
+    error = await refused(imported(target, header(layout), *bad), Reason.KV_CORRUPT, grpc.StatusCode.DATA_LOSS)
+    assert error.number("next_token") == 8
+    assert (await imported(target, header(layout))).next_token == 8
+    answer = await imported(target, header(layout), *brought(chunks[2:]))
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_a_request_id_names_one_import_and_one_stream_at_a_time(source: Served, target: Served) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    stream = target.transfer.ImportKv()
+    await stream.write(header(layout))
+    await until(lambda: bool(imports(target)))
+    await refused(imported(target, header(layout)), Reason.SEQUENCE_BUSY, grpc.StatusCode.ABORTED)
+    other = kt.KvLayout.FromString(layout.SerializeToString())
+    other.token_ids[3] += 1
+    for frame in (header(other), header(layout, cache_mode=DEFAULT)):
+        await refused(imported(target, frame), Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
+    fed = target.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, request_id=Names.present)))
+    await refused(fed, Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
+    for frame in brought(chunks):
+        await stream.write(frame)
+    await stream.done_writing()
+    assert (await stream).handle.seq_len == len(PROMPT)
+    await refused(imported(target, header(other)), Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def test_a_full_pool_refuses_all_of_it(source: Served, target: Served) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    hog = await prefill(target, [1] * 120)
+    other = await prefill(target, [2] * 120)
+    call = imported(target, header(layout), *brought(chunks))
+    error = await refused(call, Reason.KV_BLOCKS_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (error.number("needed_blocks"), error.number("free_blocks")) == (8, 4)
+    assert not target.server.state.unnamed
+    await target.executor.Release(pb.ReleaseRequest(handle=hog))
+    answer = await imported(target, header(layout), *brought(chunks))
+    assert not answer.replayed and answer.handle.seq_len == len(PROMPT)
+    await target.executor.Release(pb.ReleaseRequest(handle=other))
+
+
+async def test_an_export_claims_its_sequence_as_every_call_does(source: Served) -> None:
+    handle = await prefill(source, PROMPT)
+    old = types_pb2.KvHandle(id=handle.id, seq_len=handle.seq_len, version=handle.version + 1)
+    for bad, reason, code, fields in (
+        (old, Reason.SEQUENCE_VERSION_MISMATCH, grpc.StatusCode.ABORTED, {}),
+        (types_pb2.KvHandle(id=b"x"), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT, {}),
+        (handle, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT, {"first_token": 32}),
+    ):
+        await refused(exported(source, bad, **fields), reason, code)
+    [layout, trailer] = await exported(source, handle, first_token=31)
+    assert layout.layout.seq_len == 31 and trailer.HasField("trailer")
+
+
+# --- bounds, ends and failures ----------------------------------------------------------------------------------------
+
+
+async def test_so_many_transfers_are_under_way_and_no_more() -> None:
+    async with serving(max_transfers=1) as served:
+        handle = await prefill(served, PROMPT)
+        layout = (await exported(served, handle))[0].layout
+        stream = served.transfer.ImportKv()
+        await stream.write(header(layout))
+        await until(lambda: bool(served.server.state.unnamed))
+        for call in (exported(served, handle), imported(served, header(layout, "other"))):
+            error = await refused(call, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert error.retry_after_s and error.number("max_transfers") == 1
+        await stream.done_writing()
+        await stream
+        await exported(served, handle)
+
+
+async def test_the_copy_and_the_import_count_on_their_callers_blocks() -> None:
+    async with serving(max_blocks_per_caller=15) as served:
+        handle = await prefill(served, PROMPT)
+        await refused(exported(served, handle), Reason.QUOTA_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        await served.executor.Release(pb.ReleaseRequest(handle=handle))
+        handle = await prefill(served, PROMPT[:28])
+        layout = (await exported(served, handle))[0].layout
+        await imported(served, header(layout))
+        call = imported(served, header(layout, "more"))
+        await refused(call, Reason.QUOTA_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        await empty(served)
+
+
+async def test_a_drain_waits_for_streams_and_drops_what_has_none() -> None:
+    async with serving() as served:
+        handle = await prefill(served, PROMPT)
+        frames = await exported(served, handle, chunk_tokens=8)
+        layout, chunks = frames[0].layout, chunks_of(frames)
+        await imported(served, header(layout, "left"), *brought(chunks[:4])[:-1])
+        stream = served.transfer.ImportKv()
+        await stream.write(header(layout))
+        await until(lambda: len(served.server.state.unnamed) == 2)
+        served.server.drain(60)
+        await until(lambda: len(served.server.state.unnamed) == 1)
+        new = imported(served, header(layout, "new"))
+        await refused(new, Reason.DRAINING, grpc.StatusCode.UNAVAILABLE)
+        assert len(await exported(served, handle, chunk_tokens=8)) == len(frames), "what moves out is served"
+        for frame in brought(chunks):
+            await stream.write(frame)
+        await stream.done_writing()
+        moved = (await stream).handle
+        assert not served.server.draining.done.is_set()
+        for each in (handle, moved):
+            await served.executor.Release(pb.ReleaseRequest(handle=each))
+        await served.server.draining.done.wait()
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+async def test_a_failure_at_any_operation_leaves_both_as_they_were(at: int) -> None:
+    """Begin, four chunks, commit: the stream is refused, and the next one goes on."""
+    points = Failpoints(parse_failpoints(f"import=error@{at};export=error@1"))
+    async with serving(failpoints=points) as served:
+        handle = await prefill(served, PROMPT)
+        await refused(exported(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
+        await until(lambda: not served.server.state.unnamed)
+        frames = await exported(served, handle, chunk_tokens=16)
+        layout, chunks = frames[0].layout, chunks_of(frames)
+        first = header(layout)
+        await refused(imported(served, first, *brought(chunks)), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
+        asked = await imported(served, first)
+        assert asked.next_token == {1: 0, 2: 0, 3: 0, 4: 16, 5: 16, 6: 31}[at]
+        rest = [chunk for chunk in chunks if chunk.first_token >= asked.next_token]
+        answer = await imported(served, first, *brought(rest))
+        assert await row(served, answer.handle) == await row(served, handle)
+        await empty(served)
+
+
+async def test_an_engine_that_is_lost_ends_both() -> None:
+    for rule in ("export=device_lost", "import=device_lost@2"):
+        async with serving(failpoints=Failpoints(parse_failpoints(rule))) as served:
+            handle = await prefill(served, PROMPT)
+            if rule.startswith("export"):
+                call: Any = exported(served, handle)
+            else:
+                frames = await exported(served, handle)
+                call = imported(served, header(frames[0].layout), *brought(chunks_of(frames)))
+            await refused(call, Reason.DEVICE_LOST, grpc.StatusCode.INTERNAL)

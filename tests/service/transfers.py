@@ -1,0 +1,74 @@
+"""Exports and imports on the raw stubs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from hashlib import sha256
+from typing import Any
+
+from crc32c import crc32c
+
+from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, types_pb2
+from tests.wiring import full, item, pb
+
+kt = kv_transfer_pb2
+
+
+async def exported(served: Any, handle: types_pb2.KvHandle, **fields: Any) -> list[kt.ExportKvResponse]:
+    """All frames of an export."""
+    return [frame async for frame in served.transfer.ExportKv(kt.ExportKvRequest(handle=handle, **fields))]
+
+
+class Names:
+    """``present``: the request id of headers that have no other. A server never forgets one that it answered."""
+
+    present = "import"
+
+
+def header(layout: kt.KvLayout, name: str = "", **create: Any) -> kt.ImportKvRequest:
+    """Without the prefix cache, unless ``create`` says otherwise."""
+    request_id = Names.present + name
+    options = forward_pb2.CreateOptions(**{"cache_mode": forward_pb2.CACHE_MODE_BYPASS, **create})
+    return kt.ImportKvRequest(header=kt.ImportKvHeader(layout=layout, request_id=request_id, create=options))
+
+
+def chunks_of(frames: Iterable[kt.ExportKvResponse]) -> list[kt.KvChunk]:
+    return [frame.chunk for frame in frames if frame.WhichOneof("frame") == "chunk"]
+
+
+def parts(chunk: kt.KvChunk) -> list[bytes]:
+    return [chunk.keys.data, chunk.values.data]
+
+
+def sealed(chunk: kt.KvChunk) -> kt.KvChunk:
+    """The chunk with the checksum of what it has."""
+    chunk.crc32c = 0
+    for part in parts(chunk):
+        chunk.crc32c = crc32c(part, chunk.crc32c)
+    return chunk
+
+
+def brought(chunks: Iterable[kt.KvChunk]) -> list[kt.ImportKvRequest]:
+    """Chunks as frames of an import, and the trailer."""
+    frames, digest = [], sha256()
+    for chunk in chunks:
+        for part in parts(chunk):
+            digest.update(part)
+        frames.append(kt.ImportKvRequest(chunk=chunk))
+    return [*frames, kt.ImportKvRequest(trailer=kt.KvTrailer(sha256=digest.digest()))]
+
+
+async def _each(frames: Iterable[kt.ImportKvRequest]) -> AsyncIterator[kt.ImportKvRequest]:
+    for frame in frames:
+        yield frame
+
+
+async def imported(served: Any, *frames: kt.ImportKvRequest) -> kt.ImportKvResponse:
+    """A whole stream of these frames."""
+    return await served.transfer.ImportKv(_each(frames))
+
+
+async def row(served: Any, handle: types_pb2.KvHandle, token: int = 9) -> bytes:
+    """The logits behind one more token."""
+    answer = await served.executor.Decode(pb.DecodeRequest(item=item([token], handle, output=full())))
+    return answer.row_blocks[0].logits.logits.data
