@@ -54,6 +54,7 @@ from ferrum_rpc.client.info import (
     WarmupReport,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
+from ferrum_rpc.client.prefixes import PrefixEvents, PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
@@ -106,6 +107,8 @@ __all__ = [
     "NoSuchRowsError",
     "OutputSpec",
     "Positions",
+    "PrefixEvents",
+    "PrefixIndex",
     "Pressure",
     "ResendPolicy",
     "RowDType",

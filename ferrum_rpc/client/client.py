@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
 
@@ -32,6 +32,7 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
@@ -201,6 +202,13 @@ class ExecutorClient:
             if not page.next_page_token:
                 return found
             request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
+
+    def watch_prefixes(self, *, patience_s: float = 60.0) -> AsyncGenerator[PrefixEvents, None]:
+        """What the executor's prefix cache has, and then what enters and leaves it, for a `PrefixIndex`: until the
+        caller stops reading. Goes on where it was after a lost connection, and anew after a restart. Raises the last
+        error where the executor cannot be reached for ``patience_s`` seconds, `NotSupported` where it tells no events,
+        and what it refuses."""
+        return watch_prefixes(self._context, patience_s)
 
     # --- leases of the caller's own ---------------------------------------------------------------------------------
 

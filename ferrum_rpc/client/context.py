@@ -35,7 +35,13 @@ from ferrum_rpc.errors import (
     Starting,
     TransportError,
 )
-from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2_grpc,
+    kv_transfer_pb2_grpc,
+    model_executor_pb2,
+    model_executor_pb2_grpc,
+    types_pb2,
+)
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.items import pressure_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
@@ -64,6 +70,7 @@ class Context:
         self.channel = channel
         self.executor = model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.control = executor_control_pb2_grpc.ExecutorControlStub(channel)
+        self.transfer = kv_transfer_pb2_grpc.KvTransferStub(channel)
         self.health = HealthStub(channel)
         self.metadata = tuple(metadata)
         self.item_ids = itertools.count(1)
@@ -109,7 +116,7 @@ class Context:
                     request, timeout=deadline.remaining(policy.attempt_timeout_s), metadata=self.metadata
                 )
             except (ExecutorError, grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as failure:
-                error = self._error_of(failure)
+                error = self.error_of(failure)
             if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
                 raise error  # this client was closed; an executor that ends all calls answers otherwise
             if fate_unknown(error):
@@ -120,7 +127,7 @@ class Context:
             if resend > policy.times or not await backoff.wait():
                 raise self.note_error(unknown)  # only the last attempt may have learned that it is draining
 
-    def _error_of(self, failure: BaseException) -> ExecutorError:
+    def error_of(self, failure: BaseException) -> ExecutorError:
         """The error that a failed attempt stands for. Raises the cancellation of the caller."""
         if isinstance(failure, grpc.aio.AioRpcError):
             failure = error_from_rpc(failure)

@@ -21,6 +21,7 @@ from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
 from ferrum_rpc.client.background import ClientFacade, Facade, blocking, iterating, making, unwrapped
 from ferrum_rpc.client.lease import LeaseState
+from ferrum_rpc.client.prefixes import watch_prefixes
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, Pressure, Run
 from ferrum_rpc.errors import ExecutorError
@@ -128,6 +129,7 @@ class ExecutorClient(ClientFacade):
     reset = blocking(async_client.ExecutorClient.reset)
     drain = blocking(async_client.ExecutorClient.drain)
     list_sequences = blocking(async_client.ExecutorClient.list_sequences)
+    watch_prefixes = iterating(async_client.ExecutorClient.watch_prefixes)
     acquire_lease = blocking(async_client.ExecutorClient.acquire_lease)
     keep_alive = blocking(async_client.ExecutorClient.keep_alive)
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
-from ferrum_rpc.kv.prefix import PrefixCache, chained
+from ferrum_rpc.kv.prefix import PrefixCache
 from ferrum_rpc.kv.sequence import KvMisuse, SequenceState
 from ferrum_rpc.kv.table import blocks_for, slots_for
+from ferrum_rpc.prefix_hash import chained
 
 
 def check(pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: PrefixCache, block_size: int) -> None:

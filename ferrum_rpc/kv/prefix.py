@@ -1,9 +1,8 @@
 """Which full blocks hold which tokens, so that a prompt that was seen is not computed twice.
 
-A block's hash is chained: it covers the block's tokens and, through the hash of the block before it, all tokens before
-them. A chain begins at a root, which names what else decides over the content: the model, an adapter, and the salt.
-Sequences of different salts never find each other's blocks. 128 bits of BLAKE2b, so that no prompt can be made whose
-hash is another's: a hit is not checked against the tokens.
+A block is found by a hash of its tokens and of all before them (`prefix_hash`). Sequences of different salts never find
+each other's blocks. The hash has 128 bits and is cryptographic, so that no prompt can be made whose hash is another's:
+a hit is not checked against the tokens.
 
 `KvManager` says when a sequence has grown, gone back, or is promised nothing any more; `BlockPool` keeps a published
 block until its place is needed. Blocks found by their chained hashes are from vLLM's automatic prefix caching.
@@ -12,8 +11,6 @@ block until its place is needed. Blocks found by their chained hashes are from v
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Final
 
 import numpy as np
@@ -21,27 +18,10 @@ import numpy as np
 from ferrum_rpc.core import BlockChange, PrefixUse, TokenArray
 from ferrum_rpc.kv.pool import BlockPool, Int32Array
 from ferrum_rpc.kv.sequence import NEVER, SequenceState
-
-HASH_BYTES: Final = 16
+from ferrum_rpc.prefix_hash import chained, root_of
 
 MOST_CHANGES: Final = 1 << 16
 """Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
-
-
-def root_of(fingerprint: bytes, salt: bytes, adapter: str = "") -> bytes:
-    """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes."""
-    named = adapter.encode()
-    content = fingerprint + len(named).to_bytes(4, "little") + named + salt
-    return blake2b(content, digest_size=HASH_BYTES, person=b"ferrum-rpc chain").digest()
-
-
-def chained(parent: bytes, tokens: TokenArray, block_size: int) -> Iterator[bytes]:
-    """The hashes of the full blocks of ``tokens`` behind the block ``parent``: each of the one before it and the ids as
-    little-endian 32-bit integers."""
-    ids, step = tokens.astype("<i4", copy=False).tobytes(), 4 * block_size
-    for at in range(0, len(ids) - step + 1, step):
-        parent = blake2b(parent + ids[at : at + step], digest_size=HASH_BYTES).digest()
-        yield parent
 
 
 class PrefixCache:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.errors import KvBlocksExhausted
-from ferrum_rpc.kv.prefix import chained, root_of
 from tests.kv.kv_world import World, everything
 
 SIZE = 4
@@ -17,22 +15,6 @@ USE = PrefixUse()
 def world(usable: int) -> World:
     """In which all tokens are alike."""
     return World(usable + 1, SIZE, alphabet=1)
-
-
-def test_a_hash_is_what_others_can_compute_too() -> None:
-    """BLAKE2b of 16 bytes: of model, adapter and salt for the root, then of the hash before and the ids as
-    little-endian 32-bit."""
-    tokens = np.array([1, 2, 3, 70_000, 5, 6, 7, 8, 9], np.int32)
-    model = bytes(range(32))
-    root = root_of(model, b"")
-    first, second = chained(root, tokens, SIZE)
-    assert root.hex() == "02ece9e03df4a7ef7603a2d6eaa5cbfb"
-    assert (first.hex(), second.hex()) == ("733083835a970bc0ba636da3e9a97661", "bb70a3ae874923e0b815bb6883029e36")
-    keys = ((bytes(32), b"", ""), (model, b"salt", ""), (model, b"", "salt"), (model, b"lt", "sa"))
-    others = [root_of(*key) for key in keys]
-    assert len({root, *others}) == 5
-    assert all(next(chained(other, tokens, SIZE)) != first for other in others)
-    assert next(chained(first, tokens, SIZE)) != first, "where it stands counts"
 
 
 def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_beginnings() -> None:

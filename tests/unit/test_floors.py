@@ -32,6 +32,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc": Floor(),
     "ferrum_rpc.errors": Floor(),
     "ferrum_rpc.core": Floor("errors", "numpy"),
+    "ferrum_rpc.prefix_hash": Floor("core", "numpy"),
     "ferrum_rpc.selection": Floor("errors"),
     "ferrum_rpc.terminal": Floor(),
     "ferrum_rpc.logs": Floor("terminal", "structlog"),
@@ -43,7 +44,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
     "ferrum_rpc.native": Floor("", "torch"),
     # each knows nothing of the others' insides
-    "ferrum_rpc.kv": Floor("core errors", "numpy"),
+    "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
     "ferrum_rpc.models": Floor("core errors native selection", "numpy torch transformers triton"),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
@@ -72,7 +73,7 @@ FLOORS: dict[str, Floor] = {
         "engine.process.parent",
         "crc32c google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
     ),
-    "ferrum_rpc.client": Floor("ferrum_rpc core errors executor wire", "google grpc grpc_health numpy"),
+    "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
     # programs
     "ferrum_rpc.runtime": Floor("usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),

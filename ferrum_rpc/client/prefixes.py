@@ -1,0 +1,134 @@
+"""Which executor has a prompt: what a router keeps of the events of each.
+
+async with ExecutorClient(target) as client:
+    index = PrefixIndex.of(await client.info())
+    async for events in client.watch_prefixes():
+        index.apply(events)  # and elsewhere: index.match(prompt)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import numpy as np
+
+from ferrum_rpc.client.arguments import Tokens, as_tokens
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.info import Capability, ExecutorInfo
+from ferrum_rpc.client.retry import LONGEST_PAUSE_S, Backoff
+from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, NotSupported, Starting, TransportError
+from ferrum_rpc.executor.v1 import kv_transfer_pb2
+from ferrum_rpc.prefix_hash import chained, root_of
+
+FIRST_PAUSE_S: Final = 0.05
+
+PASSING: Final = (TransportError, Draining, Starting, DeviceLost)
+"""What a watcher waits out: another executor may answer there soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvents:
+    """What has happened in an executor's prefix cache up to the event number ``last`` of the process ``instance_id``:
+    in their order, hashes of blocks that are there now (True) or no more (False). They follow on what was there
+    before; with ``anew`` they are all that is there. ``gap``: some events were lost before, which changes nothing for
+    who applies these."""
+
+    last: int
+    instance_id: str
+    changes: tuple[tuple[bytes, bool], ...]
+    anew: bool
+    gap: bool
+
+
+class PrefixIndex:
+    """The blocks that one executor has, by hash, of a model with the ``fingerprint`` in blocks of ``block_size``
+    tokens."""
+
+    def __init__(self, fingerprint: bytes, block_size: int) -> None:
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._there: set[bytes] = set()
+
+    @classmethod
+    def of(cls, info: ExecutorInfo) -> PrefixIndex:
+        """An empty one for an executor."""
+        return cls(info.model.fingerprint, info.block_size)
+
+    def __len__(self) -> int:
+        """Blocks that are there."""
+        return len(self._there)
+
+    def apply(self, events: PrefixEvents) -> None:
+        """Note what has happened."""
+        if events.anew:
+            self._there.clear()
+        for hashed, there in events.changes:
+            (self._there.add if there else self._there.discard)(hashed)
+
+    def match(self, tokens: Tokens, *, salt: bytes = b"", adapter: str = "") -> int:
+        """How many tokens of a prompt need not be computed there: those of its first blocks that are there. The last
+        token is computed always."""
+        found = 0
+        for hashed in self.hashes(tokens, salt=salt, adapter=adapter):
+            if hashed not in self._there:
+                break
+            found += self._block_size
+        return found
+
+    def hashes(self, tokens: Tokens, *, salt: bytes = b"", adapter: str = "") -> Iterator[bytes]:
+        """The hashes of the blocks of a prompt that may be found, in their order."""
+        ids = np.array(as_tokens(tokens)[:-1], np.int64).astype(np.uint32).view(np.int32)
+        return chained(root_of(self._fingerprint, salt, adapter), ids, self._block_size)
+
+
+def _events(batches: list[kv_transfer_pb2.WatchKvEventsResponse]) -> PrefixEvents:
+    """One batch, or all of a snapshot."""
+    changes: list[tuple[bytes, bool]] = []
+    anew = batches[0].snapshot
+    for each in (event for batch in batches for event in batch.events):
+        match each.WhichOneof("kind"):
+            case "stored":
+                changes.append((each.stored.hash, True))
+            case "removed" | "parked":
+                changes.append((getattr(each, each.WhichOneof("kind")).hash, False))
+            case "cleared":
+                changes.clear()
+                anew = True
+    last = batches[-1]
+    return PrefixEvents(last.event, last.instance_id, tuple(changes), anew, batches[0].gap)
+
+
+async def watch_prefixes(context: Context, patience_s: float) -> AsyncGenerator[PrefixEvents, None]:
+    """See `ExecutorClient.watch_prefixes`."""
+    request = kv_transfer_pb2.WatchKvEventsRequest()
+    pauses: Backoff | None = None
+    while True:
+        pauses = pauses or Backoff(context.deadline(patience_s), FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        call, parts = None, list[kv_transfer_pb2.WatchKvEventsResponse]()
+        try:
+            if Capability.KV_EVENTS not in (await context.info(context.deadline(patience_s))).capabilities:
+                raise NotSupported("this executor tells no events (capability KV_EVENTS)")
+            call = context.transfer.WatchKvEvents(request, metadata=context.metadata)
+            async for part in call:
+                parts.append(part)
+                if not part.more:
+                    request.after_event, request.instance_id = part.event, part.instance_id
+                    pauses = None
+                    yield _events(parts)
+                    parts.clear()
+            raise TransportError("the stream of events ended", metadata={"grpc_code": "OK"})
+        except (ExecutorError, grpc.aio.AioRpcError, asyncio.CancelledError) as failure:
+            error = context.error_of(failure)
+        finally:
+            if call is not None:
+                call.cancel()
+        if not isinstance(error, PASSING) or error.metadata.get("grpc_code") == "CANCELLED":
+            raise error
+        context.known_info = None  # whoever answers next may be another
+        pauses = pauses or Backoff(context.deadline(patience_s), FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        if not await pauses.wait():
+            raise error
