@@ -22,6 +22,8 @@ CLIENT = ROOT / "ferrum_rpc/client"
 OUT = CLIENT / "sync.py"
 CLASSES = {"Sequence": ("sequence", "Facade[async_sequence.Sequence]"), "ExecutorClient": ("client", "ClientFacade")}
 BY_HAND = {"close"}
+ASYNC_ONLY = {"move_to"}
+"""Methods that need two clients in one event loop."""
 
 HEADER = '''"""The client for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
 
@@ -45,7 +47,7 @@ from __future__ import annotations
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """The public methods and properties."""
     for each in node.body:
-        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.name in BY_HAND:
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.name in BY_HAND | ASYNC_ONLY:
             continue
         if not each.name.startswith("_"):
             yield each

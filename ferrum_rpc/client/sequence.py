@@ -12,8 +12,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final, TypeVar
 
+from ferrum_rpc.client import transfer
 from ferrum_rpc.client.ahead import Ahead
 from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import (
@@ -33,7 +35,7 @@ from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
-from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
+from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState, UnknownOutcome, settled
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
 from ferrum_rpc.errors import (
@@ -44,7 +46,8 @@ from ferrum_rpc.errors import (
     SequenceVersionMismatch,
     TruncateBeyondLength,
 )
-from ferrum_rpc.executor.v1 import model_executor_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
+from ferrum_rpc.executor.v1.kv_transfer_pb2 import KvLayout
 from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
 Result = TypeVar("Result")
@@ -315,6 +318,90 @@ class Sequence:
         tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
         with self._claim("reserve", keeps_prompt=True):
             return await self._recovering(lambda: self._reserve(tokens, deadline), deadline)
+
+    # --- elsewhere --------------------------------------------------------------------------------------------------
+
+    async def export_to(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """Write what it has in the cache to a file, for `import_from`. It does not change, and the file is whole or not
+        there. Raises `NotSupported` where the executor moves no sequences, `InvalidRequest` for the path."""
+        deadline = self._context.deadline(timeout_s)
+        await transfer.check_offered(self._context, deadline)
+
+        async def write() -> None:
+            frames = transfer.exported(self._context, self._handle(), 0, 0, deadline)
+            await transfer.write_file(Path(path), frames)
+
+        with self._claim("export_to", keeps_prompt=True):
+            await self._recovering(write, deadline)
+
+    async def import_from(self, path: str | Path, *, timeout_s: float | None = None) -> None:
+        """Make this sequence, which is new, of a file that `export_to` wrote: it has those tokens then, and nothing is
+        computed. A stream that breaks goes on where it stopped; after an error the same call again does.
+
+        Raises `LayoutMismatch` for the cache of another model, `KvCorrupt` for a file that was changed,
+        `KvBlocksExhausted` and the other refusals of a prefill."""
+        source, deadline = Path(path), self._context.deadline(timeout_s)
+        with self._claim_new("import_from"):
+            await transfer.check_offered(self._context, deadline)
+            layout = await asyncio.to_thread(transfer.read_layout, source)
+            await self._import(layout, lambda first: transfer.file_frames(source, first), deadline)
+
+    async def move_to(self, target: Sequence, *, timeout_s: float | None = None) -> None:
+        """Make ``target``, a new sequence of another client, of this one, and release this one when it is there. A
+        stream that breaks on either side goes on where it stopped; after an error this one is as it was, and the same
+        call again goes on. Raises as `import_from`, and what the export is refused with.
+
+        Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
+        deadline = self._context.deadline(timeout_s)
+        with self._claim("move_to", keeps_prompt=True), target._claim_new("move_to"):
+            for context in (self._context, target._context):
+                await transfer.check_offered(context, deadline)
+            await self._recovering(lambda: self._move(target, deadline), deadline)
+        await self.release()
+
+    async def _move(self, target: Sequence, deadline: Deadline) -> None:
+        context, handle = self._context, self._handle()
+        layout = await transfer.layout_of(context, handle, deadline)
+        size = await transfer.chunk_tokens(target._context, layout, deadline)
+
+        async def frames(first: int) -> AsyncGenerator[bytes, None]:
+            async with aclosing(transfer.exported(context, handle, first, size, deadline)) as every:
+                async for frame in every:
+                    if not frame.startswith(transfer.LAYOUT):
+                        yield frame
+
+        await target._import(layout, frames, deadline)
+        target._state.pieces = self._state.pieces.upto(handle.seq_len)
+
+    def _claim_new(self, what: str) -> SequenceState:
+        state = self._state.claim(what)
+        if state.handle is not None or state.parent is not None or self._lost is not None:
+            state.busy = ""
+            raise SequenceMisuseError(f"{what}: this sequence has been fed already, make a new one")
+        return state
+
+    async def _import(self, layout: KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
+        """Make this sequence of what comes. Where the fate is unknown, the request id is kept for the same again."""
+        state, context = self._state, self._context
+        tokens = list(layout.token_ids)
+        request_id = state.request_id(content := ("import", tokens))
+        create = forward_pb2.CreateOptions()
+        create.CopyFrom(state.create)
+        if not create.lease_id:
+            known = state.lease_id if state.creation is not None else ""
+            create.lease_id = state.lease_id = known or await self._connection.leases.current(deadline)
+        try:
+            handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
+        except BaseException as error:
+            state.creation = settled(state.creation, UnknownOutcome(content, request_id), error)
+            raise
+        state.handle, state.creation = handle, None
+        if state.tokens is not None:
+            state.tokens = tokens
+        state.pieces.fed(0, len(tokens), (await context.info(deadline)).limits.exact_span_tokens)
+        self._connection.live.add(state)
+
+    # --- made anew --------------------------------------------------------------------------------------------------
 
     async def rebuild(
         self,

@@ -1,0 +1,232 @@
+"""Sequences that leave an executor and arrive in another one, or in a file.
+
+Frames pass through as bytes: those of an export are those of an import but for the first, so nothing in between parses
+them. What breaks goes on where the importer stands, which it tells for its header alone.
+
+A file is `MAGIC` with the version of the format, then the frames of an export, each behind its length in four bytes
+(little endian). It is written under another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.info import Capability
+from ferrum_rpc.client.retry import LONGEST_PAUSE_S, Backoff, Deadline, fate_unknown
+from ferrum_rpc.core import HandleRef
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSupported, QueueFull, SequenceBusy
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
+from ferrum_rpc.wire.status import error_from_rpc
+
+MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
+_SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
+LAYOUT: Final = b"\x0a"
+"""What the bytes of an export's first frame begin with, and no other's."""
+_OVERHEAD: Final = 4 << 10
+"""Bytes of a chunk's message beside its tensors, generously."""
+
+ATTEMPTS: Final = 5
+"""Times that a stream may break without having brought anything, before its error is raised."""
+
+Frames = Callable[[int], AsyncGenerator[bytes, None]]
+"""``frames(first)``: the frames behind the layout, of the tokens from ``first`` on, and their trailer."""
+
+
+async def check_offered(context: Context, deadline: Deadline) -> None:
+    """Raise `NotSupported` where the executor moves no sequences."""
+    if Capability.KV_TRANSFER not in (await context.info(deadline)).capabilities:
+        raise NotSupported("the executor does not move sequences (capability KV_TRANSFER)")
+
+
+async def layout_of(context: Context, handle: HandleRef, deadline: Deadline) -> pb.KvLayout:
+    """What a sequence's cache is made of."""
+    async with aclosing(exported(context, handle, handle.seq_len, 0, deadline)) as frames:
+        async for frame in frames:
+            return pb.ExportKvResponse.FromString(frame).layout
+    raise AssertionError("an export has a layout")
+
+
+async def exported(
+    context: Context, handle: HandleRef, first_token: int, chunk_tokens: int, deadline: Deadline
+) -> AsyncGenerator[bytes, None]:
+    """The frames of an export. Raises the `ExecutorError` that its end stands for."""
+    call: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)(
+        pb.ExportKvRequest(handle=handle_to_proto(handle), first_token=first_token, chunk_tokens=chunk_tokens),
+        timeout=deadline.remaining(),
+        metadata=context.metadata,
+    )
+    try:
+        async for frame in call:
+            yield frame
+    except grpc.aio.AioRpcError as error:
+        raise context.note_error(error_from_rpc(error)) from None
+    finally:
+        call.cancel()
+
+
+async def imported(
+    context: Context, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None, deadline: Deadline
+) -> pb.ImportKvResponse:
+    """Send a header and frames; the importer's answer. Raises the `ExecutorError` that its end stands for, and what
+    the frames raise."""
+    call: Any = context.channel.stream_unary(
+        f"{_SERVICE}ImportKv", response_deserializer=pb.ImportKvResponse.FromString
+    )(timeout=deadline.remaining(), metadata=context.metadata)
+    try:
+        try:
+            await call.write(pb.ImportKvRequest(header=header).SerializeToString())
+            if frames is not None:
+                async with aclosing(frames):
+                    async for frame in frames:
+                        await call.write(frame)
+            await call.done_writing()
+        except asyncio.InvalidStateError:  # it has ended: why, its answer says
+            pass
+        except ExecutorError:  # of the frames: what has been sent is to arrive, and the next stream goes on behind it
+            await call.done_writing()
+            await call
+            raise
+        answer: pb.ImportKvResponse = await call
+    except grpc.aio.AioRpcError as error:
+        raise context.note_error(error_from_rpc(error)) from None
+    finally:
+        call.cancel()
+    context.note_pressure(answer.pressure)
+    return answer
+
+
+async def brought(  # noqa: PLR0917
+    context: Context,
+    layout: pb.KvLayout,
+    frames: Frames,
+    create: forward_pb2.CreateOptions,
+    request_id: str,
+    deadline: Deadline,
+) -> HandleRef:
+    """Import ``frames`` and return the new sequence's handle. A stream that breaks on either side goes on where it
+    stopped, a few times, or for as long as it brings something."""
+    header = pb.ImportKvHeader(layout=layout, create=create, request_id=request_id)
+    backoff, reached, failures = Backoff(deadline, 0.05, LONGEST_PAUSE_S), 0, 0
+    while True:
+        try:
+            answer = await imported(context, header, None, deadline)
+            if answer.next_token > reached:
+                reached, failures = answer.next_token, 0
+            if not answer.HasField("handle"):
+                answer = await imported(context, header, frames(answer.next_token), deadline)
+            if answer.HasField("handle"):
+                return handle_from_proto(answer.handle)
+            raise KvCorrupt("the frames ended too early", metadata={"next_token": answer.next_token})
+        except ExecutorError as error:
+            failures += 1
+            again = fate_unknown(error) or isinstance(error, KvCorrupt | SequenceBusy | QueueFull)
+            if not again or failures > ATTEMPTS or not await backoff.wait():
+                raise
+
+
+async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline) -> int:
+    """Tokens of a chunk that the executor takes in one message."""
+    info = await context.info(deadline)
+    of_a_token = max(1, info.model.kv_bytes_per_token // max(1, layout.layers))
+    return max(1, (info.limits.max_request_bytes - _OVERHEAD) // of_a_token)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
+    """Write all frames of an export. Raises `InvalidRequest` where the file cannot be written; then, and where the
+    frames break off, nothing is there."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(MAGIC)
+            async with aclosing(frames):
+                async for frame in frames:
+                    await asyncio.to_thread(_write, file, frame)
+            await asyncio.to_thread(_flush, file)
+        part.replace(path)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error.strerror or error}", field="path") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, frame: bytes) -> None:
+    file.write(len(frame).to_bytes(4, "little"))
+    file.write(frame)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_layout(path: Path) -> pb.KvLayout:
+    """The layout of a file of which all was read and found to be right. Raises `KvCorrupt`, and `InvalidRequest` for
+    what is no such file."""
+    digest, layout, whole = sha256(), None, False
+    for frame in _read(path):
+        kind = frame.WhichOneof("frame")
+        if whole or (kind == "layout") != (layout is None):
+            raise _corrupt(path)
+        if kind == "layout":
+            layout = frame.layout
+        elif kind == "chunk":
+            _digest(digest, frame.chunk)
+        else:
+            whole = frame.trailer.sha256 == digest.digest()
+            if not whole:
+                raise _corrupt(path)
+    if layout is None or not whole:
+        raise _corrupt(path)
+    return layout
+
+
+async def file_frames(path: Path, first: int) -> AsyncGenerator[bytes, None]:
+    """The chunks of a file with tokens from ``first`` on, and their trailer."""
+    digest, frames = sha256(), _read(path)
+    while (frame := await asyncio.to_thread(next, frames, None)) is not None:
+        chunk = frame.chunk
+        if frame.WhichOneof("frame") == "chunk" and chunk.first_token + chunk.keys.shape[0] > first:
+            _digest(digest, chunk)
+            yield frame.SerializeToString()
+    yield pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()
+
+
+def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise InvalidRequest(f"{path} is no exported sequence of a version that is known", field="path")
+            while size := file.read(4):
+                frame = file.read(int.from_bytes(size, "little"))
+                if len(size) < 4 or len(frame) < int.from_bytes(size, "little"):
+                    raise _corrupt(path)
+                try:
+                    yield pb.ExportKvResponse.FromString(frame)
+                except DecodeError:
+                    raise _corrupt(path) from None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror or error}", field="path") from None
+
+
+def _digest(digest: Any, chunk: pb.KvChunk) -> None:
+    for part in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
+        digest.update(part.data)
+
+
+def _corrupt(path: Path) -> KvCorrupt:
+    return KvCorrupt(f"{path} is not what was written", field="path")

@@ -1,0 +1,224 @@
+"""Sequences that a program moves to another executor, or to a file and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("crc32c")
+
+from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence, SequenceMisuseError, transfer
+from ferrum_rpc.client import sync as sync_client
+from ferrum_rpc.client.info import Capability
+from ferrum_rpc.errors import (
+    InvalidRequest,
+    KvBlocksExhausted,
+    KvCorrupt,
+    LayoutMismatch,
+    NotSupported,
+    TransportError,
+)
+from tests.serving import Served, serve_identity
+
+PROMPT = [*range(60, 103)]
+
+
+@asynccontextmanager
+async def dialled(**options: Any) -> AsyncIterator[tuple[Served, ExecutorClient]]:
+    async with (
+        serve_identity(positional=True, **{"kv_blocks": 64, "max_context": 256, **options}) as served,
+        ExecutorClient(served.target) as client,
+    ):
+        yield served, client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def there() -> AsyncIterator[tuple[Served, ExecutorClient, Served, ExecutorClient]]:
+    async with dialled() as one, dialled(max_request_bytes=16 << 10) as other:
+        yield *one, *other
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+There = tuple[Served, ExecutorClient, Served, ExecutorClient]
+
+
+async def fed(client: ExecutorClient, **options: Any) -> Sequence:
+    sequence = client.sequence(**options)
+    await sequence.prefill(PROMPT)
+    return sequence
+
+
+async def row(sequence: Sequence) -> np.ndarray:
+    return (await sequence.decode(9, FullLogits())).logits.copy()
+
+
+async def expected(client: ExecutorClient) -> np.ndarray:
+    async with await fed(client) as sequence:
+        return await row(sequence)
+
+
+async def nothing_left(*servers: Served) -> None:
+    for served in servers:
+        await served.check()
+        assert served.runner.kv.free_blocks == served.runner.kv.total_blocks
+        assert not served.server.state.unnamed
+
+
+async def test_a_sequence_moves_and_goes_on_there_and_the_source_is_free(there: There) -> None:
+    here, client, away, other = there
+    source, target = await fed(client), other.sequence(keep_tokens=True)
+    async with target:
+        await source.move_to(target)
+        assert source.released and (target.length, target.version) == (len(PROMPT), 1)
+        assert target.tokens == PROMPT
+        np.testing.assert_array_equal(await row(target), await expected(client))
+    await nothing_left(here, away)
+
+
+@pytest.mark.parametrize("side", ["exported", "imported"])
+async def test_a_stream_that_breaks_goes_on_where_it_stopped(there: There, side: str) -> None:
+    here, client, away, other = there
+    original, broken, asked = getattr(transfer, side), [], []
+
+    def exported(context: Any, handle: Any, first: int, *rest: Any) -> Any:
+        asked.append(first)
+
+        async def frames() -> AsyncIterator[bytes]:
+            count = 0
+            async for frame in original(context, handle, first, *rest):
+                if first < handle.seq_len and len(broken) < 3 and (count := count + 1) > 4:
+                    broken.append(count)
+                    raise TransportError("broken", metadata={"grpc_code": "UNAVAILABLE"})
+                yield frame
+
+        return frames()
+
+    async def imported(context: Any, header: Any, frames: Any, deadline: Any) -> Any:
+        answer = await original(context, header, frames, deadline)
+        if len(broken) < 3 and frames is not None:
+            broken.append(1)
+            raise TransportError("the answer is lost", metadata={"grpc_code": "UNAVAILABLE"})
+        return answer
+
+    source = await fed(client)
+    async with other.sequence(cache_salt=side.encode()) as target:
+        replacement = exported if side == "exported" else imported
+        with mock.patch.object(transfer, side, replacement), mock.patch.object(transfer, "chunk_tokens", of_seven):
+            await source.move_to(target)
+        assert len(broken) == (3 if side == "exported" else 1)
+        if side == "exported":
+            assert [each for each in asked if each < len(PROMPT)] == [0, 7, 14, 21]
+        np.testing.assert_array_equal(await row(target), await expected(client))
+    await nothing_left(here, away)
+
+
+async def of_seven(*_: Any) -> int:
+    return 7
+
+
+async def test_a_move_that_is_refused_leaves_the_source_and_can_be_made_again(there: There) -> None:
+    here, client, away, other = there
+    async with other.sequence() as hog, await fed(client) as source:
+        await hog.prefill([1] * 240)
+        target = other.sequence()
+        with pytest.raises(KvBlocksExhausted):
+            await source.move_to(target)
+        assert (source.length, source.released, target.length) == (len(PROMPT), False, 0)
+        await hog.release()
+        await source.move_to(target)
+        await target.release()
+    await nothing_left(here, away)
+
+
+async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There, tmp_path: Path) -> None:
+    here, client, away, other = there
+    path = tmp_path / "sequence.kv"
+    async with await fed(client) as source:
+        await source.export_to(path)
+        assert os.listdir(tmp_path) == [path.name]
+        np.testing.assert_array_equal(await row(source), await expected(client))
+    for _ in range(2):
+        async with other.sequence() as sequence:
+            await sequence.import_from(path)
+            assert sequence.length == len(PROMPT)
+            np.testing.assert_array_equal(await row(sequence), await expected(client))
+            with pytest.raises(SequenceMisuseError, match="make a new one"):
+                await sequence.import_from(path)
+    await nothing_left(here, away)
+
+
+async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: There, tmp_path: Path) -> None:
+    *_, away, other = there
+    path, bad = tmp_path / "sequence.kv", tmp_path / "bad.kv"
+    async with await fed(other) as source:
+        await source.export_to(path)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    for content, error in (
+        (bytes(flipped), KvCorrupt),
+        (whole[:-1], KvCorrupt),
+        (whole[: len(whole) // 2], KvCorrupt),
+        (whole + b"more", KvCorrupt),
+        (whole[: len(transfer.MAGIC)], KvCorrupt),
+        (b"x" + whole[1:], InvalidRequest),
+        (b"", InvalidRequest),
+    ):
+        bad.write_bytes(content)
+        async with other.sequence() as sequence:
+            with pytest.raises(error):
+                await sequence.import_from(bad)
+            assert sequence.version == 0
+    async with await fed(other) as source:
+        for missing in (tmp_path / "none" / "x.kv", tmp_path):
+            with pytest.raises(InvalidRequest, match="cannot write"):
+                await source.export_to(missing)
+    async with other.sequence() as sequence:
+        with pytest.raises(InvalidRequest, match="cannot read"):
+            await sequence.import_from(tmp_path / "none")
+    assert set(os.listdir(tmp_path)) == {"sequence.kv", "bad.kv"}
+    await nothing_left(away)
+
+
+async def test_another_model_refuses_it_and_an_older_executor_is_not_asked(there: There) -> None:
+    here, client, *_ = there
+    async with dialled(layers=3) as (_, other), await fed(client) as source:
+        with pytest.raises(LayoutMismatch) as caught:
+            await source.move_to(other.sequence())
+        assert "layers" in caught.value.metadata["differs"].split(",")
+        info = await other.info()
+        without = info.capabilities - {Capability.KV_TRANSFER}
+        object.__setattr__(info, "capabilities", without)
+        with pytest.raises(NotSupported):
+            await source.move_to(other.sequence())
+    await nothing_left(here)
+
+
+async def test_threads_have_files_too(there: There, tmp_path: Path) -> None:
+    here, _, away, _ = there
+
+    def program() -> tuple[int, int]:
+        with (
+            sync_client.ExecutorClient(here.target) as one,
+            sync_client.ExecutorClient(away.target) as two,
+            one.sequence() as source,
+            two.sequence() as target,
+        ):
+            source.prefill(PROMPT)
+            source.export_to(tmp_path / "x")
+            target.import_from(tmp_path / "x")
+            return source.decode(9).token, target.decode(9).token
+
+    one, two = await asyncio.to_thread(program)
+    assert one == two
+    await nothing_left(here, away)
