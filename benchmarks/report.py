@@ -21,6 +21,7 @@ from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
+from benchmarks.memory import TARGET as PLAN_TARGET
 from benchmarks.peers import PEERS
 from benchmarks.record import SCHEMA
 from benchmarks.speculation import TARGETS as DRAFT_TARGETS
@@ -152,6 +153,7 @@ def _costs() -> Iterator[Target]:
     yield Target(what, "cache", ("cells", {"cell": "decode b32 @2048"}, "ratios", EXACT, "median"), INT8_CACHE_TARGET)
     what = "p99 of a decode step beside 32 runs, in those beside single steps"
     yield Target(what, "trips", ("beside", {"beside": "runs"}, "of_single_steps"), OTHERS_TARGET, least=False)
+    yield Target("a plan, off by what is resident", "memory", ("off",), PLAN_TARGET, least=False)
     mixed = "p99 over p50 of a decode step under mixed load"
     yield Target(mixed, "suite", ("mixed", "ratio"), 2.0, least=False)
     bookkeeping = "bookkeeping of a sequence and step"
@@ -452,6 +454,12 @@ def cache(name: str, result: Any) -> str:
     return "\n".join([*parts, conditions(name, result, rows)])
 
 
+def memory(name: str, result: Any) -> str:
+    """One run of `benchmarks.memory`."""
+    table = tables.memory(result["points"]).markdown()
+    return "\n".join([TEXTS["memory"], table, "", conditions(name, result, [("model", result["model"])])])
+
+
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
     here, commit = result["hardware"], result["commit"]
@@ -480,6 +488,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "trips": trips,
     "speculation": speculation,
     "cache": cache,
+    "memory": memory,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

@@ -336,6 +336,22 @@ def beside(found: Sequence[Mapping[str, Any]]) -> Table:
     return Table(("beside", "p50, ms", "p99, ms", "p99 in alone", "p99 in single steps", "target"), rows)
 
 
+def memory(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each part of each plan of `benchmarks.memory`."""
+    rows = [
+        (
+            each["kind"],
+            f"{each['tokens']} of {each['sequences']}",
+            each["of"],
+            f"{each['planned'] / 2**20:,.1f}",
+            f"{each['resident'] / 2**20:,.1f}",
+            f"{each['ratio']:.3f}",
+        )
+        for each in points
+    ]
+    return Table(("weights", "tokens of sequences", "of", "planned, MiB", "resident, MiB", "ratio"), rows, (0, 1, 2))
+
+
 def show_trips(result: Mapping[str, Any]) -> None:
     """Both tables on the terminal."""
     show(trips(result["points"]))
