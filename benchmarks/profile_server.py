@@ -93,8 +93,8 @@ def watch_floors() -> None:
 
     plain_runner, plain_begin, plain_await = build.build_runner, TorchRunner.begin, ForwardCall.__await__
 
-    def runner(config: Any, progress: Any, _: Any) -> TorchRunner:
-        made = plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"))
+    def runner(config: Any, progress: Any, _: Any, largest: Any) -> TorchRunner:
+        made = plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"), largest)
         for name, label in (("plan", "attention plan"), ("write", "cache write"), ("attend", "attention")):
             summed(type(made.attention), name, label)
         summed(type(made.model), "logits", "logits")
