@@ -169,7 +169,7 @@ class _Text:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses, named tuples and enums as JSON's types: every number keeps its name."""
+    """Dataclasses, named tuples, enums and bytes as JSON's types: every number keeps its name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -178,6 +178,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, bytes):
+        return value.hex()
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)]
     return value
