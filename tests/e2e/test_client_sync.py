@@ -62,13 +62,15 @@ def loops() -> int:
     return sum(each.name == NAME for each in threading.enumerate())
 
 
+ASYNC_ONLY = {"move_to"}  # it needs two clients in one event loop
+
 # --- what it offers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ExecutorClient", "Sequence"])
 def test_the_facade_has_every_public_member_with_the_same_arguments(name: str) -> None:
     ours, theirs = getattr(sync, name), getattr(async_client, name)
-    public = [each for each in vars(theirs) if not each.startswith("_")]
+    public = [each for each in vars(theirs) if not each.startswith("_") and each not in ASYNC_ONLY]
     assert len(public) > 10
     for member in public:
         original = vars(theirs)[member]

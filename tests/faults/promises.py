@@ -31,6 +31,7 @@ from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.retries import r7_retries_are_safe
 from tests.faults.security import r11_only_the_right_certificates_get_in, r12_every_method_asks_who_calls
 from tests.faults.sizes import Size
+from tests.faults.transfers import r28_a_transfer_is_whole_or_nothing
 from tests.faults.unread import r22_the_dead_hold_nothing
 from tests.faults.weights import r13_weights_are_data, r24_a_configuration_is_honoured_or_refused
 
@@ -63,6 +64,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r24_a_configuration_is_honoured_or_refused,
     r25_a_lost_sequence_is_rebuilt_exactly,
     r26_a_background_task_never_dies_silently,
+    r28_a_transfer_is_whole_or_nothing,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
 )

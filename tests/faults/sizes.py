@@ -78,6 +78,8 @@ class Size:
     rebuilt_histories: int
     restarts: int
     """R25: rounds of histories that are lost and rebuilt, within a process and over its end."""
+    transfer_kills: int
+    """R28: kills of each side of a transfer."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
@@ -126,6 +128,7 @@ CI: Final = Size(
     background_rounds=1,
     rebuilt_histories=2,
     restarts=1,
+    transfer_kills=10,
     hostile_messages=6,
     outsider_calls=60,
     configurations=40,
@@ -170,6 +173,7 @@ FULL: Final = Size(
     background_rounds=50,
     rebuilt_histories=300,
     restarts=50,
+    transfer_kills=100,
     hostile_messages=300,
     outsider_calls=1_000,
     configurations=5_000,

@@ -17,7 +17,9 @@ from tests.faults.overload import r9_overload_bends
 from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.sizes import CI
+from tests.faults.transfers import r28_a_transfer_is_whole_or_nothing
 from tests.faults.unread import r22_the_dead_hold_nothing
+from tests.faults.verses import MOVES
 
 
 async def test_r2_a_step_is_applied_exactly_once() -> None:
@@ -68,6 +70,11 @@ async def test_r23_no_caller_starves_another() -> None:
 
 async def test_r25_a_lost_sequence_is_rebuilt_exactly() -> None:
     (await r25_a_lost_sequence_is_rebuilt_exactly(CI)).check()
+
+
+@pytest.mark.skipif(not MOVES, reason="no crc32c here")
+async def test_r28_a_transfer_is_whole_or_nothing() -> None:
+    (await r28_a_transfer_is_whole_or_nothing(CI)).check()
 
 
 async def test_r30_no_caller_stops_the_server() -> None:
