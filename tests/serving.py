@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
@@ -141,6 +141,7 @@ async def serve_identity(
     security: Security | None = None,
     max_context: int | None = None,
     block_order: tuple[int, ...] | None = None,
+    kv_dtype: Literal["auto", "int8"] = "auto",
     program: Callable[[ModelSettings], Program | None] = lambda config: None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -154,6 +155,7 @@ async def serve_identity(
         block_size=block_size,
         max_context=max_context,
         block_order=block_order,
+        kv_dtype=kv_dtype,
         **{f"identity_{name}": value for name, value in options.items()},
     )
     about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}

@@ -80,3 +80,13 @@ def test_what_cannot_be_is_refused(name, layers, sizes):
         KvStore(layers, *sizes, CPU)
     with pytest.raises(ValueError, match="head_dim"):
         CacheSpec(2, 0, torch.float32)
+
+
+def test_what_is_read_is_written_elsewhere_bit_for_bit(store):
+    before, width = snapshot(store), min(tensor.shape[-1] for tensor in store.keys) - 4
+    here, there = torch.tensor([6, 2, 17]), torch.tensor([20, 21, 3])
+    for layer in range(3):
+        store.write(there, layer, width, store.read(here, layer, width))
+    for now, then in zip(snapshot(store), before, strict=True):
+        assert torch.equal(now.flatten(0, 1)[there], then.flatten(0, 1)[here])
+        assert torch.equal(now[1:5], then[1:5])

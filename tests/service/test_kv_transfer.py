@@ -111,6 +111,17 @@ async def test_a_sequence_goes_on_where_it_arrives_bit_for_bit(source: Served, t
     assert await row(target, answer.handle) == await expected_row(target)
 
 
+async def test_an_eight_bit_cache_travels_with_its_scales_and_not_into_an_exact_one(target: Served) -> None:
+    async with serving(kv_dtype="int8") as source, serving(kv_dtype="int8") as other:
+        frames = await export_of(source)
+        stream = header(frames[0].layout), *brought(chunks_of(frames))
+        assert stream[-1].trailer == frames[-1].trailer
+        answer = await imported(other, *stream)
+        assert await row(other, answer.handle) == await expected_row(other)
+        error = await refused(imported(target, *stream), Reason.LAYOUT_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION)
+        assert error.metadata["differs"] == "dtype"
+
+
 async def test_the_source_goes_on_while_it_is_read(source: Served, target: Served) -> None:
     """Decoded, rolled back and fed again, and released in mid-stream: what arrives is what was there at the call."""
     handle = await prefill(source, PROMPT)

@@ -37,7 +37,7 @@ def chunks_of(frames: Iterable[kt.ExportKvResponse]) -> list[kt.KvChunk]:
 
 
 def parts(chunk: kt.KvChunk) -> list[bytes]:
-    return [chunk.keys.data, chunk.values.data]
+    return [each.data for each in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales)]
 
 
 def sealed(chunk: kt.KvChunk) -> kt.KvChunk:
