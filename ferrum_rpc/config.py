@@ -118,6 +118,10 @@ class ModelSettings:
         default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
     )
     kv_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
+    kv_tier_dir: Path | None = Field(
+        default=None, description="folder for what must leave the prefix cache, on a CPU; it outlives the process"
+    )
+    kv_tier_bytes: Bytes = Field(default=8 << 30, description="what that folder may hold, e.g. 50GiB")
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens of a cache block")
     max_context: int | None = Field(default=None, ge=1, description="longest sequence (default: the model's)")
     max_sequences: int = Field(default=1024, ge=1, description="live sequences")

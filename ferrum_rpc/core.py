@@ -680,7 +680,8 @@ class Limits:
 
 class CacheState(NamedTuple):
     """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
-    ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all."""
+    ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all; ``tier_bytes`` of them are in
+    the second tier."""
 
     block_size: int
     total_blocks: int
@@ -689,14 +690,17 @@ class CacheState(NamedTuple):
     cached_blocks: int = 0
     blocks_evicted: int = 0
     evicted_s: float = 0.0
+    tier_bytes: int = 0
 
 
 class BlockChange(NamedTuple):
     """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
-    its chain); or, without a parent, its hash is there no more. An empty hash: none is."""
+    its chain); or, without a parent, its hash is there no more, or in the second tier alone (``parked``). An empty
+    hash: none is."""
 
     hash: bytes
     parent: bytes | None
+    parked: bool = False
 
 
 class Pressure(NamedTuple):

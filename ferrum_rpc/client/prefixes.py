@@ -93,8 +93,10 @@ def _events(batches: list[kv_transfer_pb2.WatchKvEventsResponse]) -> PrefixEvent
         match each.WhichOneof("kind"):
             case "stored":
                 changes.append((each.stored.hash, True))
-            case "removed" | "parked":
-                changes.append((getattr(each, each.WhichOneof("kind")).hash, False))
+            case "parked":  # it is read, which takes less than computing it
+                changes.append((each.parked.hash, True))
+            case "removed":
+                changes.append((each.removed.hash, False))
             case "cleared":
                 changes.clear()
                 anew = True

@@ -6,13 +6,14 @@ Called in the model thread. The one place that puts models, weights, cache and a
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import DeviceInfo
+from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
@@ -26,6 +27,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
@@ -89,6 +91,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
         choices.append((f"kv_dtype={INT8}", f"requested; {changed} (root mean square, {tokens} tokens)"))
+    tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store, device)
     compute, depth = Compute(model, attention), 1
     cuda = device.type == "cuda"
     if cuda:
@@ -119,7 +122,21 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         stage=stage,
         compute=compute,
         depth=depth,
+        tier=tier,
     )
+
+
+def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore, device: torch.device) -> BlockFiles:
+    """The second tier, in a folder of its own for what this model keeps of a block."""
+    if device.type != "cpu":
+        raise InvalidRequest("a second tier is offered on a CPU only", field="kv_tier_dir")
+    name = sha256(repr((info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes)).encode()).hexdigest()
+    try:
+        return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes)
+    except OSError as error:
+        raise InvalidRequest(f"{error.filename}: {error.strerror}", field="kv_tier_dir") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{error}; raise --kv-tier-bytes", field="kv_tier_bytes") from error
 
 
 def _cpu_name() -> str:

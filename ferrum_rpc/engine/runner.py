@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -50,6 +51,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, Step
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
+from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.sampling.accept import accepted
 from ferrum_rpc.sampling.transfer import Mark
@@ -63,6 +65,9 @@ Stages of a step: ``reserve`` (each span; again where it had to wait for blocks)
 when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each child), ``release``, ``reserve_kv``,
 ``export`` (each piece), ``import`` (its begin, each piece, its end).
 """
+
+FLUSH_S: Final = 5.0
+"""At its end, the second tier may take so long to be written."""
 
 GONE: Final = (torch.AcceleratorError, DeviceLost)
 """What means that the device is gone: the runtime's own error class, whose faults nearly all make every later call fail
@@ -105,6 +110,7 @@ class TorchRunner:
         stage: Stage | None = None,
         compute: Compute | None = None,
         depth: int = 1,
+        tier: BlockFiles | None = None,
     ) -> None:
         self.info = info
         self.device = device
@@ -118,10 +124,20 @@ class TorchRunner:
         self._under_way: list[Pending] = []
         self._imports: dict[int, tuple[Reservation, TokenArray]] = {}
         self._ended_at = 0.0
+        self._tier = tier
+        if tier is not None:
+            tier.on_gone = partial(kv.note_tier, there=False)
+            kv.use_tier(tier)
 
-    def context(self) -> AbstractContextManager[object]:
-        """Inference mode is thread-local: the model thread enters it for its life."""
-        return torch.inference_mode()
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Inference mode is thread-local: the model thread enters it for its life. In the end the second tier gets what
+        the prefix cache has."""
+        with torch.inference_mode():
+            yield
+            if self._tier is not None:
+                blocks = self.kv.prefix_blocks()
+                self._tier.end([(hashed, partial(self.store.read_block, block)) for block, hashed in blocks], FLUSH_S)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -285,6 +301,8 @@ class TorchRunner:
         try:
             if stage is not None:
                 stage("plan")
+            if self._tier is not None:
+                self._use_tier(pending.reservations.values())
             geometry = BatchGeometry.build(self.kv.block_size, starts, lengths, tables)
             if overwritten:
                 pending.saved = self.store.save(*self.compute.to_device(np.concatenate(overwritten)))
@@ -302,6 +320,17 @@ class TorchRunner:
                 pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reserved)
         except BaseException as error:
             raise self._failure(pending, error) from error
+
+    def _use_tier(self, reservations: Iterable[Reservation]) -> None:
+        """Save what had to leave the prefix cache, and load what was found in the second tier. Before anything else is
+        written."""
+        assert self._tier is not None  # noqa: S101 - the callers looked
+        for block, hashed in self.kv.take_leaving():
+            if self._tier.write(hashed, partial(self.store.read_block, block)):
+                self.kv.note_tier(hashed, there=True)
+        for reservation in reservations:
+            for block, content in reservation.loaded:
+                self.store.write_block(block, content)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
@@ -385,6 +414,8 @@ class TorchRunner:
         with self._operation("change of the prefix cache"):
             self._settle()
             self.kv.forget_prefixes()
+            if self._tier is not None:
+                self._tier.clear()
 
     def watch_prefixes(self) -> list[BlockChange]:
         """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""
@@ -428,6 +459,8 @@ class TorchRunner:
             if self._stage is not None:
                 self._stage("import")
             taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
+            if self._tier is not None:
+                self._use_tier([taken])
             self._imports[sequence] = taken, tokens
         return taken.cached
 
@@ -470,7 +503,8 @@ class TorchRunner:
 
     def cache_state(self) -> CacheState:
         """How full the cache is."""
-        return self.kv.state()
+        state = self.kv.state()
+        return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
 
 
 def _accept(pending: Pending) -> None:

@@ -37,7 +37,7 @@ from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
-from ferrum_rpc.kv.prefix import PrefixCache
+from ferrum_rpc.kv.prefix import PrefixCache, Tier
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceState
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
@@ -107,18 +107,18 @@ class KvManager:
                 overwritten = np.arange(slot, slot + min(end, state.length) - start)
             state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
             return reservation
-        found: list[int] = []
+        found, loaded = list[int](), list[bytes]()
         searched = 0
         if state.root is not None and prompt is not None and start == state.length and (create or not hold):
-            found, searched = self._prefixes.find(state, prompt), len(prompt)
+            (found, loaded), searched = self._prefixes.find(state, prompt), len(prompt)
         try:
-            state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold)
+            state.open = opened = self._open(sequence, state, start, end, found, loaded, create, ahead, hold)
         except KvBlocksExhausted:
             if parent is not None:
                 self.release(sequence)
             raise
         opened.searched = searched
-        if prompt is not None and found:
+        if prompt is not None and opened.cached:
             state.history.write(start, prompt[: opened.cached])
             state.shared = max(state.shared, start // size + len(found))
         if create:
@@ -135,6 +135,7 @@ class KvManager:
         start: int,
         end: int,
         found: Sequence[int],
+        loaded: Sequence[bytes],
         create: bool,
         ahead: int,
         hold: int,
@@ -171,9 +172,8 @@ class KvManager:
                 table.cut(start // size)
                 table.extend([block for _, block in displaced])
                 pool.release(found)
-                self._capacity.take(
-                    needed - spared + extra + idle
-                )  # raises, with the numbers before anything was found
+                # raises, with the numbers before anything was found
+                self._capacity.take(needed - spared + extra + idle)
             raise
         # From here on nothing fails.
         for block in published:
@@ -200,7 +200,8 @@ class KvManager:
             spared,
             extra if hold else None,
             found,
-            first * size - start if found else 0,
+            (first + len(loaded)) * size - start if found or loaded else 0,
+            [(table[first + place], content) for place, content in enumerate(loaded)],
         )
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
@@ -363,6 +364,23 @@ class KvManager:
         self._pool.reset()
 
     # --- looking ----------------------------------------------------------------------------------------------------
+
+    def use_tier(self, tier: Tier) -> None:
+        """Blocks that must leave the prefix cache are for ``tier``, which prompts may find them in."""
+        self._prefixes.tier = tier
+
+    def take_leaving(self) -> list[tuple[int, bytes]]:
+        """Blocks whose content is to be saved before anything is written, with their hashes."""
+        leaving, self._prefixes.leaving = self._prefixes.leaving, []
+        return leaving
+
+    def note_tier(self, hashed: bytes, *, there: bool) -> None:
+        """The tier has a block now, or no more."""
+        self._prefixes.note_tier(hashed, there=there)
+
+    def prefix_blocks(self) -> list[tuple[int, bytes]]:
+        """The published blocks with their hashes."""
+        return self._prefixes.blocks()
 
     def watch_prefixes(self) -> list[BlockChange]:
         """What is published. From now on changes are kept, for `prefix_changes`."""

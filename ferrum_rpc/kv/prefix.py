@@ -11,7 +11,7 @@ block until its place is needed. Blocks found by their chained hashes are from v
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -24,10 +24,21 @@ MOST_CHANGES: Final = 1 << 16
 """Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
 
 
+class Tier(Protocol):
+    """Where blocks go that must leave, and come from; see `tiers.BlockFiles`."""
+
+    def read(self, hashed: bytes) -> bytes | None:
+        """The content of a block, or None."""
+
+    def hashes(self) -> list[bytes]:
+        """Of all blocks that are there."""
+
+
 class PrefixCache:
     """The published blocks of ``pool``, of ``block_size`` tokens of the model ``fingerprint``: by hash, and their
     hashes. A block is published once, and a hash has one block. ``evicted`` blocks were given away, after ``evicted_s``
-    seconds here in all."""
+    seconds here in all; with a ``tier`` they wait in ``leaving``, with their hashes, until they are saved: before
+    anything is written."""
 
     def __init__(self, pool: BlockPool, block_size: int, fingerprint: bytes) -> None:
         self._pool = pool
@@ -37,6 +48,8 @@ class PrefixCache:
         self._hashes: dict[int, bytes] = {}
         self._parents: dict[int, bytes] = {}
         self._changes: list[BlockChange] | None = None  # nobody watches
+        self.tier: Tier | None = None
+        self.leaving: list[tuple[int, bytes]] = []
         self._since = [0.0] * pool.num_blocks
         self.evicted = 0
         self.evicted_s = 0.0
@@ -49,22 +62,30 @@ class PrefixCache:
         state.root = state.chain = root_of(self._fingerprint, use.salt)
         state.publish_at = self._size if use.publishes else NEVER
 
-    def find(self, state: SequenceState, prompt: TokenArray) -> list[int]:
+    def find(self, state: SequenceState, prompt: TokenArray) -> tuple[list[int], list[bytes]]:
         """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
-        those of ``prompt`` behind them. For a sequence that uses the cache."""
+        those of ``prompt`` behind them; and the content of what the tier has behind those. For a sequence that uses the
+        cache."""
         size, length = self._size, state.length
         first = length // size
         chain = state.chain
         for hashed in chained(chain, state.history.upto(length)[state.chained * size :], size):
             chain = hashed
         rest = state.history.upto(length)[first * size :]
-        found = []
+        found: list[int] = []
+        loaded: list[bytes] = []
         for hashed in chained(chain, np.concatenate([rest, prompt]) if len(rest) else prompt, size):
-            block = self._blocks.get(hashed)
-            if block is None:
+            block = None if loaded else self._blocks.get(hashed)
+            if block is not None:
+                found.append(block)
+                continue
+            if self.tier is None or not (found or loaded or not len(rest)):
                 break
-            found.append(block)
-        return found
+            content = self.tier.read(hashed)
+            if content is None:
+                break
+            loaded.append(content)
+        return found, loaded
 
     def publish(self, state: SequenceState) -> None:
         """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``."""
@@ -116,11 +137,16 @@ class PrefixCache:
         """All published blocks, in no order, int32 [n]."""
         return np.fromiter(self._hashes, np.int32, len(self._hashes))
 
+    def blocks(self) -> list[tuple[int, bytes]]:
+        """The published blocks with their hashes."""
+        return list(self._hashes.items())
+
     def clear(self) -> None:
         """Forget all; the pool forgets them too."""
         self._blocks.clear()
         self._hashes.clear()
         self._parents.clear()
+        self.leaving.clear()
         if self._changes is not None:
             self._note([BlockChange(b"", None)])
 
@@ -129,7 +155,9 @@ class PrefixCache:
     def watch(self) -> list[BlockChange]:
         """What is published. From now on changes are kept, for `take_changes`."""
         self._changes = []
-        return [BlockChange(hashed, self._parents[block]) for block, hashed in self._hashes.items()]
+        there = [BlockChange(hashed, self._parents[block]) for block, hashed in self._hashes.items()]
+        parked = [] if self.tier is None else [each for each in self.tier.hashes() if each not in self._blocks]
+        return there + [BlockChange(hashed, None, parked=True) for hashed in parked]
 
     def take_changes(self) -> list[BlockChange] | None:
         """What has changed since it was asked last, in its order. None: that is not known, `watch` again."""
@@ -137,6 +165,11 @@ class PrefixCache:
         if changes is not None:
             self._changes = []
         return changes
+
+    def note_tier(self, hashed: bytes, *, there: bool) -> None:
+        """The tier has a block now, or no more."""
+        if self._changes is not None and hashed not in self._blocks:
+            self._note([BlockChange(hashed, None, there)])
 
     def _note(self, changes: list[BlockChange]) -> None:
         assert self._changes is not None  # noqa: S101 - somebody watches
@@ -147,6 +180,8 @@ class PrefixCache:
     def _evict(self, block: int) -> None:
         self.evicted += 1
         self.evicted_s += time.monotonic() - self._since[block]
+        if self.tier is not None:
+            self.leaving.append((block, self._hashes[block]))
         self._forget(block)
 
     def _forget(self, block: int) -> None:

@@ -37,7 +37,8 @@ class Reservation:
 
     ``table`` (int32 [ceil(end / block_size)]) is what the forward pass reads and writes through. It is no copy: it is
     valid until the reservation is closed. The first ``cached`` of the positions are in blocks of the prefix cache,
-    where ``searched`` were looked for; only what follows is written.
+    or the second tier, where ``searched`` were looked for; only what follows is written, and before it ``loaded``: to
+    blocks, what the tier had of them.
     """
 
     sequence: int
@@ -59,6 +60,7 @@ class Reservation:
     found: Sequence[int] = ()
     """Blocks of the prefix cache that it put into the table, before the fresh ones."""
     cached: int = 0
+    loaded: Sequence[tuple[int, bytes]] = ()
     searched: int = 0
 
 

@@ -112,6 +112,24 @@ class KvStore:
             shaped = [part.view(len(slots), rows.shape[1], -1) for part in content]
             rows.index_copy_(0, slots, (shaped[0] if len(shaped) == 1 else torch.cat(shaped, -1)).to(rows.device))
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, in all layers."""
+        return sum(each[:, :, 0].nbytes for each in self.buffers)
+
+    def read_block(self, block: int) -> npt.NDArray[np.uint8]:
+        """The content of a block in all layers, uint8 [block_bytes], on the host."""
+        parts = [each[:, :, block].reshape(-1).view(torch.uint8).cpu() for each in self.buffers]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy()
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Put back what `read_block` returned."""
+        data, at = torch.from_numpy(np.array(np.frombuffer(content, np.uint8))), 0
+        for each in self.buffers:
+            place = each[:, :, block]
+            place.copy_(data[at : at + place.nbytes].view(each.dtype).view(place.shape))
+            at += place.nbytes
+
     def fill_slots(self, slots: Tensor, value: float) -> None:
         """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].
 

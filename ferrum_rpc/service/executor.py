@@ -231,7 +231,9 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             replay_bytes=state.replay.bytes,
             leases=len(state.leases),
             sessions=state.sessions,
-            blocks=info_pb2.KvBlocks(free=free - cached, cached=cached, used=cache.total_blocks - free),
+            blocks=info_pb2.KvBlocks(
+                free=free - cached, cached=cached, used=cache.total_blocks - free, parked_bytes=cache.tier_bytes
+            ),
         )
 
     def _pressure(self) -> types_pb2.KvPressure:

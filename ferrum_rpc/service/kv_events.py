@@ -37,7 +37,7 @@ class KvEvents:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._there: dict[bytes, bytes] | None = None  # parents by hash, as of `last`; None: unknown
+        self._there: dict[bytes, bytes | None] | None = None  # parents by hash, or None: parked; as of `last`
         self._kept: deque[BlockChange] = deque(maxlen=KEPT)
         self.last = 0
         self._seen: object = None  # what the engine had done when it was asked last
@@ -79,7 +79,8 @@ class KvEvents:
                 assert self._there is not None  # noqa: S101 - it has been looked
                 there, at = list(self._there.items()), self.last
                 for first in range(0, len(there) or 1, BATCH):
-                    events = [_event(BlockChange(*each)) for each in there[first : first + BATCH]]
+                    part = there[first : first + BATCH]
+                    events = [_event(BlockChange(hashed, parent, parent is None)) for hashed, parent in part]
                     more = first + BATCH < len(there)
                     yield pb.WatchKvEventsResponse(
                         event=at, events=events, instance_id=own, snapshot=True, more=more, gap=gap and not first
@@ -128,13 +129,16 @@ class KvEvents:
                 return
             self._kept.clear()  # some are lost: whoever stands before them begins anew
             self.last += 1
-        self._there = dict(await between_steps(engine, Command("watch_prefixes", ())))
+        there = await between_steps(engine, Command("watch_prefixes", ()))
+        self._there = {each.hash: each.parent for each in there}
 
     def _note(self, change: BlockChange) -> None:
         assert self._there is not None  # noqa: S101 - it has been looked
-        hashed, parent = change
+        hashed, parent, parked = change
         if not hashed:
             self._there.clear()
+        elif parked:
+            self._there[hashed] = None
         elif parent is None:
             self._there.pop(hashed, None)
         else:
@@ -144,9 +148,11 @@ class KvEvents:
 
 
 def _event(change: BlockChange) -> pb.KvEvent:
-    hashed, parent = change
+    hashed, parent, parked = change
     if not hashed:
         return pb.KvEvent(cleared=pb.KvCacheCleared())
+    if parked:
+        return pb.KvEvent(parked=pb.KvBlockParked(hash=hashed))
     if parent is None:
         return pb.KvEvent(removed=pb.KvBlockRemoved(hash=hashed))
     return pb.KvEvent(stored=pb.KvBlockStored(hash=hashed, parent_hash=parent))

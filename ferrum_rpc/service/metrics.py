@@ -81,6 +81,7 @@ class Metrics(Collector):
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
         yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
         yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
+        yield _gauge("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes)
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)

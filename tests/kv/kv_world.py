@@ -34,11 +34,35 @@ class Write:
         return self.saved is not None
 
 
+class DictTier:
+    """A second tier that forgets nothing."""
+
+    def __init__(self) -> None:
+        self.there: dict[bytes, bytes] = {}
+
+    def read(self, hashed: bytes) -> bytes | None:
+        return self.there.get(hashed)
+
+    def hashes(self) -> list[bytes]:
+        return list(self.there)
+
+
 class World:
     def __init__(
-        self, num_blocks: int, block_size: int, order: list[int] | None = None, alphabet: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        order: list[int] | None = None,
+        alphabet: int | None = None,
+        *,
+        tier: bool = False,
     ) -> None:
         self.kv = KvManager(num_blocks, block_size, order)
+        self.tier = DictTier() if tier else None
+        if self.tier is not None:
+            self.kv.use_tier(self.tier)
+        self.loaded = 0
+        """Blocks that were found in the tier."""
         self.content = np.full(num_blocks * block_size, GARBAGE, dtype=np.int64)
         self.tokens: dict[int, list[int]] = {}
         self._next_token = 0
@@ -96,6 +120,11 @@ class World:
 
     def run(self, *writes: Write) -> None:
         """What the runner does for one step: all copies, all saves, then the forward pass."""
+        self.save_leaving()
+        for write in writes:
+            for block, content in write.reservation.loaded:
+                self.content[self._block(block)] = np.frombuffer(content, np.int64)
+                self.loaded += 1
         for source, target in [pair for write in writes for pair in write.reservation.copies]:
             there, here = self._block(source), self._block(target)
             self.content[here] = self.content[there]
@@ -108,6 +137,12 @@ class World:
             self.content[slots_for(r.table, written, r.end, self.size)] = content[written:]
         for write in writes:
             self.check_forward(write)
+
+    def save_leaving(self) -> None:
+        """What had to leave the prefix cache goes to the tier, before anything is written."""
+        for block, hashed in self.kv.take_leaving():
+            assert self.tier is not None
+            self.tier.there[hashed] = self.content[self._block(block)].tobytes()
 
     def check_forward(self, write: Write) -> None:
         """The forward pass reads the old tokens below ``start``, then the new ones."""
@@ -171,10 +206,14 @@ class World:
     def check(self, pinned: set[int] | frozenset[int] = frozenset()) -> None:
         """The books add up, free slots are garbage, and every sequence that is not ``pinned`` reads as it should."""
         self.kv.check()
-        for block in self.kv._pool._free:
+        leaving = {block for block, _ in self.kv._prefixes.leaving}  # nobody has saved them yet, or written there
+        for block in set(self.kv._pool._free) - leaving:
             self.content[self._block(block)] = GARBAGE
         if not pinned:
-            self.content[~self.kv.owned_slots_mask()] = GARBAGE
+            unowned = ~self.kv.owned_slots_mask()
+            for block in leaving:
+                unowned[self._block(block)] = False
+            self.content[unowned] = GARBAGE
         for sequence, tokens in self.tokens.items():
             if sequence in pinned:
                 continue

@@ -26,11 +26,15 @@ def blocks_of(tokens: int, size: int) -> int:
 
 class KvMachine(RuleBasedStateMachine):
     @initialize(
-        data=st.data(), usable=st.integers(3, 20), size=st.integers(1, 4), alphabet=st.sampled_from([None, 1, 1, 2])
+        data=st.data(),
+        usable=st.integers(3, 20),
+        size=st.integers(1, 4),
+        alphabet=st.sampled_from([None, 1, 1, 2]),
+        tier=st.booleans(),
     )
-    def start(self, data, usable, size, alphabet):
+    def start(self, data, usable, size, alphabet, tier):
         order = data.draw(st.permutations(range(1, usable + 1)))
-        self.world = World(usable + 1, size, order, alphabet)
+        self.world = World(usable + 1, size, order, alphabet, tier=tier)
         self.alphabet = alphabet
         self.kv = self.world.kv
         self.open: list[Write] = []

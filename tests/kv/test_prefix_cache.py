@@ -106,3 +106,17 @@ def test_one_that_only_reads_publishes_nothing_and_a_fork_does_as_its_parent() -
         there.release(sequence)
     assert there.kv.state().cached_blocks == 3
     there.check()
+
+
+def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
+    """The table would have them in the wrong order."""
+    there = World(9, SIZE, alphabet=1, tier=True)
+    there.write(0, 3 * SIZE + 1, prefix=USE)
+    first = there.blocks(0)[0]
+    content, hashed = there.content[there._block(first)].tobytes(), there.kv._prefixes.hash_of(first)
+    there.truncate(0, 1)  # the first block is withdrawn, and those behind it are not
+    assert there.kv.state().cached_blocks == 2 and there.tier is not None and hashed is not None
+    there.tier.there[hashed] = content
+    there.write(1, 3 * SIZE + 1, prefix=USE)
+    there.check()
+    assert there.loaded == 1

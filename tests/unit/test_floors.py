@@ -46,6 +46,7 @@ FLOORS: dict[str, Floor] = {
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
+    "ferrum_rpc.kv.tiers": Floor("prefix_hash", "structlog"),
     "ferrum_rpc.models": Floor("core errors native selection", "numpy torch transformers triton"),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors native selection", "numpy torch triton"),
@@ -64,8 +65,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
-        "config core errors failpoints kv kv.store models attention sampling weights distributed native selection "
-        "engine.api",
+        "config core errors failpoints kv kv.store kv.tiers models attention sampling weights distributed native "
+        "selection engine.api",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.service": Floor(

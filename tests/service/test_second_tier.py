@@ -1,0 +1,139 @@
+"""What had to leave the prefix cache is found on disk: after others needed the room, and after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2
+from ferrum_rpc.wire.rows import rows_from_proto
+from tests.service.test_kv_events import Router
+from tests.serving import Served, serve_model
+from tests.wiring import item, pb
+
+BLOCK = 4
+PROMPT = [(7 * i + 3) % 251 for i in range(5 * BLOCK + 2)]
+OTHER = [250 - each for each in PROMPT]
+FULL = output_pb2.OutputSpec(full_logits=output_pb2.FullLogitsOutput())
+SALTED = forward_pb2.CreateOptions(cache_salt=b"tenant")
+
+
+@asynccontextmanager
+async def tiered(folder: Path | None, *, blocks: int = 8, **more: Any) -> AsyncIterator[Served]:
+    config = ModelSettings(
+        path="identity", device="cpu", kv_blocks=blocks, block_size=BLOCK, kv_tier_dir=folder, **more
+    )
+    async with serve_model(config) as served:
+        yield served
+
+
+def folders(folder: Path) -> list[Path]:
+    return [*folder.iterdir()]
+
+
+def files(folder: Path) -> list[Path]:
+    return [each for one in folders(folder) for each in one.iterdir()]
+
+
+async def seen(served: Served, tokens: list[int], **fields: Any) -> tuple[int, np.ndarray]:
+    """Prefill and release: tokens that were found, and the row."""
+    answer = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, output=FULL, **fields)))
+    await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+    return answer.output.cached_tokens, rows_from_proto(answer.row_blocks)[0]["logits"]
+
+
+async def test_blocks_that_gave_way_come_back_with_their_bits(tmp_path: Path) -> None:
+    async with tiered(None) as served:
+        _, expected = await seen(served, PROMPT)
+        await seen(served, OTHER)
+        assert (await seen(served, PROMPT))[0] < 5 * BLOCK
+    async with tiered(tmp_path) as served:
+        router = Router(served)
+        await router.read()
+        _, row = await seen(served, PROMPT)
+        for _ in range(3):
+            assert (await seen(served, OTHER))[1].shape == row.shape
+            cached, again = await seen(served, PROMPT)
+            assert cached == 5 * BLOCK
+            np.testing.assert_array_equal(again, expected)
+            await served.check()
+        status = await served.executor.GetStatus(pb.GetStatusRequest())
+        assert status.blocks.parked_bytes
+        while "parked" not in {each.WhichOneof("kind") for each in router.seen}:
+            await router.read()
+        router.leave()
+        assert (await seen(served, PROMPT, create=SALTED))[0] == 0, "a salt keeps apart here too"
+
+
+async def test_a_chunk_goes_on_with_what_the_disk_has(tmp_path: Path) -> None:
+    async with tiered(tmp_path) as served:
+        _, expected = await seen(served, PROMPT)
+        await seen(served, OTHER)
+        for first in (BLOCK, 2 * BLOCK, 2 * BLOCK + 1):
+            begun = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT[:first])))
+            rest = item(PROMPT[first:], begun.output.handle, output=FULL)
+            answer = await served.executor.Prefill(pb.PrefillRequest(item=rest))
+            np.testing.assert_array_equal(rows_from_proto(answer.row_blocks)[0]["logits"], expected)
+            await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+            await seen(served, OTHER)
+            await served.check()
+
+
+async def test_the_next_process_of_the_same_model_finds_them(tmp_path: Path) -> None:
+    async with tiered(tmp_path, blocks=64) as served:
+        _, expected = await seen(served, PROMPT)
+    async with tiered(tmp_path, blocks=64) as served:
+        cached, row = await seen(served, PROMPT)
+        assert cached == 5 * BLOCK
+        np.testing.assert_array_equal(row, expected)
+    async with tiered(tmp_path, blocks=64, identity_positional=True) as served:
+        assert (await seen(served, PROMPT))[0] == 0, "another model has a folder of its own"
+    assert len(folders(tmp_path)) == 2
+
+
+async def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
+    async with tiered(tmp_path, blocks=64) as served:
+        _, expected = await seen(served, PROMPT)
+    for each in files(tmp_path):
+        each.write_bytes(each.read_bytes()[:-1] + b"\x55")
+    async with tiered(tmp_path, blocks=64) as served:
+        cached, row = await seen(served, PROMPT)
+        assert cached == 0
+        np.testing.assert_array_equal(row, expected)
+        assert (await seen(served, PROMPT))[0] == 5 * BLOCK
+
+
+async def test_a_reset_empties_the_disk_too(tmp_path: Path) -> None:
+    async with tiered(tmp_path) as served:
+        await seen(served, PROMPT)
+        await seen(served, OTHER)
+        await served.control.Reset(executor_control_pb2.ResetRequest())
+        assert (await seen(served, PROMPT))[0] == 0
+        await served.control.Reset(executor_control_pb2.ResetRequest())
+        assert not (await served.executor.GetStatus(pb.GetStatusRequest())).blocks.parked_bytes
+
+        await seen(served, PROMPT)
+        begun = await served.executor.Prefill(pb.PrefillRequest(item=item([1])))
+        await served.executor.ReserveKv(
+            pb.ReserveKvRequest(handle=begun.output.handle, tokens=7 * BLOCK)
+        )  # they leave,
+        await served.control.Reset(executor_control_pb2.ResetRequest())  # and no step has saved them yet
+        await seen(served, OTHER)
+        assert (await seen(served, PROMPT))[0] == 0
+        await served.control.Reset(executor_control_pb2.ResetRequest())
+    assert len(folders(tmp_path)) == 1
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"kv_tier_bytes": 10}, {"folder": "/proc/nothing/here"}])
+async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"kv-tier-bytes|/proc"):
+        async with tiered(Path(wrong.pop("folder", tmp_path)), **wrong):
+            pass
