@@ -85,10 +85,12 @@ class World:
         parent: int | None = None,
         prefix: PrefixUse | None = None,
         findable: int | None = None,
+        tokens: list[int] | None = None,
     ) -> Write:
-        """``findable``: of how many of the tokens no row is wanted; None: of all but the last."""
+        """``findable``: of how many of the tokens no row is wanted; None: of all but the last. ``tokens``: those that
+        are to be written; None: others."""
         base = self.tokens.get(sequence if parent is None else parent, [])[:start]
-        tokens = self._draw(count)
+        tokens = self._draw(count) if tokens is None else tokens
         most = count - 1 if findable is None else findable
         reservation = self.kv.reserve(
             sequence,

@@ -236,6 +236,22 @@ class KvMachine(RuleBasedStateMachine):
         self.world.run(write)
         self.commit(write)
 
+    @rule(data=st.data(), use=st.sampled_from(USES))
+    def begin_an_import(self, data, use):
+        """What another sequence has, in a new one. It stays open over other operations, and all of it may be found."""
+        tokens = list(self.world.tokens[self.idle(data)])
+        assume(tokens)
+        sequence, count = self.new(), len(tokens)
+        prefix = use if self.alphabet else None
+        try:
+            write = self.world.reserve(sequence, 0, count, True, prefix=prefix, findable=count, tokens=tokens)
+        except KvBlocksExhausted:
+            return
+        slots = self.kv.slots(sequence, 0, count)
+        assert len(set(slots.tolist())) == count and set(slots // self.kv.block_size) == set(write.reservation.table)
+        self.forked |= {sequence}
+        self.open.append(write)
+
     # --- a run: what it holds is there, whoever takes the rest ------------------------------------------------------
 
     @precondition(lambda self: set(self.held) - self.pinned)

@@ -1,0 +1,121 @@
+"""What it costs to move a sequence: megabytes a second out of one executor and into another, and what a decode step
+beside an export waits.
+
+The identity model in the shape of a 0.6B model's cache, in two executors, each with its engine in a thread or in a
+process of its own. All rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.engines.grpc import executor
+from benchmarks.record import Record, finish, out_of, read_options
+from ferrum_rpc.client import CacheMode, ExecutorClient
+from ferrum_rpc.client import Sequence as ClientSequence
+from ferrum_rpc.client.transfer import exported
+
+SHAPES: Final = {
+    "small": {"identity-layers": 2, "identity-kv-heads": 4, "identity-head-dim": 8},
+    "0.6B": {"identity-layers": 28, "identity-heads": 16, "identity-kv-heads": 8, "identity-head-dim": 128},
+}
+ENGINES: Final = ("thread", "process")
+BYPASS: Final = CacheMode.BYPASS
+
+
+async def export_s(client: ExecutorClient, sequence: ClientSequence) -> tuple[float, int]:
+    """Seconds of an export of which only the bytes are counted, and those."""
+    context, handle = client._context, sequence.handle
+    assert handle is not None
+    began = time.perf_counter()
+    size = sum([len(frame) async for frame in exported(context, handle, 0, 0, context.deadline(None))])
+    return time.perf_counter() - began, size
+
+
+async def decode_ms(sequence: ClientSequence, length: int) -> list[float]:
+    """Milliseconds of decode steps, until it is cancelled."""
+    taken: list[float] = []
+    with suppress(asyncio.CancelledError):
+        while True:
+            began = time.perf_counter()
+            await sequence.decode(5, truncate_to=length)
+            taken.append(1e3 * (time.perf_counter() - began))
+    return taken
+
+
+async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """One point."""
+    flags = {"device": "cpu", "kv-blocks": 4 * (tokens // 16 + 2), "engine": engine, **SHAPES[shape]}
+    exports: list[float] = []
+    moves: list[float] = []
+    waits: list[float] = []
+    alone: list[float] = []
+    size = 0
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        one, two = [await enter(ExecutorClient((await enter(executor("identity", flags))).target)) for _ in range(2)]
+        other = await enter(one.sequence(cache_mode=BYPASS))
+        await other.prefill([5] * 16)
+        for _ in range(rounds):
+            source, target = one.sequence(cache_mode=BYPASS), two.sequence(cache_mode=BYPASS)
+            await source.prefill([number % 256 for number in range(tokens)])
+            for taken, beside in ((alone, asyncio.sleep(0.2)), (waits, export_s(one, source))):
+                decoding = asyncio.ensure_future(decode_ms(other, 16))
+                result = await beside
+                decoding.cancel()
+                taken.extend(await decoding)
+                if result is not None:
+                    exports.append(result[0])
+                    size = result[1]
+            began = time.perf_counter()
+            await source.move_to(target)
+            moves.append(time.perf_counter() - began)
+            await target.release()
+    export, move = float(np.median(exports)), float(np.median(moves))
+    return {
+        "shape": shape,
+        "engine": engine,
+        "tokens": tokens,
+        "mb": round(size / 1e6, 1),
+        "export_ms": round(1e3 * export, 1),
+        "export_mb_s": round(size / 1e6 / export),
+        "move_ms": round(1e3 * move, 1),
+        "move_mb_s": round(size / 1e6 / move),
+        "decode_p99_ms": round(float(np.percentile(alone, 99)), 2),
+        "decode_beside_p99_ms": round(float(np.percentile(waits, 99)), 2) if waits else None,
+    }
+
+
+async def run(options: argparse.Namespace) -> Record:
+    """Measure everything and write the file."""
+    record = Record("transfer", {"tokens": options.tokens, "rounds": options.rounds}, options.out)
+    points = [await measure(shape, engine, options.tokens, options.rounds) for shape in SHAPES for engine in ENGINES]
+    record.save(points=points)
+    return record
+
+
+def show(found: dict[str, Any]) -> None:
+    """A line a point."""
+    for point in found["points"]:
+        print(" ".join(f"{name}={value}" for name, value in point.items()))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, show, save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description="What moving a sequence costs.")
+    parser.add_argument("--tokens", type=int, help="of a sequence (default: 512)")
+    options = read_options(parser, argv, rounds=5)
+    options.tokens = options.tokens or (64 if options.quick else 512)
+    options.out = out_of(options, "transfer")
+    finish(run(options), show)
+
+
+if __name__ == "__main__":
+    main()
