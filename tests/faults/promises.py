@@ -26,6 +26,7 @@ from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
+from tests.faults.prefixes import r27_a_prefix_is_shared_by_those_who_may
 from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.retries import r7_retries_are_safe
@@ -64,6 +65,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r24_a_configuration_is_honoured_or_refused,
     r25_a_lost_sequence_is_rebuilt_exactly,
     r26_a_background_task_never_dies_silently,
+    r27_a_prefix_is_shared_by_those_who_may,
     r28_a_transfer_is_whole_or_nothing,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,

@@ -78,6 +78,9 @@ class Size:
     rebuilt_histories: int
     restarts: int
     """R25: rounds of histories that are lost and rebuilt, within a process and over its end."""
+    shared_prompts: int
+    timed_prompts: int
+    """R27: prompts with each model, and prompts whose time is taken."""
     transfer_kills: int
     """R28: kills of each side of a transfer."""
     hostile_messages: int
@@ -128,6 +131,8 @@ CI: Final = Size(
     background_rounds=1,
     rebuilt_histories=2,
     restarts=1,
+    shared_prompts=24,
+    timed_prompts=7,
     transfer_kills=10,
     hostile_messages=6,
     outsider_calls=60,
@@ -173,6 +178,8 @@ FULL: Final = Size(
     background_rounds=50,
     rebuilt_histories=300,
     restarts=50,
+    shared_prompts=2000,
+    timed_prompts=400,
     transfer_kills=100,
     hostile_messages=300,
     outsider_calls=1_000,

@@ -9,6 +9,7 @@ from tests.faults.error_contract import r17_the_error_contract_is_true
 from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.leaks import r15_nothing_leaks
+from tests.faults.prefixes import r27_a_prefix_is_shared_by_those_who_may
 from tests.faults.retries import r7_retries_are_safe
 from tests.faults.sizes import CI
 
@@ -43,3 +44,7 @@ async def test_r20_a_bad_item_harms_nobody() -> None:
 
 async def test_r21_frames_keep_their_order() -> None:
     (await r21_frames_keep_their_order(CI)).check()
+
+
+async def test_r27_a_prefix_is_shared_only_by_those_who_may() -> None:
+    (await r27_a_prefix_is_shared_by_those_who_may(CI)).check()
