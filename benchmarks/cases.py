@@ -2,7 +2,7 @@
 
 A cell is one kind of step at one size. Its tokens come from fixed seeds and are chosen beforehand, so that every side
 runs the same steps whatever it answers. Prompts of prefill rounds are never used twice: a cache of prefixes has nothing
-to find. What a benchmark needs of a model is its size, not its knowledge.
+to find, but what a cell gives it to. What a benchmark needs of a model is its size, not its knowledge.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ Tokens = npt.NDArray[np.int32]
 class Cell:
     """``batch`` sequences of ``context`` tokens that take a step (decode), or ``context`` tokens of a new one
     (prefill). ``target`` and ``goal``: tokens a second through gRPC, of performance work; nothing passes or fails.
-    ``most``: timed steps of a round, at most. ``output``: a name of `OUTPUTS`."""
+    ``most``: timed steps of a round, at most. ``output``: a name of `OUTPUTS`. ``shared``: tokens with which every new
+    sequence of a prefill begins. ``draw``: tells the tokens of decode rounds apart."""
 
     kind: Literal["prefill", "decode"]
     batch: int
@@ -95,11 +96,15 @@ class Cell:
     goal: float | None = None
     most: int = 48
     output: str = "greedy"
+    shared: int = 0
+    draw: int = 0
 
     @property
     def name(self) -> str:
         """``decode b8 @256``."""
-        return f"prefill {self.context}" if self.kind == PREFILL else f"decode b{self.batch} @{self.context}"
+        if self.kind == PREFILL:
+            return f"prefill {self.context}" + f", {self.shared} of them seen" * (self.shared > 0)
+        return f"decode b{self.batch} @{self.context}"
 
     @property
     def spec(self) -> OutputSpec:
@@ -130,11 +135,13 @@ class Cell:
 
     def fed(self, vocab_size: int, steps: int) -> Tokens:
         """What is fed in a decode round, its untimed steps first: int32 [LEAD_IN + steps, batch]."""
-        return self._draw(1, 0, vocab_size, (LEAD_IN + self.most, self.batch))[: LEAD_IN + steps]
+        return self._draw(1, self.draw, vocab_size, (LEAD_IN + self.most, self.batch))[: LEAD_IN + steps]
 
     def fresh(self, vocab_size: int, number: int, steps: int) -> Tokens:
         """The prompts of prefill round ``number``, an untimed one first: int32 [1 + steps, context]."""
-        return self._draw(2, number, vocab_size, (1 + steps, self.context))
+        prompts = self._draw(2, number, vocab_size, (1 + steps, self.context))
+        prompts[:, : self.shared] = self._draw(3, 0, vocab_size, (1, self.context))[:, : self.shared]
+        return prompts
 
     def _draw(self, stream: int, number: int, vocab_size: int, shape: tuple[int, int]) -> Tokens:
         generator = np.random.default_rng((SEED, stream, number, self.context))

@@ -69,11 +69,11 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
     linear = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
     head = spec.vocab_size * spec.hidden_size
     kv_token = spec.layers * 2 * spec.kv_heads * spec.head_dim * ELEMENT
-    tokens = cell.tokens_per_step
+    tokens, known = cell.tokens_per_step, cell.shared
     rows = cell.batch  # one row of logits each, of a prefill too
-    seen = cell.context * cell.batch if cell.kind == DECODE else cell.context * (cell.context + 1) // 2
-    read = (linear + head) * ELEMENT + (kv_token * cell.context * cell.batch if cell.kind == DECODE else 0)
-    flop = 2 * (linear * tokens + head * rows + 2 * spec.layers * spec.heads * spec.head_dim * seen)
+    seen = cell.context * cell.batch if cell.kind == DECODE else _pairs(cell.context) - _pairs(known)
+    read = (linear + head) * ELEMENT + kv_token * (cell.context * cell.batch if cell.kind == DECODE else known)
+    flop = 2 * (linear * (tokens - known) + head * rows + 2 * spec.layers * spec.heads * spec.head_dim * seen)
     memory_s, product_s = read / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
         "tokens_per_s": round(tokens / max(memory_s, product_s), 2),
@@ -81,6 +81,11 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
         "step_gb": round(read / 1e9, 3),
         "step_gflop": round(flop / 1e9, 3),
     }
+
+
+def _pairs(tokens: int) -> int:
+    """Of a token and one that it sees."""
+    return tokens * (tokens + 1) // 2
 
 
 Calls = list[tuple[Callable[[], object], float]]

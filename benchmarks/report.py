@@ -23,6 +23,7 @@ from benchmarks.engines.process import REFERENCE
 from benchmarks.machine import RESULTS, ROOT
 from benchmarks.memory import TARGET as PLAN_TARGET
 from benchmarks.peers import PEERS
+from benchmarks.prefix import BOOKS_TARGET, LESS_TARGET, MISS_TARGET
 from benchmarks.record import SCHEMA
 from benchmarks.speculation import TARGETS as DRAFT_TARGETS
 from benchmarks.tables import IN_PROCESS, NOT_YET, TEXTS, Row, Table, number
@@ -160,6 +161,25 @@ def _costs() -> Iterator[Target]:
     yield Target(bookkeeping, "suite", ("bookkeeping", "per_sequence_us"), 30.0, least=False, unit=" µs")
 
 
+def _prefix() -> Iterator[Target]:
+    for model in ("identity", "qwen3-0.6b"):
+        what = f"1,000 prompts that share 512 tokens, {model}: computed without the prefix cache, of with it"
+        yield Target(what, "prefix", ("crowds", {"model": model}, "times_computed"), LESS_TARGET, unit=" ×")
+    what = "a conversation of 20 turns: tokens computed, of the new ones in whole blocks"
+    yield Target(what, "prefix", ("talk", "of_to_compute"), 1.0, least=False)
+    for model, cell in (
+        ("qwen3-0.6b", "prefill 512"),
+        ("qwen3-0.6b", "prefill 2048"),
+        ("qwen3-0.6b", "decode b32 @256"),
+        ("identity", "decode b32 @256"),
+    ):
+        what = f"{model}, {cell} with the prefix cache that finds nothing, of without it"
+        path: Place = ("misses", {"model": model, "cell": cell}, "ratio", "median")
+        yield Target(what, "prefix", path, MISS_TARGET, least=False)
+    what = "books of a step of 256 sequences, at most, of a decode step of Qwen3-0.6B at b32"
+    yield Target(what, "prefix", ("books", "of_step"), BOOKS_TARGET, least=False)
+
+
 def _gpu() -> Iterator[Target]:
     prefix = "CUDA, Qwen3-8B shape, bf16: "
     for what, cell, bound in (
@@ -175,7 +195,7 @@ def _gpu() -> Iterator[Target]:
     yield Target(f"{prefix}gRPC against in process, b64, greedy", "gpu", ratio, 0.97)
 
 
-TARGETS: Final = (*_speed(), *_costs(), *_gpu())
+TARGETS: Final = (*_speed(), *_costs(), *_prefix(), *_gpu())
 
 
 def newest(results: Sequence[tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
@@ -460,6 +480,16 @@ def memory(name: str, result: Any) -> str:
     return "\n".join([TEXTS["memory"], table, "", conditions(name, result, [("model", result["model"])])])
 
 
+def prefix(name: str, result: Any) -> str:
+    """One run of `benchmarks.prefix`."""
+    parts = [TEXTS["prefix"]]
+    for part, table in tables.prefix(result).items():
+        if table.rows:
+            parts += [TEXTS["prefix_parts"][part], table.markdown(), "", _legend(part), ""]
+    left_out = [f"- {side} was left out: {reason}" for side, reason in result["left_out"].items()]
+    return "\n".join([*parts, *left_out, "", conditions(name, result, _facts(result))])
+
+
 def conditions(name: str, result: Any, more: Sequence[tuple[str, str]]) -> str:
     """The table at the end of a section: hardware, versions and the commands that made it."""
     here, commit = result["hardware"], result["commit"]
@@ -489,6 +519,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "speculation": speculation,
     "cache": cache,
     "memory": memory,
+    "prefix": prefix,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

@@ -359,6 +359,103 @@ def show_trips(result: Mapping[str, Any]) -> None:
     show(beside(result["beside"]), "trips")
 
 
+# --- what the prefix cache gains and costs ----------------------------------------------------------------------------
+
+CROWD_COLUMNS: Final = (
+    "model",
+    "prompts a call",
+    "cache",
+    "measured",
+    "blocks",
+    "tokens computed",
+    "seconds",
+    "a call, ms",
+    "first call, ms",
+    "blocks without",
+    "computed without",
+    "target",
+    "seconds without (rounds)",
+)
+
+
+def crowds(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Two rows for each crowd of `benchmarks.prefix`."""
+    rows: list[Row] = []
+    for each in found:
+        for index, (side, its) in enumerate(each["sides"].items()):
+            more = [f"{its[name]:,}" for name in ("measured", "blocks", "computed")]
+            times = [f"{each[name]:.1f} ×" for name in ("times_blocks", "times_computed")]
+            target = "" if each["target"] is None else f"≥ {each['target']:g} ×"
+            ratios = [*times, target, low_to_high(each["times_seconds"]).replace(" (", " × (")]
+            spent = (number(its["seconds"]), spread(its["call_ms"]), number(its["first_ms"]))
+            rows.append((each["model"], f"{each['at_once']}", side, *more, *spent, *([""] * 4 if index else ratios)))
+    return Table(CROWD_COLUMNS, rows, (0, 2))
+
+
+def talk(result: Mapping[str, Any]) -> Table:
+    """A row for each turn of the conversation, and one for all."""
+    names = ("tokens", "new", "to_compute", "computed", "on_ms", "off_ms")
+    found = [(f"{each['turn']}", each) for each in result["turns"]]
+    found += [(f"all {result['talk']['turns']}", result["talk"])] if "talk" in result else []
+    columns = ("turn", "tokens", "new", "to compute", "computed", "cache on, ms", "cache off, ms")
+    return Table(columns, [(turn, *(f"{each[name]:,.0f}" for name in names)) for turn, each in found])
+
+
+def misses(found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each kind of step in which nothing is found."""
+    rows = [
+        (
+            each["model"],
+            each["cell"],
+            *(spread(step_ms) for step_ms in each["step_ms"].values()),
+            low_to_high(each["ratio"], 3),
+            f"≤ {each['target']:g}",
+        )
+        for each in found
+    ]
+    return Table(("model", "step", "cache on, ms", "cache off, ms", "on in off (pairs)", "target"), rows, (0, 1))
+
+
+def books(found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each size of the books."""
+    rows = [
+        (
+            f"{each['live']}",
+            f"{each['length']:,}",
+            f"{each['cached']:,}",
+            f"{each['per_sequence_us']:.2f}",
+            f"{each['of_first']:.2f}",
+            number(each["step_ms"]),
+            number(each["longest_ms"]),
+            f"{each['of_step']:.2%}" if "of_step" in each else "",
+            f"≤ {each['target']:.0%}" if "target" in each else "",
+        )
+        for each in found
+    ]
+    columns = ("sequences", "tokens", "cached blocks", "µs a sequence", "in the first", "a step, ms", "longest, ms")
+    return Table((*columns, "of a decode step", "target"), rows)
+
+
+def show_prefix(result: Mapping[str, Any]) -> None:
+    """All tables on the terminal."""
+    for name, table in prefix(result).items():
+        print()
+        show(table, name)
+    for side, reason in result["left_out"].items():
+        print(f"{side} was left out: {reason}")
+
+
+def prefix(result: Mapping[str, Any]) -> dict[str, Table]:
+    """The tables of `benchmarks.prefix`, by the names of their legends."""
+    return {
+        "crowds": crowds(result["crowds"]),
+        "cells": cells(result["cells"]),
+        "talk": talk(result),
+        "misses": misses(result["misses"]),
+        "books": books(result["books"]),
+    }
+
+
 # --- attention kernels on a GPU ---------------------------------------------------------------------------------------
 
 

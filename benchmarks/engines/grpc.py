@@ -239,10 +239,13 @@ class Frames(Calls):
 
 
 class Client(Way):
-    """A scheduler with the client package: in a session or by unary calls, as the client was made."""
+    """A scheduler with the client package: in a session or by unary calls, as the client was made. ``options``: of
+    every sequence."""
 
-    def __init__(self, client: ExecutorClient, facts: dict[str, Any] | None = None, vocab_size: int = 0) -> None:
-        self.client, self.facts, self.vocab_size = client, facts or {}, vocab_size
+    def __init__(
+        self, client: ExecutorClient, facts: dict[str, Any] | None = None, vocab_size: int = 0, **options: Any
+    ) -> None:
+        self.client, self.facts, self.vocab_size, self._options = client, facts or {}, vocab_size, options
         self._sequences: list[ClientSequence] = []
 
     @classmethod
@@ -266,7 +269,7 @@ class Client(Way):
         self._sequences = []
         if cell.kind != PREFILL:
             for prompt in cell.prompts(self.vocab_size).tolist():
-                self._sequences.append(self.client.sequence())
+                self._sequences.append(self.client.sequence(**self._options))
                 await self._sequences[-1].prefill(prompt, NOTHING)
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
@@ -274,7 +277,7 @@ class Client(Way):
         timed, output = Round(), cell.spec
         if cell.kind == PREFILL:
             for _, prompt in timed.steps(cell.fresh(self.vocab_size, number, steps).tolist(), 1):
-                async with self.client.sequence() as sequence:
+                async with self.client.sequence(**self._options) as sequence:
                     _done(timed, [await sequence.prefill(prompt, output)])
             return timed
         for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
@@ -285,7 +288,7 @@ class Client(Way):
 
     async def make(self, sequences: int) -> None:
         """Prefill them."""
-        self._sequences = [self.client.sequence() for _ in range(sequences)]
+        self._sequences = [self.client.sequence(**self._options) for _ in range(sequences)]
         for sequence in self._sequences:
             await sequence.prefill(PROMPT)
 

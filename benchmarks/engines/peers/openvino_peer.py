@@ -1,6 +1,7 @@
 """OpenVINO GenAI as a peer: its continuous batching, step by step.
 
-``options``: ``weights`` is ``bf16`` or ``int8``. The checkpoint is exported once by optimum-intel, beside the original.
+``options``: ``weights`` is ``bf16`` or ``int8``; with ``prefix`` it looks for prompts that it has seen. The checkpoint
+is exported once by optimum-intel, beside the original.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class OpenVino(Generating):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GB
         scheduler.max_num_batched_tokens = BATCH_TOKENS
-        scheduler.enable_prefix_caching = False
+        scheduler.enable_prefix_caching = bool(options.get("prefix"))
         wanted = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "INFERENCE_NUM_THREADS": threads}
         folder = exported(Path(model), weights)
         self._pipeline: Any = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", wanted)

@@ -1,4 +1,7 @@
-"""vLLM as a peer, on a CPU: its engine's own step loop in this process, with its scheduler, paged cache and kernels."""
+"""vLLM as a peer, on a CPU: its engine's own step loop in this process, with its scheduler, paged cache and kernels.
+
+``options``: with ``prefix`` it looks for prompts that it has seen.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Vllm(Generating):
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=min(CONTEXT, config["max_position_embeddings"]),
-            enable_prefix_caching=False,
+            enable_prefix_caching=bool(options.get("prefix")),
             disable_log_stats=True,
         )
         self._engine: Any = LLMEngine.from_engine_args(arguments)
