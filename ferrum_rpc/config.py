@@ -179,6 +179,13 @@ class ServeSettings:
     min_lease_ttl_s: float = Field(default=1.0, gt=0, description="shortest lease that may be asked for, in seconds")
     max_lease_ttl_s: float = Field(default=3600.0, gt=0, description="longest lease that may be asked for, in seconds")
     idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without lease is kept")
+    kv_park_dir: File | None = Field(default=None, description="folder for parked sequences (default: none are parked)")
+    kv_park_bytes: Bytes = Field(default=8 << 30, description="bytes that parked sequences may take there")
+    kv_park_idle_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds after which an unused sequence is parked where blocks are short; 0: only when asked",
+    )
     max_leases: int = Field(default=1024, ge=1, description="leases at a time")
     max_sessions: int = Field(default=4096, ge=1, description="open sessions")
     max_transfers: int = Field(default=4, ge=1, description="exports and imports of sequences under way")

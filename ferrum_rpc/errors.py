@@ -157,11 +157,13 @@ class KvBlocksExhausted(ExecutorError):
 
 
 class KvCorrupt(ExecutorError):
-    """What came of a cache is not what was sent (``next_token``: the first that is missing); send it again."""
+    """What came of a cache is not what was sent (``next_token``: the first that is missing): send it again. Or what was
+    parked of a sequence is not what was written: the sequence has ended."""
 
 
 class SequencesExhausted(ExecutorError):
-    """As many sequences live as may (``max_sequences``), or as many leases (``max_leases``): release some."""
+    """As many sequences live as may (``max_sequences``), or as many leases (``max_leases``), or too much is parked
+    (``kv_park_bytes``): release some."""
 
 
 class QuotaExceeded(ExecutorError):

@@ -68,6 +68,7 @@ async def _serve(settings: ServeSettings) -> int:
         host=settings.host,
         port=settings.port,
         grace_s=settings.grace_s,
+        park_dir=settings.kv_park_dir,
         keepalive_time_s=settings.keepalive_time_s,
         keepalive_timeout_s=settings.keepalive_timeout_s,
         max_streams=settings.max_streams,

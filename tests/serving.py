@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -60,7 +61,9 @@ class Served:
 
     async def check(self) -> None:
         """The cache's books agree, and both floors know the same sequences at the same lengths."""
-        records = {record.sequence: record.length for record in self.server.state.handles.records()}
+        records = {
+            record.sequence: record.length for record in self.server.state.handles.records() if not record.parked
+        }
 
         def compare(runner: TorchRunner) -> None:
             runner.kv.check()
@@ -106,6 +109,7 @@ async def serve_model(
     failpoints: Failpoints = NO_FAILPOINTS,
     security: Security | None = None,
     program: Program | None = None,
+    park_dir: Path | None = None,
     **limits: int,
 ) -> AsyncIterator[Served]:
     """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``. ``program``: the engine is a process that
@@ -113,7 +117,10 @@ async def serve_model(
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     stage = failing_stage(failpoints) if failpoints.rules else stage
     build = program or partial(build_runner, config, stage=stage)
-    server = ExecutorServer(build, replace(LIMITS, **limits), failpoints=failpoints, security=security or Security())
+    security = security or Security()
+    server = ExecutorServer(
+        build, replace(LIMITS, **limits), park_dir=park_dir, failpoints=failpoints, security=security
+    )
     await server.start()
     try:
         runner: Any = await server.ready()
@@ -142,6 +149,7 @@ async def serve_identity(
     max_context: int | None = None,
     block_order: tuple[int, ...] | None = None,
     kv_dtype: Literal["auto", "int8"] = "auto",
+    park_dir: Path | None = None,
     program: Callable[[ModelSettings], Program | None] = lambda config: None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -159,5 +167,6 @@ async def serve_identity(
         **{f"identity_{name}": value for name, value in options.items()},
     )
     about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}
+    about["park_dir"] = park_dir
     async with serve_model(config, **about, **limits) as served:
         yield served

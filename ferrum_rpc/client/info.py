@@ -135,7 +135,8 @@ class MethodCount:
 @dataclass(frozen=True, slots=True)
 class KvBlocks:
     """Where the blocks of a cache are: ``free`` without content, ``cached`` with some that a prompt may find (and free
-    as well, when their place is needed), ``used`` by sequences. ``parked_bytes`` of ``parked_sequences`` are elsewhere.
+    as well, when their place is needed), ``used`` by sequences. ``parked_bytes`` are elsewhere: of
+    ``parked_sequences``, and of the prefix cache's second tier.
     """
 
     free: int
@@ -164,7 +165,8 @@ class ExecutorStatus:
 class SequenceInfo:
     """A live sequence, for an operator's eyes: ``label`` is for logs and no handle. ``length`` in tokens, ``blocks`` of
     the cache that it refers to, ``idle_s`` since it was last used. ``identity``: its owner, empty where callers are
-    not authenticated; ``client_name``: as its client calls itself. ``busy``: a call on it is in flight."""
+    not authenticated; ``client_name``: as its client calls itself. ``busy``: a call on it is in flight. ``parked``: its
+    cache is elsewhere, and comes back with the next call."""
 
     label: str
     length: int
@@ -175,6 +177,7 @@ class SequenceInfo:
     adapter: str
     leased: bool
     busy: bool
+    parked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits, max_transfers=0),  # not told
+        limits=from_proto(Limits, proto.limits, max_transfers=0, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,

@@ -46,8 +46,7 @@ from ferrum_rpc.errors import (
     SequenceVersionMismatch,
     TruncateBeyondLength,
 )
-from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2
-from ferrum_rpc.executor.v1.kv_transfer_pb2 import KvLayout
+from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, model_executor_pb2
 from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
 Result = TypeVar("Result")
@@ -319,6 +318,23 @@ class Sequence:
         with self._claim("reserve", keeps_prompt=True):
             return await self._recovering(lambda: self._reserve(tokens, deadline), deadline)
 
+    async def park(self, *, timeout_s: float | None = None) -> int:
+        """Have the executor move what this has in the cache out of the way, to its disk. The next call brings it back;
+        it is refused with `KvBlocksExhausted` where there are no blocks for it, and may be made again. Returns how many
+        blocks are free now. Idempotent. Raises `SequencesExhausted` and `QuotaExceeded` where too much is parked, and
+        `NotSupported` where the executor parks nothing."""
+        deadline = self._context.deadline(timeout_s)
+        with self._claim("park", keeps_prompt=True):
+            return await self._recovering(lambda: self._park(deadline), deadline)
+
+    async def _park(self, deadline: Deadline) -> int:
+        context = self._context
+        request = kv_transfer_pb2.ParkKvRequest(handle=handle_to_proto(self._handle()))
+        answer = await context.call(context.transfer.ParkKv, request, deadline)
+        context.note_pressure(answer.pressure)
+        freed: int = answer.freed_blocks
+        return freed
+
     # --- elsewhere --------------------------------------------------------------------------------------------------
 
     async def export_to(self, path: str | Path, *, timeout_s: float | None = None) -> None:
@@ -380,7 +396,7 @@ class Sequence:
             raise SequenceMisuseError(f"{what}: this sequence has been fed already, make a new one")
         return state
 
-    async def _import(self, layout: KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
+    async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
         """Make this sequence of what comes. Where the fate is unknown, the request id is kept for the same again."""
         state, context = self._state, self._context
         tokens = list(layout.token_ids)

@@ -104,6 +104,7 @@ class Sequence(Facade[async_sequence.Sequence]):
         return Sequence(self._async.child(at), self._background)
 
     reserve = blocking(async_sequence.Sequence.reserve)
+    park = blocking(async_sequence.Sequence.park)
     export_to = blocking(async_sequence.Sequence.export_to)
     import_from = blocking(async_sequence.Sequence.import_from)
     rebuild = blocking(async_sequence.Sequence.rebuild)

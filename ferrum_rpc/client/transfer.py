@@ -3,8 +3,7 @@
 Frames pass through as bytes: those of an export are those of an import but for the first, so nothing in between parses
 them. What breaks goes on where the importer stands, which it tells for its header alone.
 
-A file is `MAGIC` with the version of the format, then the frames of an export, each behind its length in four bytes
-(little endian). It is written under another name and renamed when it is whole.
+A file is written under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.status import error_from_rpc
+from ferrum_rpc.wire.transfer import FILE_MAGIC
 
-MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"
 """What the bytes of an export's first frame begin with, and no other's."""
@@ -152,7 +151,7 @@ async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(MAGIC)
+            file.write(FILE_MAGIC)
             async with aclosing(frames):
                 async for frame in frames:
                     await asyncio.to_thread(_write, file, frame)
@@ -209,7 +208,7 @@ async def file_frames(path: Path, first: int) -> AsyncGenerator[bytes, None]:
 def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
     try:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
+            if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
                 raise InvalidRequest(f"{path} is no exported sequence of a version that is known", field="path")
             while size := file.read(4):
                 frame = file.read(int.from_bytes(size, "little"))

@@ -395,19 +395,22 @@ class TorchRunner:
                 self._stage("reserve_kv")
             self.kv.ensure_capacity(sequence, tokens)
 
-    def release(self, sequences: Sequence[int]) -> None:
-        """Free sequences, imports that are not committed among them."""
+    def release(self, sequences: Sequence[int]) -> int:
+        """Free sequences, imports that are not committed among them. Returns how many blocks are free now that were
+        not."""
         with self._operation("release"):
             if not self._taken().isdisjoint(sequences):
                 self._settle()
             if self._stage is not None:
                 self._stage("release")
+            free = self.kv.free_blocks
             for sequence in sequences:
                 unfinished = self._imports.pop(sequence, None)
                 if unfinished is None:
                     self.kv.release(sequence)
                 else:
                     self.kv.rollback(unfinished[0])
+            return self.kv.free_blocks - free
 
     def forget_prefixes(self) -> None:
         """Find nothing any more of what was seen so far."""

@@ -339,10 +339,11 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
         if create.lease_id:
             lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
         held_to = end + create.reserve_tokens if create.reserve_tokens else 0
-        [record] = state.mint(1, account, lease, room, origin, held_to)
+        ahead, prefix = create.reserve_tokens, create.prefix
+        own = prefix if parent is None else parent.prefix
+        [record] = state.mint(1, account, lease, room, origin, held_to, own)
         record.creation = request_id
         made_of = None if parent is None else parent.sequence
-        ahead, prefix = create.reserve_tokens, create.prefix
         span = named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix))
     else:
         record = state.handles.claim(handle, owner, now=now)

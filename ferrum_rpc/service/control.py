@@ -139,20 +139,21 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             raise InvalidRequest("this is not a page token of an earlier answer", field="page_token")
         after = int(request.page_token or 0)
         most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
-        records = [record for record in self._state.handles.records() if record.sequence > after]
-        records.sort(key=lambda record: record.sequence)
+        records = [record for record in self._state.handles.records() if record.order > after]
+        records.sort(key=lambda record: record.order)
         response = pb.ListSequencesResponse()
         for record in records[:most]:
             self._describe(record, response.sequences.add())
         if len(records) > most:
-            response.next_page_token = str(records[most - 1].sequence)
+            response.next_page_token = str(records[most - 1].order)
         return response
 
     def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:
         block_size = self._state.engine.cache.block_size
-        info.label = f"sequence-{record.sequence}"
+        info.label = f"sequence-{record.order}"
         info.seq_len = record.length
-        info.blocks = -(-max(record.length, record.held_to) // block_size)
+        info.parked = record.parked is not None
+        info.blocks = 0 if record.parked else -(-max(record.length, record.held_to) // block_size)
         info.identity = record.owner
         info.busy = record.busy
         info.leased = record.lease is not None

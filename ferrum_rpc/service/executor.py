@@ -204,7 +204,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 max_forks=self.state.limits.max_batch_items,
                 max_biases=MAX_BIASES,
             ),
-            capabilities=CAPABILITIES,
+            capabilities=(*CAPABILITIES, info_pb2.CAPABILITY_PARK) if self.state.parked.offered else CAPABILITIES,
             device=device_to_proto(self.state.device),
         )
 
@@ -232,7 +232,11 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             leases=len(state.leases),
             sessions=state.sessions,
             blocks=info_pb2.KvBlocks(
-                free=free - cached, cached=cached, used=cache.total_blocks - free, parked_bytes=cache.tier_bytes
+                free=free - cached,
+                cached=cached,
+                used=cache.total_blocks - free,
+                parked_bytes=cache.tier_bytes + state.parked.bytes,
+                parked_sequences=state.parked.sequences,
             ),
         )
 

@@ -57,6 +57,7 @@ from ferrum_rpc.service.admission import (
     valid_items,
 )
 from ferrum_rpc.service.auth import ARRIVED
+from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
@@ -86,6 +87,8 @@ class ForwardCall(Transaction["ForwardCall"]):
     _waits = 0  # what has to end before it has
     _tokens = _bytes = 0  # of all its items, at most
     _abandoned = False  # its caller was cancelled after the point of no return
+    _returning = 0  # parked sequences that are brought back before it is submitted
+    _refused: Exception | None = None  # what refuses it when they are back
     _culprit: int | None = None  # the item whose refusal refused the others, where the engine refused an atomic group
     timing: StepTiming | None = None
     give_back: Callable[[], object] | None = None
@@ -111,6 +114,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._held = Held()
         self._admitted = self._held.admitted
         self._spans: list[Span] = []
+        self._failed: dict[object, ExecutorError] = {}  # sequences that could not be brought back, and their numbers
         self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
         self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
@@ -230,7 +234,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         if not self._admitted or self._submitted:
             if not self._waits:
                 self._finish()
-        elif not self._following and not (self._all_or_nothing and self._waits):
+        elif not self._following and not self._returning and not (self._all_or_nothing and self._waits):
+            if self._state.parked.sequences and self._bring_back():
+                return
             state, account = self._state, self._account
             submission = Submission(
                 tuple(self._spans),
@@ -254,6 +260,59 @@ class ForwardCall(Transaction["ForwardCall"]):
             state.engine.submit(submission)
             self._submitted = True
             self._waits += 1
+
+    def _bring_back(self) -> bool:
+        """Whether sequences of the call are parked: it goes on when they are back."""
+        records = [*(each.record for each in self._admitted), *self._held.parents]
+        parked = [record for record in records if record.parked]
+        self._returning = len(parked)
+        self._waits += len(parked)
+        for record in parked:
+            bring_back(self._state, record, partial(self.settle, self._on_back, record, record.sequence))
+        return bool(parked)
+
+    def _on_back(self, record: SequenceRecord, number: int, refusal: ExecutorError | None) -> None:
+        """A sequence is back, or was refused, and with it the items that feed or fork it."""
+        self._returning -= 1
+        self._waits -= 1
+        if refusal is not None:
+            self._failed[record] = self._failed[number] = refusal
+        if self._returning:
+            return
+        withdrawn, self._refused = self._refused, None
+        if withdrawn is not None and not (isinstance(withdrawn, Cancelled) and self._awaited()):
+            self._failed.clear()
+            self._refuse(withdrawn)
+            return
+        dropped = self._drop_failed() if self._failed else []
+        if dropped and self._all_or_nothing:
+            self._refuse(_first_refusal(self.outcomes))
+        else:
+            self._proceed()
+        _call_followers(dropped)
+
+    def _drop_failed(self) -> list[Admitted]:
+        """End the items whose sequences could not be brought back, and return them."""
+        failed, self._failed = self._failed, {}
+        now, kept, dropped = time.monotonic(), list[Admitted](), list[Admitted]()
+        for each in self._admitted:
+            refusal = failed.get(each.record) or failed.get(each.span.parent)
+            if refusal is None:
+                kept.append(each)
+            else:
+                dropped.append(each)
+                self.outcomes[each.place] = end_item(self._state, each, refusal, now, present=not self._abandoned)
+        self._admitted[:] = kept
+        self._spans[:] = [each.span for each in kept]
+        for record in [each for each in self._held.parents if each in failed]:
+            self._held.parents.remove(record)
+            self._let_go(record)
+        return dropped
+
+    def _let_go(self, parent: SequenceRecord) -> None:
+        parent.busy = False
+        if parent.pending_end is not None:
+            self._state.supervisor.attempt(self._state.release, [parent], parent.pending_end)
 
     def _pass_tokens(self, chosen: list[tuple[int, int, int]]) -> None:
         if self._on_tokens is not None and not self._abandoned:
@@ -324,14 +383,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         if not self._waits:
             self._finish()
         if followed:
-            self._call_followers()
-
-    def _call_followers(self) -> None:
-        """Items that waited for those of this call go on; it was answered before them."""
-        for each in self._admitted:
-            follower, each.record.follower = each.record.follower, None
-            if follower is not None:
-                follower()
+            _call_followers(self._admitted)
 
     def end(self, refusal: Exception | None = None) -> None:
         held = self._held
@@ -339,10 +391,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._state.masks.unpin(held.masks)
             held.masks.clear()
         while held.parents:
-            record = held.parents.pop()
-            record.busy = False
-            if record.pending_end is not None:
-                self._state.supervisor.attempt(self._state.release, [record], record.pending_end)
+            self._let_go(held.parents.pop())
         super().end(refusal)
 
     def _finish(self) -> None:
@@ -354,6 +403,9 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _refuse(self, error: Exception | None) -> None:
         """Refuse the call as a whole: nothing happened, and nothing will."""
+        if self._returning:  # they are not free before
+            self._refused = error
+            return
         outcome = error if isinstance(error, ExecutorError) else InternalError(FAILED)
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
@@ -364,14 +416,13 @@ class ForwardCall(Transaction["ForwardCall"]):
         for each in self._admitted:
             end_item(self._state, each, outcome, now, present=present)
         self.end(error)
-        self._call_followers()
+        _call_followers(self._admitted)
 
     # --- its caller was cancelled, or something failed --------------------------------------------------------------
 
     def take_back(self) -> bool:
         """A call that only repeats others has nothing to take back. Runs that have begun are cut."""
-        entries = [*(each.entry for each in self._admitted), *(entry for _, entry in self._following.values())]
-        if self.ended or not entries or any(entry and entry.waiters for entry in entries):
+        if self.ended or not (self._admitted or self._following) or self._awaited():
             return False
         if self._submitted and (self._submission is None or not self._state.engine.cancel(self._submission)):
             if self._submission is not None and self._submission.runs:
@@ -380,6 +431,11 @@ class ForwardCall(Transaction["ForwardCall"]):
             return False
         self._refuse(Cancelled("the call was cancelled before its step; nothing happened"))
         return True
+
+    def _awaited(self) -> bool:
+        """Whether a duplicate waits for one of its items."""
+        entries = [*(each.entry for each in self._admitted), *(entry for _, entry in self._following.values())]
+        return any(entry and entry.waiters for entry in entries)
 
     def fail(self, error: InternalError) -> None:
         """What is with the engine is settled by its answer."""
@@ -392,7 +448,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self.outcomes[each.place] = fail_item(self._state, each)
         self.end(error)
         if self._submission is None:
-            self._call_followers()
+            _call_followers(self._admitted)
 
     def abandon(self) -> None:
         self._abandoned = True
@@ -403,6 +459,14 @@ class ForwardCall(Transaction["ForwardCall"]):
 
 
 # --- the end of an item -----------------------------------------------------------------------------------------------
+
+
+def _call_followers(ended: Sequence[Admitted]) -> None:
+    """Items that waited for these go on; those were answered before."""
+    for each in ended:
+        follower, each.record.follower = each.record.follower, None
+        if follower is not None:
+            follower()
 
 
 def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:

@@ -38,6 +38,7 @@ ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
     Ending.IDLE: (LeaseExpired, "this sequence was idle for too long and has no lease; prefill it again"),
     Ending.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
     Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
+    Ending.LOST: (HandleReleased, "what was parked of this sequence could not be read back; prefill it again"),
 }
 """The answer to the handle of a sequence that is gone."""
 
@@ -56,7 +57,7 @@ class HandleTable:
         self.live: dict[bytes, SequenceRecord] = {}
         self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
         self._tombstones = tombstones
-        self._next_sequence = 1
+        self._next_sequence = 0
 
     def __len__(self) -> int:
         return len(self.live)
@@ -68,9 +69,13 @@ class HandleTable:
 
     def mint(self, owner: str = "") -> SequenceRecord:
         """A new record; it is not live before `insert`."""
-        record = SequenceRecord(self._next_sequence, self.instance + secrets.token_bytes(SECRET_BYTES), owner)
+        number = self.number()
+        return SequenceRecord(number, self.instance + secrets.token_bytes(SECRET_BYTES), owner, order=number)
+
+    def number(self) -> int:
+        """A number for the engine that no sequence had."""
         self._next_sequence += 1
-        return record
+        return self._next_sequence
 
     def insert(self, record: SequenceRecord) -> None:
         self.live[record.id] = record

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
+from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import FAILED, Transaction
+
+TAKEN_BACK: Final = "the call was cancelled before it was dispatched; nothing happened"
 
 Handles = tuple[HandleRef, ...]
 
@@ -29,13 +32,16 @@ the call in flight), and when resumed commits and returns the handles that are l
 
 class OperationCall(Transaction[tuple[Handles, bool]]):
     """An operation, run once per request id. It has claimed its sequence when it is made, by ``claim`` where another
-    handle than a current one will do. It comes to the handles that it left, and to whether they are recorded ones."""
+    handle than a current one will do. A parked sequence is brought back first, unless it ``stays`` parked. It comes to
+    the handles that it left, and to whether they are recorded ones."""
 
     _handles: Handles = ()
     _replayed = False
     _record: SequenceRecord
     _work: Work | None = None
     _operation: Operation | None = None
+    _returning = False  # its sequence is brought back before it is submitted
+    _withdrawn = False  # its caller was cancelled meanwhile
     _entry: Entry | None = None
 
     def __init__(
@@ -46,6 +52,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         begin: Callable[[SequenceRecord], Work],
         *,
         claim: Callable[[], SequenceRecord] | None = None,
+        stays: bool = False,
         request_id: str = "",
         fingerprint: Hashable = None,
     ) -> None:
@@ -73,7 +80,11 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
                 self._record.on_freed.append(partial(self.settle, self._finish, None))
             else:
                 self._operation = Operation(command, partial(self.settle, self._finish))
-                state.engine.submit(self._operation)
+                if self._record.parked and not stays:
+                    self._returning = True
+                    bring_back(state, self._record, partial(self.settle, self._on_back))
+                else:
+                    state.engine.submit(self._operation)
         except Exception as error:
             if self._work is not None:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
@@ -88,11 +99,18 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         return self._handles, self._replayed
 
     def take_back(self) -> bool:
-        awaited = self._entry is not None and self._entry.waiters
-        if self._operation is None or awaited or not self._state.engine.cancel(self._operation):
+        if self._returning:
+            self._withdrawn = not self._awaited
+            return self._withdrawn
+        if self._operation is None or self._awaited or not self._state.engine.cancel(self._operation):
             return False
-        self.settle(self._finish, Cancelled("the call was cancelled before it was dispatched; nothing happened"))
+        self.settle(self._finish, Cancelled(TAKEN_BACK))
         return True
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether a duplicate waits for it."""
+        return self._entry is not None and bool(self._entry.waiters)
 
     def fail(self, error: InternalError) -> None:
         """The sequence is as the engine has it; those that the operation made are released."""
@@ -111,6 +129,16 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     def abandon(self) -> None:
         super().abandon()
         self._leave_repeated()
+
+    def _on_back(self, refusal: ExecutorError | None) -> None:
+        """The sequence is back, or was refused."""
+        self._returning = False
+        if refusal is None and self._withdrawn and not self._awaited:
+            refusal = Cancelled(TAKEN_BACK)
+        if refusal is not None:
+            self._finish(refusal)
+        elif self._operation is not None:
+            self._state.engine.submit(self._operation)
 
     def _finish(self, result: object) -> None:
         state, record, work = self._state, self._record, self._work
@@ -186,7 +214,7 @@ def fork(
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
-        children = state.mint(count, state.quotas.account(caller), lease, length, origin)
+        children = state.mint(count, state.quotas.account(caller), lease, length, origin, prefix=record.prefix)
         try:
             yield Command("fork", (record.sequence, [child.sequence for child in children], length))
         except GeneratorExit:
@@ -226,7 +254,7 @@ def release(
         if record.pending_end is not None:
             yield None
             return ()
-        yield Command("release", ([record.sequence],))
+        yield Command("release", ([] if record.parked else [record.sequence],))
         try:
             state.remove(record)
         except Exception:  # the engine has freed it
@@ -236,7 +264,9 @@ def release(
 
     fingerprint = ("release", handle, any_version)
     only = claim if any_version else None
-    return OperationCall(state, handle, caller, work, claim=only, request_id=request_id, fingerprint=fingerprint)
+    return OperationCall(
+        state, handle, caller, work, claim=only, stays=True, request_id=request_id, fingerprint=fingerprint
+    )
 
 
 def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall:

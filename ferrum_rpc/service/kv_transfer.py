@@ -15,23 +15,21 @@ from ferrum_rpc.errors import InvalidRequest, QueueFull, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
-from ferrum_rpc.service.control import not_offered
 from ferrum_rpc.service.kv_events import KvEvents
+from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 from ferrum_rpc.service.replay import scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transfers import Export, Import
-from ferrum_rpc.wire.items import handle_to_proto, pressure_to_proto, request_id_from_proto
+from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto, pressure_to_proto, request_id_from_proto
 from ferrum_rpc.wire.transfer import Layout, import_options, tokens_from_proto
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Sequences that move, and events; the rest of the contract is not offered by this version."""
+    """Sequences that move, and events."""
 
     service = "ferrum_rpc.executor.v1.KvTransfer"
-
-    ParkKv = not_offered("ParkKv", "PARK")
 
     def __init__(self, state: ServerState, events: KvEvents) -> None:
         self._state = state
@@ -72,6 +70,12 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                 answer.handle.CopyFrom(handle_to_proto(handle))
             answer.pressure.CopyFrom(pressure_to_proto(state.pressure()))
             return answer
+
+    async def ParkKv(self, request: pb.ParkKvRequest, context: Context) -> pb.ParkKvResponse:  # noqa: N802
+        handle, freed = await park(self._state, handle_from_proto(request.handle), CALLER.get())
+        self._state.failpoints.reach("before_reply")
+        pressure = pressure_to_proto(self._state.pressure())
+        return pb.ParkKvResponse(handle=handle_to_proto(handle), freed_blocks=freed, pressure=pressure)
 
     async def WatchKvEvents(  # noqa: N802
         self, request: pb.WatchKvEventsRequest, context: Context

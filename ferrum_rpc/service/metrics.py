@@ -74,15 +74,7 @@ class Metrics(Collector):
         yield _gauge("sessions", "Open sessions.", state.sessions)
         yield _gauge("token_masks", "Registered token masks.", len(state.masks))
 
-        cache = state.engine.cache
-        cached = cache.cached_blocks
-        used = pressure.total_blocks - pressure.free_blocks
-        blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
-        yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
-        yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
-        yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
-        yield _gauge("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes)
-        yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
+        yield from self._cache()
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
         yield _gauge("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes)
@@ -101,6 +93,20 @@ class Metrics(Collector):
         yield _histogram("step_size_sequences", "Sequences of a step.", steps.sequences)
         yield _histogram("queue_seconds", "Time that a submission waited for its step.", steps.queue_seconds)
         yield from self._rpcs()
+
+    def _cache(self) -> Iterator[Metric]:
+        state, cache, pressure = self.state, self.state.engine.cache, self.state.pressure()
+        cached = cache.cached_blocks
+        used = pressure.total_blocks - pressure.free_blocks
+        blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
+        yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
+        yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
+        yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
+        yield _gauge("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes)
+        yield _gauge("parked_sequences", "Sequences whose cache is in a file.", state.parked.sequences)
+        yield _gauge("parked_bytes", "Bytes of those files.", state.parked.bytes)
+        yield _counter("sequences_parked", "Sequences that were parked.", state.counters.sequences_parked)
+        yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
 
     def _rpcs(self) -> Iterator[Metric]:
         methods = list(self.calls.methods.items())

@@ -50,6 +50,7 @@ class Quotas:
             Resource.UNREAD_BYTES: limits.max_unread_bytes,
             Resource.TOKEN_MASKS: limits.max_token_masks,
             Resource.TRANSFERS: limits.max_transfers,
+            Resource.PARKED_BYTES: limits.kv_park_bytes,
         }
         # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {
@@ -101,7 +102,7 @@ class Quotas:
     def settle(self, record: SequenceRecord) -> None:
         """The call is over: the sequence is charged for what it has."""
         if record.charged:
-            due = self._blocks(max(record.length, record.held_to))
+            due = 0 if record.parked else self._blocks(max(record.length, record.held_to))
             record.account.give(Resource.BLOCKS, record.charged - due)
             record.charged = due
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-from ferrum_rpc.core import Caller, HandleRef, named
+from ferrum_rpc.core import Caller, HandleRef, PrefixUse, named
 from ferrum_rpc.errors import ExecutorError, QuotaExceeded
 
 RENEWALS_PER_TTL: Final = 6
@@ -33,6 +34,7 @@ class Resource(enum.IntEnum):
     UNREAD_BYTES = 6
     TOKEN_MASKS = 7
     TRANSFERS = 8
+    PARKED_BYTES = 9
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +100,18 @@ class Ending(enum.Enum):
     IDLE = "idle"
     RESET = "reset"
     ABANDONED = "abandoned"
+    LOST = "cache_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A sequence's cache, out of the engine: the file ``path`` of ``size`` bytes. ``layout``: the CRC-32C of its first
+    frame, which no other checksum of it covers. ``starts``: where the chunks from a token on begin, and the trailer."""
+
+    path: Path
+    size: int
+    layout: int
+    starts: Mapping[int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +121,10 @@ class SequenceRecord:
     ``busy``: a call on it is in flight, its creation included; nothing else may end it then. ``pending_end``: why it
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
     (monotonic seconds). ``charged``: the blocks that its owner's ``account`` pays for. ``held_to``: the length up to
-    which blocks were reserved. ``origin``: the session that created it.
+    which blocks were reserved. ``origin``: the session that created it. ``prefix``: how it uses the prefix cache.
+
+    ``parked``: where its cache is, if not in the engine; ``sequence`` is then the number that it has there when it is
+    back. ``order``: its place among all, in the order of their creation.
 
     While a forward on it is in flight, ``followable`` says whether another item may wait for it, ``follower`` is called
     when it is over, and ``cut`` ends its run; of a transfer's sequence it ends the transfer. ``chosen``: the version at
@@ -128,6 +145,9 @@ class SequenceRecord:
     charged: int = 0
     held_to: int = 0
     origin: object | None = None
+    prefix: PrefixUse | None = None
+    parked: Parked | None = None
+    order: int = 0
     followable: bool = False
     follower: Callable[[], object] | None = None
     cut: Callable[[ExecutorError], object] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, cast
 
 import grpc
@@ -39,6 +40,7 @@ from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.kv_transfer import KvTransferServicer
 from ferrum_rpc.service.lifecycle import SWEEP_EVERY_S, Drain, Sweeper
 from ferrum_rpc.service.meters import StepMeter
+from ferrum_rpc.service.parking import IDLE_TURN_S, IdleParking
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
@@ -64,7 +66,7 @@ sequences is shorter."""
 class ExecutorServer:
     """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
     does so in a process of its own. A client without a byte for ``keepalive_time_s`` is pinged, and given up when the
-    ping is not answered within ``keepalive_timeout_s``.
+    ping is not answered within ``keepalive_timeout_s``. ``park_dir``: for parked sequences; None: there are none.
 
     ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
     the event loop its turns, and other calls wait behind it; gRPC itself refuses what is above the limit, for next to
@@ -84,11 +86,13 @@ class ExecutorServer:
         keepalive_timeout_s: float = 10.0,
         max_streams: int = 4096,
         grace_s: float = 30.0,
+        park_dir: Path | None = None,
         security: Security = Security(),  # noqa: B008 - frozen
         liveness: Liveness | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
-        self.state = ServerState(limits, failpoints)
+        self.state = ServerState(limits, failpoints, park_dir)
+        self.idle_parking = IdleParking(self.state)
         self.calls = CallLog()
         self.steps = StepMeter()
         self.port = port
@@ -114,7 +118,9 @@ class ExecutorServer:
         return address(self._host, self.port)
 
     async def start(self) -> None:
-        """Bind, answer health checks, and begin to load. Raises `PortInUse` and `SecurityError`."""
+        """Bind, answer health checks, and begin to load. Raises `PortInUse`, `SecurityError`, and `InvalidRequest` for
+        the folder of parked sequences."""
+        self.state.parked.open()
         keepalive_ms, keepalive_timeout_ms = self._keepalive
         server = grpc.aio.server(
             options=(
@@ -231,12 +237,15 @@ class ExecutorServer:
         await self.calls.idle()
         if not await self.state.engine.stop():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
+        await self.state.parked.close()
         log.info("stopped", target=self.target, sequences=len(self.state.handles))
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)
         # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.state.supervisor.every(Background.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
+        if self.state.parked.offered and self._limits.kv_park_idle_s:
+            self.state.supervisor.every(Background.PARK, IDLE_TURN_S, self.idle_parking.turn)
         self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)

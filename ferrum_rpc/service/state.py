@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure, named
+from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
+from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
@@ -46,6 +48,7 @@ class ServiceCounters:
     sequences_created: int = 0
     sequences_released: int = 0
     sequences_forked: int = 0
+    sequences_parked: int = 0
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0
@@ -64,7 +67,7 @@ class ServerState:
 
     engine: Engine
 
-    def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS) -> None:
+    def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS, park_dir: Path | None = None) -> None:
         self.limits = limits
         self.failpoints = failpoints
         self.supervisor = Supervisor()
@@ -74,6 +77,7 @@ class ServerState:
         self.masks = MaskTable(limits, lambda work: self.engine.submit(work))  # noqa: PLW0108 - it is set later
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
+        self.parked = ParkedFiles(park_dir, limits)
         self.sessions = 0
         self.unnamed: dict[SequenceRecord, None] = {}
         """Sequences of transfers, which no handle names: copies that exports read, imports that are not whole. They are
@@ -145,6 +149,7 @@ class ServerState:
         length: int,
         origin: object | None = None,
         held_to: int = 0,
+        prefix: PrefixUse | None = None,
     ) -> list[SequenceRecord]:
         """Records of sequences to be created with ``length`` tokens, or the refusal. Each must be followed by `publish`
         or `discard`. They are busy, and members of their lease, from the beginning: a long prefill must not outlive it.
@@ -164,6 +169,7 @@ class ServerState:
         self._creating.update(records)
         for record in records:
             record.busy, record.account, record.origin, record.held_to = True, account, origin, held_to
+            record.prefix = prefix
             if lease is not None:
                 record.lease = lease
                 lease.members[record] = None
@@ -189,7 +195,7 @@ class ServerState:
         self._creating.discard(record)
         record.busy = False
         self._uncharge(record)
-        _call_on_freed(record)
+        _call_on_freed([record])
 
     def drop(self, record: SequenceRecord) -> None:
         """A sequence of a transfer is not needed any more: free what it has in the engine."""
@@ -201,7 +207,7 @@ class ServerState:
             record.account.give(Resource.BLOCKS, record.charged)
             record.charged = 0
             self._set_empty()
-        self._free([record], [record.sequence])
+        self.free([record.sequence], partial(_call_on_freed, [record]))
 
     def give_up(self, records: Sequence[SequenceRecord]) -> None:
         """Release sequences whose handles will not be answered; those that were minted exist in the engine."""
@@ -217,25 +223,32 @@ class ServerState:
         self.counters.sequences_released += 1
         self.counters.ended[ending.value] += 1
         self.replay.forget_rows(scope_of(record.owner, record.id))
+        self.parked.drop(record)
         self._uncharge(record)
         return True
 
     def release(self, records: Sequence[SequenceRecord], ending: Ending = Ending.RELEASED) -> None:
         """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
-        self._free(records, [record.sequence for record in records if self.remove(record, ending)])
-
-    def _free(self, records: Sequence[SequenceRecord], numbers: Sequence[int]) -> None:
-        if numbers:
-            self.engine.submit(Operation(Command("release", (numbers,)), partial(self._freed, records, numbers)))
-        else:
-            self._freed(records, numbers, None)
-
-    def _freed(self, records: Sequence[SequenceRecord], numbers: Sequence[int], result: object) -> None:
-        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: ask again here
-            asyncio.get_running_loop().call_later(RETRY_AFTER_S, self._free, records, numbers)
-            return
+        numbers = []
         for record in records:
-            _call_on_freed(record)
+            number = None if record.parked else record.sequence
+            if self.remove(record, ending) and number is not None:
+                numbers.append(number)
+        self.free(numbers, partial(_call_on_freed, records))
+
+    def free(self, numbers: Sequence[int], then: Callable[[Any], object]) -> None:
+        """Have the engine free its sequences of these numbers; ``then`` is called with how many blocks it freed, or
+        with the end of the engine."""
+        if numbers:
+            self.engine.submit(Operation(Command("release", (numbers,)), partial(self._freed, numbers, then)))
+        else:
+            then(0)
+
+    def _freed(self, numbers: Sequence[int], then: Callable[[Any], object], result: object) -> None:
+        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: ask again here
+            asyncio.get_running_loop().call_later(RETRY_AFTER_S, self.free, numbers, then)
+        else:
+            then(result)
 
     def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""
@@ -283,6 +296,7 @@ class ServerState:
             self.empty.set()
 
 
-def _call_on_freed(record: SequenceRecord) -> None:
-    while record.on_freed:
-        record.on_freed.pop()()
+def _call_on_freed(records: Sequence[SequenceRecord], _: object = None) -> None:
+    for record in records:
+        while record.on_freed:
+            record.on_freed.pop()()

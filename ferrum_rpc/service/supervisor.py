@@ -28,6 +28,7 @@ class Background(enum.StrEnum):
     SESSION = "session"
     CALLBACK = "callback"
     """A callback of the event loop, or a task that is not awaited: the answer of an engine, for one."""
+    PARK = "park"
     TOKENS = "tokens"
     CERTIFICATES = "certificates"
     """Files that were written anew and cannot be used."""

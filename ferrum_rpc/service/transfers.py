@@ -10,89 +10,32 @@ Both are busy sequences in ``ServerState.unnamed``; ``cut`` ends them, whatever 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from hashlib import sha256
-from typing import Any, Final
-
-import grpc
+from typing import Any
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import (
     Draining,
     ExecutorError,
     InternalError,
     InvalidRequest,
-    KvCorrupt,
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
+from ferrum_rpc.service.moving import Incoming, Moving
 from ferrum_rpc.service.records import Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
-from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.items import (
-    handle_from_proto,
-)
-from ferrum_rpc.wire.transfer import (
-    Layout,
-    chunk_from_proto,
-    chunk_to_proto,
-)
-
-CHUNK_BYTES: Final = 512 << 10
-"""Of the tensors of a chunk: a message of the default limit has room for one."""
-
-READ_BYTES: Final = 2 << 20
-"""What one operation reads of a cache, about: a step waits for it."""
-
-INLINE_BYTES: Final = 64 << 10
-"""Checksums of more are computed beside the event loop."""
+from ferrum_rpc.wire.items import handle_from_proto
+from ferrum_rpc.wire.transfer import Layout
 
 
-class _Transfer:
-    """A sequence that no handle names. ``ended``: what ended it too early."""
-
-    record: SequenceRecord
-    ended: ExecutorError | None = None
-
-    def __init__(self, state: ServerState, layout: Layout) -> None:
-        self._state = state
-        self._layout = layout
-
-    async def _ask(self, command: Command, take: Callable[[Any], object] | None = None) -> Any:
-        """Have the engine do it. ``take`` is called with the answer, also where nothing waits for it any more. Raises
-        what the engine refuses, and what has ended the transfer."""
-        if self.ended is not None:
-            raise self.ended
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def done(result: object) -> None:
-            try:
-                if take is not None:
-                    take(result)
-            except Exception as error:
-                self._state.supervisor.note(Background.CALLBACK, error)
-                result = InternalError(FAILED)
-            if not answered.done():
-                answered.set_result(result)
-
-        self._state.engine.submit(Operation(command, done))
-        result = await answered
-        if self.ended is not None:
-            raise self.ended
-        if isinstance(result, ExecutorError):
-            raise result
-        self.record.touch()
-        return result
-
-
-class Export(_Transfer):
+class Export(Moving):
     """One export: the copy that it reads, until it is closed."""
 
     _copied = False
@@ -105,7 +48,7 @@ class Export(_Transfer):
 
     async def frames(self, request: pb.ExportKvRequest) -> AsyncIterator[Any]:
         """The frames of the stream."""
-        state, layout, number = self._state, self._layout, self.record.sequence
+        state, layout = self._state, self._layout
         handle, first = handle_from_proto(request.handle), request.first_token
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
@@ -115,23 +58,11 @@ class Export(_Transfer):
                 field="first_token",
                 metadata={"seq_len": length},
             )
-        tokens: TokenArray = await self._ask(Command("token_ids", (number,)))
-        block_size = state.engine.cache.block_size
-        yield pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size))
-        digest = sha256()
-        size = self._tokens_of_a_chunk(request.chunk_tokens, block_size)
-        for start in range(first, length, size):
-            end = min(start + size, length)
-            step = max(1, READ_BYTES // layout.chunk_bytes(end - start))
-            for layer in range(0, layout.layers, step):
-                layers = range(layer, min(layer + step, layout.layers))
-                pieces = await self._ask(Command("read_kv", (number, start, end, layers)))
-                args = (layout, digest, layers, start, end, pieces)
-                large = layout.chunk_bytes(end - start) * len(layers) > INLINE_BYTES
-                frames = await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
-                for frame in frames:
-                    yield frame
-        yield pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest()))
+        tokens: TokenArray = await self._ask(Command("token_ids", (self.record.sequence,)))
+        yield pb.ExportKvResponse(layout=layout.to_proto(tokens, state.engine.cache.block_size))
+        async for _, frames in self._frames(first, length, self._tokens_of_a_chunk(request.chunk_tokens)):
+            for frame in frames:
+                yield frame
 
     def close(self) -> None:
         """The stream is over: let go of the copy."""
@@ -163,40 +94,11 @@ class Export(_Transfer):
         self.ended = self.ended or error
         self.close()
 
-    def _tokens_of_a_chunk(self, wanted: int, block_size: int) -> int:
-        most = max(1, CHUNK_BYTES // self._layout.chunk_bytes(1))
-        if most > block_size:
-            most -= most % block_size
-        return min(wanted, most) if wanted else most
 
-
-def _chunks(  # noqa: PLR0917
-    layout: Layout, digest: Any, layers: Sequence[int], start: int, end: int, pieces: Sequence[tuple[Any, ...]]
-) -> list[bytes]:
-    """The frames of what was read of the positions ``start .. end``. They go into the digest."""
-    frames = []
-    for layer, parts in zip(layers, pieces, strict=True):
-        for part in parts:
-            digest.update(part)
-        frames.append(chunk_to_proto(layout, layer, start, end - start, parts, checksum(parts)))
-    return frames
-
-
-def checksum(parts: Sequence[Any]) -> int:
-    """CRC-32C over buffers, one behind the other."""
-    from crc32c import crc32c  # an executor that moves no caches needs none
-
-    value = 0
-    for part in parts:
-        value = crc32c(part, value)
-    return value
-
-
-class Import(_Transfer):
+class Import(Incoming):
     """One import, over all of its streams: ``next_token`` is the first that is missing. Made when its first header is
     there. ``forget`` is called when it is over. Raises what `ServerState.mint` does."""
 
-    next_token = 0
     _begun = False
     _over = False
     _streaming = False
@@ -218,7 +120,7 @@ class Import(_Transfer):
         check_length(length, None, ahead, state.model)
         lease = state.leases.find(options.lease_id, caller.name) if options.lease_id else None
         account = state.quotas.account(caller)
-        [self.record] = state.mint(1, account, lease, length, None, length + ahead if ahead else 0)
+        [self.record] = state.mint(1, account, lease, length, None, length + ahead if ahead else 0, options.prefix)
         self.record.cut = self._cut
         state.unnamed[self.record] = None
 
@@ -250,62 +152,6 @@ class Import(_Transfer):
             self._asking = True
             arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self._options.prefix)
             await self._ask(Command("begin_import", arguments), self._on_begun)
-
-    async def receive(self, read: Callable[[], Awaitable[Any]]) -> HandleRef | None:
-        """Take the frames behind the header. Returns the handle of the sequence, or None where something is missing.
-        Raises `InvalidRequest` and `KvCorrupt`."""
-        layers, digest, before = self._layout.layers, sha256(), self.next_token
-        group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
-        layer = 0
-        while (frame := await read()) is not grpc.aio.EOF:
-            kind = frame.WhichOneof("frame")
-            if kind == "trailer":
-                if frame.trailer.sha256 != digest.digest():
-                    self.next_token = before
-                    raise KvCorrupt(
-                        "the digest of the stream is not that of its chunks; nothing of it was kept",
-                        metadata={"next_token": before},
-                        field="trailer.sha256",
-                    )
-                return await self._commit()
-            if kind != "chunk":
-                raise InvalidRequest("behind the header come chunks and the trailer", field="frame")
-            chunk = frame.chunk
-            tokens, parts = chunk_from_proto(self._layout, chunk)
-            start, end = chunk.first_token, chunk.first_token + tokens
-            follows = start <= self.next_token if group is None else start == group[1]
-            if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
-                raise InvalidRequest(
-                    "chunks come by tokens without gaps, and of the same tokens by layers",
-                    field="chunk",
-                    metadata={"next_token": self.next_token},
-                )
-            if end > len(self._tokens):
-                raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
-            group = start, end
-            large = sum(map(len, parts)) > INLINE_BYTES
-            found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
-            if found != chunk.crc32c:
-                raise KvCorrupt(
-                    f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
-                    metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
-                    field="chunk.crc32c",
-                )
-            await self._write(layer, start, end, parts)
-            layer += 1
-            if layer == layers:
-                layer, self.next_token = 0, max(self.next_token, end)
-        return None
-
-    async def _write(self, layer: int, start: int, end: int, parts: tuple[bytes, ...]) -> None:
-        """Write what is missing of a chunk."""
-        skipped = max(0, self.next_token - start)
-        if start + skipped >= end:
-            self.record.touch()
-            return
-        if skipped:
-            parts = tuple([each[len(each) // (end - start) * skipped :] for each in parts])
-        await self._ask(Command("write_kv", (self.record.sequence, start + skipped, end, layer, parts)))
 
     async def _commit(self) -> HandleRef:
         if self.next_token < len(self._tokens):
@@ -369,10 +215,3 @@ class Import(_Transfer):
         else:
             self._state.unnamed.pop(self.record, None)
             self._state.discard(self.record)
-
-
-def _summed(digest: Any, parts: Sequence[bytes]) -> int:
-    """The checksum of a chunk, whose bytes go into the digest."""
-    for part in parts:
-        digest.update(part)
-    return checksum(parts)

@@ -25,6 +25,10 @@ DTYPES: Final = {
     "float16": types_pb2.D_TYPE_F16,
     "int8": types_pb2.D_TYPE_I8,
 }
+FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
+"""What a file of a sequence begins with. The frames of an export follow, each behind its length in four bytes (little
+endian)."""
+
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
 
 

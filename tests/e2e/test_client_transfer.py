@@ -170,7 +170,7 @@ async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: T
         (whole[:-1], KvCorrupt),
         (whole[: len(whole) // 2], KvCorrupt),
         (whole + b"more", KvCorrupt),
-        (whole[: len(transfer.MAGIC)], KvCorrupt),
+        (whole[: len(transfer.FILE_MAGIC)], KvCorrupt),
         (b"x" + whole[1:], InvalidRequest),
         (b"", InvalidRequest),
     ):

@@ -1,0 +1,198 @@
+"""What moves a sequence's cache in pieces: each is read or written by the engine between two steps.
+
+Exports and imports, and sequences that are parked and come back, are made of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from hashlib import sha256
+from typing import Any, ClassVar, Final
+
+import grpc
+
+from ferrum_rpc.core import HandleRef, TokenArray
+from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.records import SequenceRecord
+from ferrum_rpc.service.state import ServerState
+from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.transaction import FAILED
+from ferrum_rpc.wire.transfer import Layout, chunk_from_proto, chunk_to_proto
+
+CHUNK_BYTES: Final = 512 << 10
+"""Of the tensors of a chunk: a message of the default limit has room for one."""
+
+READ_BYTES: Final = 2 << 20
+"""What one operation reads of a cache, about: a step waits for it."""
+
+INLINE_BYTES: Final = 64 << 10
+"""Checksums of more are computed beside the event loop."""
+
+
+class Moving:
+    """The cache of ``record`` on its way. ``ended``: what ended it too early. ``renews``: while it goes on the sequence
+    counts as used."""
+
+    renews: ClassVar[bool] = True
+    record: SequenceRecord
+    ended: ExecutorError | None = None
+
+    def __init__(self, state: ServerState, layout: Layout) -> None:
+        self._state = state
+        self._layout = layout
+
+    async def _ask(self, command: Command, take: Callable[[Any], object] | None = None) -> Any:
+        """Have the engine do it. ``take`` is called with the answer, also where nothing waits for it any more. Raises
+        what the engine refuses, and what has ended the transfer."""
+        if self.ended is not None:
+            raise self.ended
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def done(result: object) -> None:
+            try:
+                if take is not None:
+                    take(result)
+            except Exception as error:
+                self._state.supervisor.note(Background.CALLBACK, error)
+                result = InternalError(FAILED)
+            if not answered.done():
+                answered.set_result(result)
+
+        self._state.engine.submit(Operation(command, done))
+        result = await answered
+        if self.ended is not None:
+            raise self.ended
+        if isinstance(result, ExecutorError):
+            raise result
+        self._touch()
+        return result
+
+    def _touch(self) -> None:
+        if self.renews:
+            self.record.touch()
+
+    async def _frames(self, first: int, length: int, size: int) -> AsyncIterator[tuple[int, list[bytes]]]:
+        """The chunks of the tokens ``first .. length``, of ``size`` tokens each, and the trailer: as many frames at a
+        time as are read by one operation, with the first token of those chunks."""
+        layout, number, digest = self._layout, self.record.sequence, sha256()
+        for start in range(first, length, size):
+            end = min(start + size, length)
+            step = max(1, READ_BYTES // layout.chunk_bytes(end - start))
+            for layer in range(0, layout.layers, step):
+                layers = range(layer, min(layer + step, layout.layers))
+                pieces = await self._ask(Command("read_kv", (number, start, end, layers)))
+                args = (layout, digest, layers, start, end, pieces)
+                large = layout.chunk_bytes(end - start) * len(layers) > INLINE_BYTES
+                yield start, await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
+        yield length, [pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()]
+
+    def _tokens_of_a_chunk(self, wanted: int = 0) -> int:
+        """How many: as ``wanted``, but of no more bytes than go into a message."""
+        block_size = self._state.engine.cache.block_size
+        most = max(1, CHUNK_BYTES // self._layout.chunk_bytes(1))
+        if most > block_size:
+            most -= most % block_size
+        return min(wanted, most) if wanted else most
+
+
+class Incoming(Moving, ABC):
+    """A sequence that is built of chunks. ``next_token`` is the first that is missing. ``digests``: the trailer has to
+    have the digest of all chunks."""
+
+    digests: ClassVar[bool] = True
+    next_token = 0
+    _tokens: TokenArray
+
+    async def receive(self, read: Callable[[], Awaitable[Any]]) -> HandleRef | None:
+        """Take the frames behind the header. Returns the handle of the sequence, or None where something is missing.
+        Raises `InvalidRequest` and `KvCorrupt`."""
+        layers, digest, before = self._layout.layers, sha256() if self.digests else None, self.next_token
+        group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
+        layer = 0
+        while (frame := await read()) is not grpc.aio.EOF:
+            kind = frame.WhichOneof("frame")
+            if kind == "trailer":
+                if digest is not None and frame.trailer.sha256 != digest.digest():
+                    self.next_token = before
+                    raise KvCorrupt(
+                        "the digest of the stream is not that of its chunks; nothing of it was kept",
+                        metadata={"next_token": before},
+                        field="trailer.sha256",
+                    )
+                return await self._commit()
+            if kind != "chunk":
+                raise InvalidRequest("behind the header come chunks and the trailer", field="frame")
+            chunk = frame.chunk
+            tokens, parts = chunk_from_proto(self._layout, chunk)
+            start, end = chunk.first_token, chunk.first_token + tokens
+            follows = start <= self.next_token if group is None else start == group[1]
+            if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
+                raise InvalidRequest(
+                    "chunks come by tokens without gaps, and of the same tokens by layers",
+                    field="chunk",
+                    metadata={"next_token": self.next_token},
+                )
+            if end > len(self._tokens):
+                raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
+            group = start, end
+            large = sum(map(len, parts)) > INLINE_BYTES
+            found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
+            if found != chunk.crc32c:
+                raise KvCorrupt(
+                    f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
+                    metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
+                    field="chunk.crc32c",
+                )
+            await self._write(layer, start, end, parts)
+            layer += 1
+            if layer == layers:
+                layer, self.next_token = 0, max(self.next_token, end)
+        return None
+
+    async def _write(self, layer: int, start: int, end: int, parts: tuple[bytes, ...]) -> None:
+        """Write what is missing of a chunk."""
+        skipped = max(0, self.next_token - start)
+        if start + skipped >= end:
+            self._touch()
+            return
+        if skipped:
+            parts = tuple([each[len(each) // (end - start) * skipped :] for each in parts])
+        await self._ask(Command("write_kv", (self.record.sequence, start + skipped, end, layer, parts)))
+
+    @abstractmethod
+    async def _commit(self) -> HandleRef:
+        """The trailer is right. Make it a sequence like others, if all has come."""
+
+
+def _chunks(  # noqa: PLR0917
+    layout: Layout, digest: Any, layers: Sequence[int], start: int, end: int, pieces: Sequence[tuple[Any, ...]]
+) -> list[bytes]:
+    """The frames of what was read of the positions ``start .. end``. They go into the digest."""
+    frames = []
+    for layer, parts in zip(layers, pieces, strict=True):
+        for part in parts:
+            digest.update(part)
+        frames.append(chunk_to_proto(layout, layer, start, end - start, parts, checksum(parts)))
+    return frames
+
+
+def checksum(parts: Sequence[Any]) -> int:
+    """CRC-32C over buffers, one behind the other."""
+    from crc32c import crc32c  # an executor that moves no caches needs none
+
+    value = 0
+    for part in parts:
+        value = crc32c(part, value)
+    return value
+
+
+def _summed(digest: Any, parts: Sequence[bytes]) -> int:
+    """The checksum of a chunk, whose bytes go into the digest."""
+    if digest is not None:
+        for part in parts:
+            digest.update(part)
+    return checksum(parts)

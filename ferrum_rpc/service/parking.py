@@ -1,0 +1,354 @@
+"""Parking: a sequence's cache goes to a file, as an export would, and comes back from it, as an import would.
+
+Its record stays. Until the file is whole the sequence is in the engine; from then on it is in the file, until all of it
+is in the engine again. A call that claims a parked sequence is submitted when it is back (`bring_back`): the number
+that it will have in the engine is known from the moment at which it is parked.
+
+Sequences that were not used for long are parked without being claimed: a call that claims one meanwhile ends that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Final
+
+import numpy as np
+import structlog
+from google.protobuf.message import DecodeError
+from grpc.aio import EOF
+
+from ferrum_rpc.core import Caller, HandleRef
+from ferrum_rpc.engine.api import Command
+from ferrum_rpc.errors import (
+    Cancelled,
+    ExecutorError,
+    InternalError,
+    InvalidRequest,
+    KvBlocksExhausted,
+    KvCorrupt,
+    NotSupported,
+    QuotaExceeded,
+    StepFailed,
+)
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, checksum
+from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
+from ferrum_rpc.service.state import ServerState
+from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.transaction import FAILED
+from ferrum_rpc.wire.transfer import FILE_MAGIC, Layout
+
+log = structlog.get_logger("ferrum_rpc.parking")
+
+CHUNK_OVERHEAD: Final = 512
+"""Bytes of a chunk in a file beside its tensors, generously; of a token's id in its layout there are 5 at most."""
+
+IDLE_TURN_S: Final = 1.0
+SHORT_PART: Final = 0.05
+"""Blocks are short where a smaller part of them is free."""
+
+
+async def park(state: ServerState, handle: HandleRef, caller: Caller) -> tuple[HandleRef, int]:
+    """Park a caller's sequence; a cancelled caller's stays as it is. Returns its handle and how many blocks are free
+    now. Raises what a claim is refused with, `InvalidRequest` (it is empty), `SequencesExhausted` and `QuotaExceeded`
+    (no room for its file), `StepFailed`, and `NotSupported`."""
+    if not state.parked.offered:
+        raise NotSupported(
+            "ParkKv is not offered (capability PARK): the executor has no --kv-park-dir",
+            metadata={"capability": "PARK", "method": "ParkKv"},
+        )
+    layout = Layout.of(state.model)
+    record = state.handles.claim(handle, caller.name)
+    if record.parked:
+        record.busy = False
+        return record.handle, 0
+    job = Park(state, layout, record, claimed=True)
+    task = state.parked.start(job.run())
+    try:
+        outcome = await asyncio.shield(task)
+    except asyncio.CancelledError:
+        job.end(Cancelled("the call was cancelled before the sequence was parked; nothing happened"))
+        raise
+    if isinstance(outcome, ExecutorError):
+        raise outcome
+    return record.handle, outcome
+
+
+def bring_back(state: ServerState, record: SequenceRecord, then: Callable[[ExecutorError | None], object]) -> None:
+    """Bring back a parked sequence that is claimed; ``then`` is called with None when it is there, or with the refusal:
+    it is as it was then, but after a `KvCorrupt`, which ends it when its call does."""
+
+    async def run() -> None:
+        try:
+            job = _Return(state, Layout.of(state.model), record)
+        except ExecutorError as error:  # the executor has ended
+            then(error)
+        else:
+            await job.run(then)
+
+    state.parked.start(run())
+
+
+class Park(Moving):
+    """One sequence on its way to its file. Where it is not ``claimed``, a call that claims it ends this."""
+
+    renews: ClassVar[bool] = False
+
+    def __init__(self, state: ServerState, layout: Layout, record: SequenceRecord, *, claimed: bool) -> None:
+        super().__init__(state, layout)
+        self.record = record
+        self._claimed, self._used = claimed, record.used
+        if claimed:
+            record.cut = self.end
+
+    def end(self, error: ExecutorError) -> None:
+        """Stop at the next piece."""
+        self.ended = self.ended or error
+
+    async def run(self) -> int | ExecutorError:
+        """Park it. Returns how many blocks are free now, or why it is as it was."""
+        state, record = self._state, self.record
+        try:
+            async with state.parked.slots:
+                return await self._park()
+        except ExecutorError as error:
+            return error
+        except Exception as error:
+            state.supervisor.note(Background.PARK, error)
+            return InternalError(FAILED)
+        finally:
+            if self._claimed:
+                record.busy, record.cut = False, None
+                if record.pending_end is not None:
+                    state.supervisor.attempt(state.release, [record], record.pending_end)
+
+    async def _park(self) -> int:
+        state, layout, record = self._state, self._layout, self.record
+        length, files, account = record.length, state.parked, record.account
+        if length < 1:
+            raise InvalidRequest("the sequence is empty; there is nothing to park", field="handle")
+        size = self._tokens_of_a_chunk()
+        chunks = layout.layers * -(-length // size)
+        most = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
+        path = files.take(account, most)
+        try:
+            parked = await self._write(path, size)
+            self._check()
+        except BaseException:
+            files.give(account, most)
+            path.unlink(missing_ok=True)
+            raise
+        files.keep(record, parked, most)
+        state.quotas.settle(record)
+        if record.held_to <= length:
+            record.held_to = 0  # used up
+        state.counters.sequences_parked += 1
+        number, record.sequence = record.sequence, state.handles.number()
+        freed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        state.free([number], freed.set_result)
+        result = await freed
+        if isinstance(result, ExecutorError):
+            raise result
+        return int(result)
+
+    async def _write(self, path: Path, size: int) -> Parked:
+        """Write the file: what an exported sequence's has."""
+        layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
+        self._check()
+        tokens = await self._ask(Command("token_ids", (record.sequence,)))
+        self._check()
+        first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
+        starts: dict[int, int] = {}
+        try:
+            file = await asyncio.to_thread(_create, path)
+            with file:
+                await asyncio.to_thread(_append, file, [first])
+                async for start, frames in self._frames(0, record.length, size):
+                    self._check()
+                    starts.setdefault(start, file.tell())
+                    await asyncio.to_thread(_append, file, frames)
+                    self._check()
+                written = file.tell()
+        except OSError as error:
+            action = "make room on the disk of --kv-park-dir; the sequence stays in the cache"
+            log.warning("parking_failed", path=str(path), error=repr(error), action=action)
+            raise StepFailed(f"the cache could not be written ({error.strerror}); nothing changed") from error
+        return Parked(path, written, checksum([first]), starts)
+
+    def _check(self) -> None:
+        """Raise what has ended this."""
+        record = self.record
+        if not self._claimed and (
+            record.busy or record.used != self._used or record.id not in self._state.handles.live
+        ):
+            self.end(Cancelled("the sequence was used"))
+        if self.ended is not None:
+            raise self.ended
+
+
+class _Return(Incoming):
+    """One sequence on its way back. Its call has claimed it."""
+
+    renews: ClassVar[bool] = False
+    digests: ClassVar[bool] = False  # chunks that the prefix cache has are not read; each has a checksum
+    _begun = False
+
+    def __init__(self, state: ServerState, layout: Layout, record: SequenceRecord) -> None:
+        super().__init__(state, layout)
+        self.record = record
+
+    async def run(self, then: Callable[[ExecutorError | None], object]) -> None:
+        state, record, refusal = self._state, self.record, None
+        try:
+            async with state.parked.slots:
+                state.quotas.charge(record, record.length)
+                await self._bring_back()
+        except Exception as error:
+            refusal = self._refusal(error)
+            if self._begun:
+                state.free([record.sequence], _ignore)
+                record.sequence = state.handles.number()
+            state.quotas.settle(record)
+        then(refusal)
+
+    async def _bring_back(self) -> None:
+        state, record = self._state, self.record
+        parked = record.parked
+        assert parked is not None  # noqa: S101 - it was claimed so
+        file = await asyncio.to_thread(_open, parked.path)
+        with file:
+            [first] = await asyncio.to_thread(_next, file, 1)
+            if checksum([first]) != parked.layout:
+                raise KvCorrupt("the layout is not what was written")
+            layout = pb.ExportKvResponse.FromString(first).layout
+            self._tokens = np.fromiter(layout.token_ids, np.int32, len(layout.token_ids))
+            ahead = max(0, record.held_to - record.length)
+            arguments = (record.sequence, self._tokens, ahead, record.prefix)
+            self.next_token = await self._ask(Command("begin_import", arguments))
+            self._begun = True
+            file.seek(parked.starts[max(each for each in parked.starts if each <= self.next_token)])
+            waiting: list[bytes] = []
+
+            async def read() -> Any:
+                nonlocal waiting
+                if not waiting:
+                    waiting = await asyncio.to_thread(_next, file, READ_BYTES)
+                return pb.ExportKvResponse.FromString(waiting.pop(0)) if waiting else EOF
+
+            if await self.receive(read) is None:
+                raise KvCorrupt("the file ends too early")
+        state.parked.drop(record)
+
+    async def _commit(self) -> HandleRef:
+        if self.next_token < len(self._tokens):
+            raise KvCorrupt("chunks are missing")
+        await self._ask(Command("commit_import", (self.record.sequence,)))
+        return self.record.handle
+
+    def _refusal(self, error: Exception) -> ExecutorError:
+        """What the call is answered with. A file that is not what was written ends the sequence."""
+        state, record = self._state, self.record
+        unreadable = isinstance(error, OSError)
+        if (unreadable and error.errno in {errno.ENOENT, errno.EIO}) or isinstance(  # type: ignore[attr-defined]
+            error, KvCorrupt | InvalidRequest | DecodeError | ValueError
+        ):
+            action = "look at the disk of --kv-park-dir, and whether anything else writes there"
+            log.error("parked_sequence_lost", error=repr(error), action=action)
+            record.pending_end = record.pending_end or Ending.LOST
+            return KvCorrupt("what was parked of this sequence is not what was written; it has ended, prefill it again")
+        if unreadable:
+            log.error("parked_sequence_unread", error=repr(error), action="see why; the sequence stays parked")
+            return StepFailed("the parked cache could not be read; the sequence stays parked")
+        if isinstance(error, ExecutorError):
+            state.counters.kv_exhausted += isinstance(error, KvBlocksExhausted)
+            return error
+        state.supervisor.note(Background.PARK, error)
+        return InternalError(FAILED)
+
+
+class IdleParking:
+    """Parks sequences that were not used for ``kv_park_idle_s``, the least recently used first, where blocks are short.
+    `turn` is called every `IDLE_TURN_S` seconds."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._exhausted = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def turn(self) -> None:
+        """Look whether blocks are short: a call was refused for want of them since the last turn, or few are free."""
+        state, exhausted = self._state, self._state.counters.kv_exhausted
+        pressure = state.pressure()
+        short = exhausted > self._exhausted or pressure.free_blocks < SHORT_PART * pressure.total_blocks
+        self._exhausted = exhausted
+        if short and (self._task is None or self._task.done()):
+            self._task = state.parked.start(self._park_some(max(1, round(SHORT_PART * pressure.total_blocks))))
+
+    async def _park_some(self, blocks: int) -> None:
+        """Park until so many blocks are free, or no more sequences are idle."""
+        state = self._state
+        before = time.monotonic() - state.limits.kv_park_idle_s
+        idle = [each for each in state.handles.records() if self._is_idle(each, before)]
+        idle.sort(key=lambda each: each.used)
+        parked = 0
+        for record in idle:
+            if not self._is_idle(record, before) or record.id not in state.handles.live:
+                continue
+            outcome = await Park(state, Layout.of(state.model), record, claimed=False).run()
+            if isinstance(outcome, int):
+                parked += 1
+                blocks -= outcome
+            elif not isinstance(outcome, Cancelled | QuotaExceeded):
+                log.warning("idle_sequences_not_parked", error=str(outcome), action="allow more --kv-park-bytes")
+                break
+            if blocks <= 0:
+                break
+        if parked:
+            log.info("idle_sequences_parked", sequences=parked, action="nothing: their next calls bring them back")
+
+    @staticmethod
+    def _is_idle(record: SequenceRecord, before: float) -> bool:
+        return record.used <= before and not record.busy and record.parked is None and record.length > 0
+
+
+def _ignore(_: object) -> None:
+    """Nothing waits for it."""
+
+
+def _create(path: Path) -> BinaryIO:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    file.write(FILE_MAGIC)
+    return file
+
+
+def _append(file: BinaryIO, frames: Sequence[bytes]) -> None:
+    for frame in frames:
+        file.write(len(frame).to_bytes(4, "little"))
+        file.write(frame)
+    file.flush()
+
+
+def _open(path: Path) -> BinaryIO:
+    file = path.open("rb")
+    if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
+        file.close()
+        raise KvCorrupt("the file is another one")
+    return file
+
+
+def _next(file: BinaryIO, most: int) -> list[bytes]:
+    """The next frames, of about ``most`` bytes; none at the end."""
+    frames, read = list[bytes](), 0
+    while read < most and (size := file.read(4)):
+        wanted = int.from_bytes(size, "little")
+        frame = file.read(wanted)
+        if len(size) < 4 or len(frame) < wanted:
+            raise KvCorrupt("the file ends within a frame")
+        frames.append(frame)
+        read += wanted
+    return frames
