@@ -23,7 +23,7 @@ print("\\n".join(sorted(sys.modules)))
 """
 
 SERVER_ONLY = {"torch", "pydantic", "structlog", "safetensors", "psutil", "transformers"}
-CLIENT_FLOORS = {"client", "core", "errors", "executor", "wire"}
+CLIENT_FLOORS = {"client", "core", "errors", "executor", "prefix_hash", "wire"}
 
 
 def loaded_by(program: str) -> set[str]:
