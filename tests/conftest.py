@@ -8,10 +8,13 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.quiet_logs import quiet_logs
 
 torch.set_num_threads(1)
+settings.register_profile("here", deadline=None)  # what else the machine does is no failure of an example
+settings.load_profile("here")
 
 if not torch.cuda.is_available():  # CUDA kernels run in Triton's interpreter; read when something first imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -381,7 +381,7 @@ class TorchRunner:
                     made.append(child)
             except BaseException:
                 for child in made:
-                    self.kv.release(child)
+                    self.kv.release(child, publish=False)
                 if made:  # a truncation to where it stands gives back the spare that its shared block needed
                     self.kv.truncate(parent, self.kv.length(parent))
                 raise

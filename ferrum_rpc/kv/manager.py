@@ -115,7 +115,7 @@ class KvManager:
             state.open = opened = self._open(sequence, state, start, end, found, loaded, create, ahead, hold)
         except KvBlocksExhausted:
             if parent is not None:
-                self.release(sequence)
+                self.release(sequence, publish=False)
             raise
         opened.searched = searched
         if prompt is not None and opened.cached:
@@ -238,7 +238,7 @@ class KvManager:
         state.open = None
         if reservation.created:
             self._pool.release([block for _, block in reservation.replaced])
-            self.release(reservation.sequence)
+            self.release(reservation.sequence, publish=False)
             return
         if reservation.held is not None:
             self._capacity.undo_hold(state, reservation.held)
@@ -325,14 +325,15 @@ class KvManager:
         if state.length >= state.publish_at:
             self._prefixes.publish(state)
 
-    def release(self, sequence: int) -> None:
-        """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more."""
+    def release(self, sequence: int, *, publish: bool = True) -> None:
+        """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more. Not to
+        ``publish``, it never was: what a fork shares with its parent may be promised to that one."""
         state = self._idle(sequence)
         del self._sequences[sequence]
         promised = self._capacity.promised
         promised.pop(state, None)
         state.promised_tokens = 0
-        if state.length >= state.publish_at:
+        if publish and state.length >= state.publish_at:
             self._prefixes.publish(state)
         self._pool.release(state.table.cut(0) + state.spares)
         if state.shared or self._sharing_ended:

@@ -151,6 +151,8 @@ class Incoming(Moving, ABC):
             layer += 1
             if layer == layers:
                 layer, self.next_token = 0, max(self.next_token, end)
+        if self.ended is not None:
+            raise self.ended
         return None
 
     async def _write(self, layer: int, start: int, end: int, parts: tuple[bytes, ...]) -> None:

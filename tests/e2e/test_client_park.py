@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("crc32c")
-
 from ferrum_rpc.client import ExecutorClient, FullLogits
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import KvCorrupt, NotSupported

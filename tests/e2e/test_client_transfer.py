@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("crc32c")
-
 from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence, SequenceMisuseError, transfer
 from ferrum_rpc.client import sync as sync_client
 from ferrum_rpc.client.info import Capability

@@ -668,4 +668,4 @@ def test_the_scheduler_stands_on_the_client_alone() -> None:
     modules = set(done.stdout.split())
     assert not {"torch", "pydantic", "structlog"} & {name.partition(".")[0] for name in modules}
     floors = {name.split(".")[1] for name in modules if name.startswith("ferrum_rpc.")}
-    assert floors <= {"client", "core", "errors", "executor", "wire"}
+    assert floors <= {"client", "core", "errors", "executor", "prefix_hash", "wire"}

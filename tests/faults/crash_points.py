@@ -18,14 +18,13 @@ from ferrum_rpc.failpoints import OF_THE_DEVICE, Action, Failpoint, Failpoints, 
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.process import Dialled, dial, serving
 from tests.faults.sizes import Size
-from tests.faults.verses import MOVES, Gone, Life, Scheduler, Tally
+from tests.faults.verses import Gone, Life, Scheduler, Tally
 from tests.serving import serve_identity
 
 ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
 FATAL: Final = (Action.CRASH, Action.DEVICE_LOST)
 VERSES: Final = 10
 """Verses within which a point is reached often enough; a rule that has not fired by then is a violation."""
-POINTS: Final = [each for each in Failpoint if MOVES or each not in {Failpoint.EXPORT, Failpoint.IMPORT}]
 SPACING: Final = {Failpoint.BEFORE_REPLY: 11}
 """Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
 answers are lost of steps that did not fail."""
@@ -43,14 +42,14 @@ async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
     """Errors and out of memory on one server; crashes and lost devices on a server each. The chains run side by side:
     what takes time is the start of so many processes."""
     tally = Tally()
-    points = [point for _ in range(size.crash_rounds) for point in POINTS]
+    points = [point for _ in range(size.crash_rounds) for point in Failpoint]
     await asyncio.gather(
         _fail_and_go_on(size.crash_rounds, seed, tally),
         _die_and_restart(partial(_process, "thread"), Action.CRASH, points[0::2], seed, tally),
         _die_and_restart(partial(_process, "process"), Action.CRASH, points[1::2], seed + 1, tally),
         _die_and_restart(_in_process, Action.DEVICE_LOST, points, seed, tally),
     )
-    expected = {(point.value, action.value) for point in POINTS for action in actions(point)}
+    expected = {(point.value, action.value) for point in Failpoint for action in actions(point)}
     short = [pair for pair in expected if tally.fired[pair] < size.crash_rounds]
     return Figures(
         "R16",
@@ -63,7 +62,7 @@ async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
         ),
         {
             "rounds": size.crash_rounds,
-            "failpoints": len(POINTS),
+            "failpoints": len(Failpoint),
             "pairs": len(expected),
             "fired": sum(tally.fired.values()),
             "rows compared": tally.rows,
@@ -80,7 +79,7 @@ async def _fail_and_go_on(rounds: int, seed: int, tally: Tally) -> None:
     """One server, at which every point fails with every action that is rolled back, once a round."""
     rules = [
         f"{point}={action}@{2 + SPACING.get(point, 3) * (n * len(ROLLED_BACK) + index)}"
-        for point in POINTS
+        for point in Failpoint
         for index, action in enumerate(ROLLED_BACK)
         if action in actions(point)
         for n in range(rounds)

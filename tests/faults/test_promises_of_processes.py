@@ -19,7 +19,6 @@ from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.sizes import CI
 from tests.faults.transfers import r28_a_transfer_is_whole_or_nothing
 from tests.faults.unread import r22_the_dead_hold_nothing
-from tests.faults.verses import MOVES
 
 
 async def test_r2_a_step_is_applied_exactly_once() -> None:
@@ -72,7 +71,6 @@ async def test_r25_a_lost_sequence_is_rebuilt_exactly() -> None:
     (await r25_a_lost_sequence_is_rebuilt_exactly(CI)).check()
 
 
-@pytest.mark.skipif(not MOVES, reason="no crc32c here")
 async def test_r28_a_transfer_is_whole_or_nothing() -> None:
     (await r28_a_transfer_is_whole_or_nothing(CI)).check()
 

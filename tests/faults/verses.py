@@ -7,7 +7,6 @@ INTERNAL_ERROR, nobody knows, the same request again finds out; a dead process o
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import time
 from collections import Counter
@@ -29,8 +28,6 @@ from tests.wiring import full, item, pb
 ALL: Final = output_pb2.POSITIONS_ALL
 ORACLE: Final = OracleConfig(positional=True)
 TOLERANCE: Final = 1e-5
-MOVES: Final = importlib.util.find_spec("crc32c") is not None
-"""Whether the environment has what transfers need."""
 FREED_WITHIN_S: Final = 2.0
 """What an executor lets go of by itself, the copy of an export, is tried again a little later where it failed."""
 ATTEMPTS: Final = 20
@@ -106,9 +103,8 @@ class Scheduler:
         await self.feed({0: self._tokens(3), 1: self._tokens(5)})
         await self.feed({2: self._tokens(2)}, truncate_to=5)
         assert three.tokens[:5] == one.tokens[:5]
-        if MOVES:
-            await self.move(three)
-            await self.feed({3: self._tokens(1)})
+        await self.move(three)
+        await self.feed({3: self._tokens(1)})
         await self.release_all()
         pressure, until = (await self._client.status()).pressure, time.monotonic() + FREED_WITHIN_S
         while pressure.free_blocks != pressure.total_blocks and time.monotonic() < until:

@@ -120,3 +120,18 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     there.write(1, 3 * SIZE + 1, prefix=USE)
     there.check()
     assert there.loaded == 1
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_fork_that_never_was_publishes_nothing_of_what_its_parent_was_promised(refused: bool) -> None:
+    there = World(5, SIZE, alphabet=1)
+    there.write(0, SIZE, ahead=SIZE, prefix=USE)
+    there.write(0, SIZE)
+    before = everything(there.kv)
+    if refused:
+        with pytest.raises(KvBlocksExhausted):
+            there.reserve(1, 2 * SIZE, 9 * SIZE, create=True, parent=0)
+    else:
+        there.rollback(there.reserve(1, 2 * SIZE, 1, create=True, parent=0))
+    assert everything(there.kv) == before
+    assert there.kv.state().cached_blocks == 0

@@ -13,8 +13,6 @@ import grpc
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("crc32c")
-
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints

@@ -187,6 +187,8 @@ class RunMachine(RuleBasedStateMachine):
                 )
             )
         self.state = self.served.server.state
+        self.raised: list[object] = []
+        self.loop.set_exception_handler(self.note)
         self.lease = (await self.served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
         await self.connect()
 
@@ -558,6 +560,11 @@ class RunMachine(RuleBasedStateMachine):
                 on = item([known.chosen], known.handle, output=SAMPLE, run=run, request_id="on")
                 self.settle(Sent(known, [*known.tokens, known.chosen], on), (await self.ask(on))[0])
 
+    def note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback has raised, for whoever reads a failure of this test."""
+        self.raised.append(context)
+        self.state.supervisor._unhandled(loop, context)
+
     async def close(self) -> None:
         self.stream.cancel()
         await self.life.aclose()
@@ -594,7 +601,7 @@ class RunMachine(RuleBasedStateMachine):
         assert not any(account.held[each] for account in state.quotas._accounts.values() for each in HELD_BY_CALLS)
         assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.masks.values())
         assert not state.masks._on_way and not state.unread.bytes
-        assert not any(state.supervisor.failures.values())
+        assert not any(state.supervisor.failures.values()), self.raised[:3]
         if isinstance(engine, EngineProcess):
             assert not engine._open
 
