@@ -288,7 +288,7 @@ async def test_runs_make_few_trips() -> None:
             work = requests(prompts(8), 64)
             run = await schedule(served.target, work, sampling=SAMPLED, session=True, run_tokens=run_tokens)
             trips.append(run.steps)
-        assert trips[0] >= 64 and trips[1] <= 12
+        assert trips[0] >= 64 and 4 * trips[1] <= trips[0]
 
 
 @BOTH_WAYS
