@@ -27,7 +27,7 @@ from ferrum_rpc.wire.items import Shape, item_from_proto, item_to_proto
 output = OutputSpec(Positions.ALL, TopTokens(3))
 item = item_to_proto(item_id=7, handle=None, tokens=[1, 2], output=output, request_id="r")
 request = model_executor_pb2.PrefillRequest.FromString(model_executor_pb2.PrefillRequest(item=item).SerializeToString())
-back = item_from_proto(request.item, Shape.PREFILL)
+back = item_from_proto(request.item, Shape.PREFILL, ())
 assert back.tokens.tolist() == [1, 2] and back.output.kind.k == 3, back
 assert "torch" not in sys.modules
 print(f"grpcio {grpc.__version__}, protobuf {google.protobuf.__version__}: ok")

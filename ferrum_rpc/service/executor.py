@@ -21,7 +21,6 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.framing import framed
 from ferrum_rpc.wire.info import (
-    CAPABILITIES,
     MINIMUM_CLIENT_REVISION,
     SCHEMA_REVISION,
     device_to_proto,
@@ -58,10 +57,11 @@ def _forward(name: str, response_class: type[Any], shape: Shape, *, one: bool = 
         self.calls.methods[method].items += len(messages)
         account = self.state.quotas.account(CALLER.get())
         check_room(self.state, account, messages)
+        offered = self.state.capabilities
         call = ForwardCall(
             self.state,
             account,
-            (item_from_proto(request.item, shape),) if one else items_from_proto(messages, shape),
+            (item_from_proto(request.item, shape, offered),) if one else items_from_proto(messages, shape, offered),
             all_or_nothing=not one and request.all_or_nothing,
             deadline=deadline_of(context),
             peer=context.peer,
@@ -204,7 +204,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 max_forks=self.state.limits.max_batch_items,
                 max_biases=MAX_BIASES,
             ),
-            capabilities=(*CAPABILITIES, info_pb2.CAPABILITY_PARK) if self.state.parked.offered else CAPABILITIES,
+            capabilities=self.state.capabilities,
             device=device_to_proto(self.state.device),
         )
 

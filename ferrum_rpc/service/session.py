@@ -282,7 +282,7 @@ class Session:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
         check_room(self._state, self._account, messages)
-        items = items_from_proto(messages, Shape.FRAME, self._lease.id)
+        items = items_from_proto(messages, Shape.FRAME, self._state.capabilities, self._lease.id)
         call = partial(
             ForwardCall,
             self._state,

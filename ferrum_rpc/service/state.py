@@ -18,6 +18,7 @@ from typing import Any, Final
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
+from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
@@ -27,6 +28,7 @@ from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
+from ferrum_rpc.wire.info import CAPABILITIES
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -78,6 +80,8 @@ class ServerState:
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.parked = ParkedFiles(park_dir, limits)
+        self.capabilities = (*CAPABILITIES, CAPABILITY_PARK) if self.parked.offered else CAPABILITIES
+        """What GetInfo says, and an item may need."""
         self.sessions = 0
         self.unnamed: dict[SequenceRecord, None] = {}
         """Sequences of transfers, which no handle names: copies that exports read, imports that are not whole. They are

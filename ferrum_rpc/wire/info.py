@@ -53,7 +53,8 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_STEP_FORK,
     info_pb2.CAPABILITY_STEP_FRAMES,
 )
-"""What this version offers. What is not here answers UNIMPLEMENTED with NOT_SUPPORTED."""
+"""What every executor of this version offers; what an operator may offer besides, `ServerState.capabilities` has. What
+is not there answers UNIMPLEMENTED with NOT_SUPPORTED."""
 
 
 def to_proto(into: type[M], *sources: object, **given: Any) -> M:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +29,6 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.info import CAPABILITIES
 from ferrum_rpc.wire.output import output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
@@ -89,9 +88,11 @@ def fork_from_proto(
     return handle_from_proto(request.handle), request.count or 1, at, request_id_from_proto(request.request_id)
 
 
-def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str = "") -> WorkItem:
-    """Wire to domain. ``lease_id``: the lease of a new sequence that names none. Raises `InvalidRequest` or
-    `NotSupported`; the item's state is checked by the service floor."""
+def item_from_proto(
+    item: forward_pb2.ForwardItem, shape: Shape, capabilities: Container[int], lease_id: str = ""
+) -> WorkItem:
+    """Wire to domain. ``capabilities``: what it may need. ``lease_id``: the lease of a new sequence that names none.
+    Raises `InvalidRequest` or `NotSupported`; the item's state is checked by the service floor."""
     token_ids, message = item.token_ids, item.handle
     count, handle_id = len(token_ids), message.id
     has_handle = handle_id != b"" or item.HasField("handle")
@@ -106,7 +107,7 @@ def item_from_proto(item: forward_pb2.ForwardItem, shape: Shape, lease_id: str =
     if shape is _VERIFY and not has_handle:
         raise InvalidRequest("ForwardVerify takes a handle", field="handle")
     if item.needs:
-        _check_needs(item.needs)
+        _check_needs(item.needs, capabilities)
     fork = has_create and item.create.fork
     if fork and (not has_handle or has_follow):
         raise InvalidRequest("a fork takes the handle of its parent, and follows nothing", field="create.fork")
@@ -178,23 +179,23 @@ def _follow_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> Follow:
     return Follow(follow.feed_chosen, follow.creation)
 
 
-def _check_needs(needs: Iterable[int]) -> None:
+def _check_needs(needs: Iterable[int], capabilities: Container[int]) -> None:
     """Refuse an item that needs what is not offered, by its name, or by its number where it has none here."""
     for need in needs:
-        if need not in CAPABILITIES:
+        if need not in capabilities:
             known = info_pb2.Capability.DESCRIPTOR.values_by_number.get(need)
             name = str(need) if known is None else known.name.removeprefix("CAPABILITY_")
             raise NotSupported(f"the item needs capability {name}, which is not offered", field="needs")
 
 
 def items_from_proto(
-    messages: Sequence[forward_pb2.ForwardItem], shape: Shape, lease_id: str = ""
+    messages: Sequence[forward_pb2.ForwardItem], shape: Shape, capabilities: Container[int], lease_id: str = ""
 ) -> list[WorkItem | ExecutorError]:
     """A batch's items: a malformed one becomes the error in its place."""
     items: list[WorkItem | ExecutorError] = []
     for message in messages:
         try:
-            items.append(item_from_proto(message, shape, lease_id))
+            items.append(item_from_proto(message, shape, capabilities, lease_id))
         except ExecutorError as error:
             items.append(error)
     return items

@@ -60,7 +60,7 @@ async def test_a_watch_ends_where_nobody_answers_or_nothing_is_told(monkeypatch:
     async with ExecutorClient("127.0.0.1:1") as client:
         with pytest.raises((TransportError, DeadlineExceeded)):
             await anext(client.watch_prefixes(patience_s=0.2))
-    monkeypatch.setattr("ferrum_rpc.service.executor.CAPABILITIES", ())
+    monkeypatch.setattr("ferrum_rpc.service.state.CAPABILITIES", ())
     async with serve_identity() as served, ExecutorClient(served.target) as client:
         with pytest.raises(NotSupported, match="KV_EVENTS"):
             await anext(client.watch_prefixes())

@@ -278,9 +278,8 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
     state = served.server.state
 
     async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
-        return (await ForwardCall(state, state.quotas.account(caller), [item_from_proto(message, Shape.ANY)])).outcomes[
-            0
-        ]
+        work = item_from_proto(message, Shape.ANY, state.capabilities)
+        return (await ForwardCall(state, state.quotas.account(caller), [work])).outcomes[0]
 
     first = await feed(alice, item([1, 2, 3], request_id="same"))
     second = await feed(bob, item([9, 9], request_id="same"))

@@ -90,8 +90,6 @@ async def status(served: Served) -> pb.GetStatusResponse:
 
 async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Served) -> None:
     handle, twin = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
-    info = await served.executor.GetInfo(pb.GetInfoRequest())
-    assert info_pb2.CAPABILITY_PARK in info.capabilities
     before = (await status(served)).counters.sequences_parked
     answer = await park(served, handle)
     assert (answer.handle, answer.freed_blocks, answer.pressure.free_blocks) == (handle, 8, 56)
@@ -116,6 +114,15 @@ async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Se
     ]
     assert labels == [each.label for each in listed], "an operator finds it where it was"
     await served.check()
+
+
+async def test_an_item_may_need_what_is_offered(served: Served) -> None:
+    offered = (await served.executor.GetInfo(pb.GetInfoRequest())).capabilities
+    assert info_pb2.CAPABILITY_PARK in offered
+    handle = await prefill(served, PROMPT, needs=offered)
+    async with opened(served) as stream:
+        answer = await stream.ask(forward=session_pb2.SessionForward(items=[item([5], handle, needs=offered)]))
+        assert answer.forward.results[0].output.handle.seq_len == 32
 
 
 async def test_it_is_parked_again_and_again(served: Served) -> None:
@@ -383,6 +390,9 @@ async def test_an_executor_without_a_folder_parks_nothing() -> None:
         assert error.metadata["capability"] == "PARK"
         info = await served.executor.GetInfo(pb.GetInfoRequest())
         assert info_pb2.CAPABILITY_PARK not in info.capabilities
+        needing = prefill(served, PROMPT, needs=[info_pb2.CAPABILITY_PARK])
+        error = await refused(needing, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+        assert "PARK" in error.message
 
 
 async def test_only_so_many_bytes_are_parked(tmp_path: Path) -> None:
