@@ -7,6 +7,8 @@ changes. It must not know transactions: it is called while no reservation is ope
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.pool import BlockPool
 from ferrum_rpc.kv.sequence import SequenceState
@@ -14,11 +16,13 @@ from ferrum_rpc.kv.table import blocks_for
 
 
 class Capacity:
-    """Spares of the sequences over ``pool``, in blocks of ``block_size`` tokens."""
+    """Spares of the sequences over ``pool``, in blocks of ``block_size`` tokens. ``withdraw`` is called with each block
+    that is to be published no more."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, withdraw: Callable[[int], object]) -> None:
         self._pool = pool
         self._block_size = block_size
+        self._withdraw = withdraw
         self.promised: dict[SequenceState, None] = {}
         """Those that were promised something, and perhaps some that are promised nothing any more."""
 
@@ -117,14 +121,19 @@ class Capacity:
 
     def _spares_for(self, state: SequenceState, start: int, tokens: int) -> int:
         """Blocks that the sequence needs beyond its own to be written from ``start`` on, up to ``tokens`` tokens: those
-        that it has not, and a copy of each that is shared. It may go back to ``start`` and write all of it again."""
+        that it has not, and a copy of each that is shared. It may go back to ``start`` and write all of it again, so
+        what a fork published there, and holds no more, is published no more: another that found it would share it."""
         if not tokens:
             return 0
         first, last, have = start // self._block_size, blocks_for(start + tokens, self._block_size), len(state.table)
         absent = max(0, last - have)
         if state.shared <= first:
             return absent
-        return absent + self._pool.count_shared(state.table.view(min(last, state.shared))[first:])
+        held = state.table.view(min(last, state.shared))[first:]
+        for block in held.tolist():
+            if self._pool.has_one_holder(block):
+                self._withdraw(block)
+        return absent + self._pool.count_shared(held)
 
     def _give_back(self, state: SequenceState, wanted: int) -> None:
         """Spares beyond ``wanted`` are free again, e.g. when the fork that shared the last block is gone."""

@@ -18,7 +18,8 @@ edits the table in place and remembers the few entries that it replaced.
 Blocks that are full of committed tokens are published (`kv.prefix`), and later spans that begin with the same tokens
 find them. The pool holds a published block as a sequence does, so it is replaced like any shared one; where only one
 sequence holds it, it is published no more and written in place. What is promised to a sequence is not published before
-the promise ends: nobody then takes from the promise by finding it.
+the promise ends: nobody then takes from the promise by finding it. What a fork published of it is withdrawn when the
+fork is gone.
 
 This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
@@ -63,7 +64,7 @@ class KvManager:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, order)
         self._prefixes = PrefixCache(self._pool, block_size, fingerprint)
-        self._capacity = Capacity(self._pool, block_size)
+        self._capacity = Capacity(self._pool, block_size, self._prefixes.withdraw)
         self._sequences: dict[int, SequenceState] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps
 
@@ -262,8 +263,6 @@ class KvManager:
         self._pool.release(dropped)
         self._sharing_ended |= bool(dropped and state.shared)
         self._prefixes.went_back(state, length)
-        if length % self.block_size and self._pool.has_one_holder(block := state.table[length // self.block_size]):
-            self._prefixes.withdraw(block)  # its end is the sequence's to write, and perhaps promised to it
         self._capacity.resize(state, length, length)
 
     def fork(self, parent: int, child: int, at: int | None = None) -> None:

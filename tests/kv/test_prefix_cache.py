@@ -114,12 +114,28 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     there.write(0, 3 * SIZE + 1, prefix=USE)
     first = there.blocks(0)[0]
     content, hashed = there.content[there._block(first)].tobytes(), there.kv._prefixes.hash_of(first)
-    there.truncate(0, 1)  # the first block is withdrawn, and those behind it are not
+    there.truncate(0, 1)
+    there.write(0, 1)  # the first block is withdrawn, and those behind it are not
     assert there.kv.state().cached_blocks == 2 and there.tier is not None and hashed is not None
     there.tier.there[hashed] = content
     there.write(1, 3 * SIZE + 1, prefix=USE)
     there.check()
     assert there.loaded == 1
+
+
+@pytest.mark.parametrize("back", [0, 1])
+def test_what_a_fork_published_of_a_promise_takes_no_block_when_the_fork_is_gone(back: int) -> None:
+    """The parent filled a block of its promise, and perhaps went back into it since."""
+    there = World(9, SIZE, alphabet=1)
+    there.write(0, SIZE, ahead=2 * SIZE, prefix=USE)
+    there.write(0, SIZE)
+    there.fork(0, 1)
+    there.write(1, SIZE)
+    if back:
+        there.truncate(0, 2 * SIZE - back)
+    there.release(1)
+    assert there.kv.free_blocks == 5, "the parent has two blocks and a spare"
+    there.check()
 
 
 @pytest.mark.parametrize("refused", [True, False])
