@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -158,7 +158,9 @@ class Block:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence, live or not, and every handle that was ever given out for it."""
+    """A sequence, live or not, and every handle that was ever given out for it. ``held_to``: up to where blocks were
+    reserved. ``family``: those that find each other's blocks by their tokens; None: it does not use the prefix cache.
+    """
 
     name: int
     tokens: list[int] = field(default_factory=list)
@@ -167,6 +169,9 @@ class Sequence:
     spares: int = 0
     promised_from: int = 0
     promised: int = 0
+    held_to: int = 0
+    parked: bool = False
+    family: int | None = None
 
     @property
     def handle(self) -> Handle:
@@ -296,6 +301,30 @@ class Blocks:
             if other is not sequence and other.promised:
                 self._give_back(other, self._spares_wanted(other, other.promised_from, other.promised))
 
+    def park(self, sequence: Sequence, others: Iterable[Sequence]) -> int:
+        """Nothing of it is left but its tokens. Returns how many blocks that frees."""
+        before = self.free
+        self.release(sequence, others)
+        sequence.promised, sequence.parked = 0, True
+        if sequence.held_to <= sequence.length:
+            sequence.held_to = 0
+        return self.free - before
+
+    def place(self, sequence: Sequence, tokens: list[int], ahead: int) -> bool:
+        """Blocks for the tokens of a sequence that has none, and for so many more. False: there are too few."""
+        have = self.blocks_for(len(tokens))
+        needed = self.blocks_for(len(tokens) + ahead)
+        if needed > self.free:
+            return False
+        self.free -= needed
+        sequence.tokens, sequence.blocks, sequence.spares = tokens, [Block() for _ in range(have)], needed - have
+        sequence.promised_from, sequence.promised, sequence.parked = len(tokens), ahead, False
+        return True
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """A call on a parked sequence. False: it stays parked."""
+        return not sequence.parked or self.place(sequence, sequence.tokens, max(0, sequence.held_to - sequence.length))
+
     def _drop(self, block: Block) -> None:
         block.holders -= 1
         self.free += block.holders == 0
@@ -417,12 +446,18 @@ class Oracle:
             return self.forged[handle.id]
         return frozenset() if any_version or handle == sequence.handle else frozenset({"SEQUENCE_VERSION_MISMATCH"})
 
-    def _new(self) -> Sequence:
+    def _new(self, *, cached: bool = False) -> Sequence:
         self._names += 1
-        return Sequence(self._names)
+        return Sequence(self._names, family=self._names if cached else None)
+
+    def finds_blocks(self, sequence: Sequence) -> bool:
+        """Whether it may find blocks of others when it comes back."""
+        mine = [each for each in self.live.values() if each.family == sequence.family]
+        return sequence.family is not None and len(mine) > 1
 
     def remove(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence, self.live.values())
+        if not sequence.parked:
+            self.blocks.release(sequence, self.live.values())
         del self.live[sequence.handle.id]
         self.gone[sequence.handle.id] = sequence
         self.forget_rows(sequence.handle.id)
@@ -590,9 +625,13 @@ class Oracle:
         writes: dict[int, Write] = {}
         exhausted = Refused(frozenset({EXHAUSTED}))
         failed = Refused(frozenset({"STEP_FAILED", EXHAUSTED}))
+        old = {index: self.live[items[index].handle.id] for index in admitted if items[index].handle is not None}
+        away = [index for index, sequence in old.items() if not self.blocks.bring_back(sequence)]
+        outcomes |= dict.fromkeys(admitted if all_or_nothing and away else away, exhausted)
+        admitted = [index for index in admitted if index not in outcomes]
         for index in admitted:
             item = items[index]
-            sequence = self._new() if item.handle is None else self.live[item.handle.id]
+            sequence = self._new(cached=not item.request_id) if item.handle is None else old[index]
             start = sequence.length if item.handle is None or item.truncate_to is None else item.truncate_to
             write = self.blocks.write(sequence, start, len(item.tokens), item.reserve or 0)
             if write is None:
@@ -618,6 +657,8 @@ class Oracle:
             self.counts["tokens"] += len(item.tokens)
             self.counts["copied"] += write.copied
             self.blocks.commit(write, item.tokens)
+            if write.ahead:
+                sequence.held_to = sequence.length + write.ahead
             rows = item.output.row_count(len(item.tokens), verify)
             self.counts["rows"] += rows
             prefixes = [tuple(sequence.tokens[: end + 1]) for end in range(sequence.length - rows, sequence.length)]
@@ -677,6 +718,8 @@ class Oracle:
         sequence = self.live[handle.id]
         if length > sequence.length:
             return frozenset({"TRUNCATE_BEYOND_LENGTH"})
+        if not self.blocks.bring_back(sequence):
+            return frozenset({EXHAUSTED})
         self.counts["truncated"] += sequence.length - length
         self.blocks.truncate(sequence, length)
         if request_id:
@@ -700,7 +743,9 @@ class Oracle:
             return frozenset({"TRUNCATE_BEYOND_LENGTH"})
         if len(self.live) + number > self.limits.max_sequences:
             return frozenset({TOO_MANY})
-        children = [self._new() for _ in range(number)]
+        if not self.blocks.bring_back(parent):
+            return frozenset({EXHAUSTED})
+        children = [replace(self._new(), family=parent.family) for _ in range(number)]
         for child in children:
             if not self.blocks.fork(parent, child, length):
                 assert child is children[0], "what the first took is enough for all"
@@ -728,7 +773,47 @@ class Oracle:
         sequence = self.live[handle.id]
         if sequence.length + tokens > self.limits.max_context:
             return frozenset({"CONTEXT_LENGTH_EXCEEDED"})
-        return sequence if self.blocks.promise(sequence, tokens) else frozenset({EXHAUSTED})
+        if not self.blocks.bring_back(sequence) or not self.blocks.promise(sequence, tokens):
+            return frozenset({EXHAUSTED})
+        sequence.held_to = sequence.length + tokens if tokens else 0
+        return sequence
+
+    def park(self, handle: Handle) -> frozenset[str] | int:
+        """How many blocks are free now."""
+        if faults := self.handle_faults(handle):
+            return faults
+        sequence = self.live[handle.id]
+        if not sequence.length:
+            return frozenset({INVALID})
+        if sequence.parked:
+            return 0
+        self.counts["parked"] += 1
+        return self.blocks.park(sequence, self.live.values())
+
+    def export(self, handle: Handle) -> frozenset[str] | Sequence:
+        """A fork of it comes and goes."""
+        if faults := self.handle_faults(handle):
+            return faults
+        sequence, copy = self.live[handle.id], Sequence(0)
+        if not sequence.length:
+            return frozenset({INVALID})
+        if not self.blocks.bring_back(sequence) or not self.blocks.fork(sequence, copy, sequence.length):
+            return frozenset({EXHAUSTED})
+        self.blocks.release(copy, self.live.values())
+        return sequence
+
+    def begin_import(self, tokens: list[int], ahead: int, *, cached: bool) -> frozenset[str] | Sequence:
+        """What is to be a sequence has its blocks."""
+        faults = set()
+        if len(tokens) + ahead > self.limits.max_context:
+            faults.add("CONTEXT_LENGTH_EXCEEDED")
+        if len(self.live) >= self.limits.max_sequences:
+            faults.add(TOO_MANY)
+        sequence = self._new(cached=cached)
+        if faults or not self.blocks.place(sequence, tokens, ahead):
+            return frozenset(faults or {EXHAUSTED})
+        sequence.held_to = len(tokens) + ahead if ahead else 0
+        return sequence
 
 
 STEP_FAILED = Refused(frozenset({"STEP_FAILED"}))

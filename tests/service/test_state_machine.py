@@ -18,6 +18,8 @@ import random
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import grpc
@@ -30,7 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, output_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
 from tests.identity_oracle import _embeddings
 from tests.service.model import (
@@ -52,6 +54,7 @@ from tests.service.model import (
     check_row,
     logits_after,
 )
+from tests.service.transfers import brought, chunks_of, exported, header, imported
 from tests.serving import Served, serve_identity
 
 ROUNDS = float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1"))
@@ -266,7 +269,10 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.life = AsyncExitStack()
         told = {name: value for name, value in vars(self.limits).items() if name != "vocab"}
-        server = serve_identity(kv_blocks=blocks, block_size=size, stage=self.failing, **told, **model)
+        told["max_transfers"] = 1  # of several sequences that come back, the first item's takes its blocks first
+        self.folder = Path(self.life.enter_context(TemporaryDirectory()))
+        about = {"park_dir": self.folder, "stage": self.failing}
+        server = serve_identity(kv_blocks=blocks, block_size=size, **about, **told, **model)
         self.served: Served = self.run(self.life.enter_async_context(server))
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))  # steps fail on purpose here
         self.config = self.served.runner.model.config
@@ -295,12 +301,16 @@ class ExecutorMachine(RuleBasedStateMachine):
         status = self.send("GetStatus", messages.GetStatusRequest())
         assert status.pressure.free_blocks == status.pressure.total_blocks
         assert status.counters.sequences_created == status.counters.sequences_released
+        assert not status.blocks.parked_bytes
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     async def call(self, method: str, request: Any) -> Any:
         """The response, or a `Refusal`."""
-        stub = self.served.control if method in ("Reset", "Warmup") else self.served.executor
+        served = self.served
+        stub = {"Reset": served.control, "Warmup": served.control, "ParkKv": served.transfer}.get(
+            method, served.executor
+        )
         try:
             return await getattr(stub, method)(request)
         except grpc.aio.AioRpcError as error:
@@ -438,8 +448,9 @@ class ExecutorMachine(RuleBasedStateMachine):
             try:
                 runner.kv.check()
                 assert runner.kv.state().free_blocks == oracle.blocks.free
-                assert runner.kv._sequences.keys() == {record.sequence for record in state.handles.records()}
-                for record in state.handles.records():
+                records = [record for record in state.handles.records() if not record.parked]
+                assert runner.kv._sequences.keys() == {record.sequence for record in records}
+                for record in records:
                     assert runner.kv.length(record.sequence) == record.length
                     self.check_content(runner, record.sequence, oracle.live[record.id])
                 unowned = ~runner.kv.owned_slots_mask()
@@ -451,14 +462,16 @@ class ExecutorMachine(RuleBasedStateMachine):
             await self.served.between_steps(inspect)
             return await self.served.executor.GetStatus(messages.GetStatusRequest())
 
-        status = self.run(look())
+        status, counts = self.run(look()), oracle.counts
         if faults:
             raise faults[0]
-        stand = {record.id: (record.length, record.version) for record in state.handles.records()}
-        assert stand == {key: (each.length, each.handle.version) for key, each in oracle.live.items()}
+        stand = {each.id: (each.length, each.version, bool(each.parked)) for each in state.handles.records()}
+        assert stand == {key: (each.length, each.handle.version, each.parked) for key, each in oracle.live.items()}
+        assert not state.unnamed and status.blocks.parked_sequences == sum(each.parked for each in oracle.live.values())
+        assert status.counters.sequences_parked == counts["parked"]
         assert not any(record.busy for record in state.handles.records())
         self.check_pressure(status.pressure)
-        counters, counts = status.counters, oracle.counts
+        counters = status.counters
         assert counters.sequences_created == counts["created"]
         assert counters.sequences_released == counts["released"]
         assert counters.tokens == counts["tokens"]
@@ -790,6 +803,86 @@ class ExecutorMachine(RuleBasedStateMachine):
         if failing:
             self.forward("UnifiedForward", [fed])
 
+    # --- out of the cache and back ----------------------------------------------------------------------------------
+
+    @precondition(some_live)
+    @rule(data=st.data())
+    def park(self, data):
+        """The next call on it brings it back, whichever that is."""
+        handle = self.handle(data)
+        sequence = self.oracle.live.get(handle.id)
+        if sequence is not None and self.oracle.finds_blocks(sequence):
+            return
+        answer = self.send("ParkKv", kv_transfer_pb2.ParkKvRequest(handle=handle_message(handle)))
+        expected = self.oracle.park(handle)
+        note(f"park {handle} -> {answer}; expected {expected}")
+        if isinstance(expected, frozenset):
+            assert isinstance(answer, Refusal), f"parking should have been refused with one of {set(expected)}"
+            self.check_refusal(answer, Refused(expected, sequence))
+            return
+        assert not isinstance(answer, Refusal), answer
+        assert (handle_of(answer.handle), answer.freed_blocks) == (handle, expected)
+        self.check_pressure(answer.pressure)
+
+    async def transfer(self, work: Any) -> Any:
+        try:
+            return await work
+        except grpc.aio.AioRpcError as error:
+            return call_refusal(error)
+
+    @precondition(some_live)
+    @rule(
+        data=st.data(),
+        chunk_tokens=st.sampled_from([0, 1, 5]),
+        reserve=st.sampled_from([0, 0, 1, 9, 61]),
+        cached=st.booleans(),
+        how=st.sampled_from(["at once", "in two streams", "given up"]),
+    )
+    def move(self, data, chunk_tokens, reserve, cached, how):
+        """Export a sequence, and import it as another one beside it, or a part of it and no more."""
+        self.broken = True
+        handle = self.handle(data)
+        frames = self.run(self.transfer(exported(self.served, handle_message(handle), chunk_tokens=chunk_tokens)))
+        source = self.oracle.export(handle)
+        note(f"export {handle} -> {frames if isinstance(frames, Refusal) else len(frames)}; expected {source}")
+        if isinstance(source, frozenset):
+            assert isinstance(frames, Refusal), f"the export should have been refused with one of {set(source)}"
+            self.check_refusal(frames, Refused(source, self.oracle.live.get(handle.id)))
+            self.forgive("kv_exhausted")
+            return
+        assert not isinstance(frames, Refusal), frames
+        assert list(frames[0].layout.token_ids) == source.tokens
+        chunks = chunks_of(frames)
+        expected = self.oracle.begin_import(list(source.tokens), reserve, cached=cached)
+        options: dict[str, Any] = {"reserve_tokens": reserve}
+        if cached:
+            options |= {"cache_mode": forward_pb2.CACHE_MODE_UNSPECIFIED, "cache_salt": b"%d" % next(SALTS)}
+        if how == "given up":
+            options["lease_id"] = self.send("AcquireLease", messages.AcquireLeaseRequest()).lease_id
+        first, rest = header(frames[0].layout, f" {next(SALTS)}", **options), brought(chunks)
+        some = rest[: data.draw(st.integers(0, len(chunks)), label="chunks of the first stream")]
+        if how != "at once" and not isinstance(expected, frozenset):
+            answer = self.run(self.transfer(imported(self.served, first, *some)))
+            whole = some[self.config.layers - 1 :: self.config.layers]  # tokens that came in all layers
+            assert answer.next_token == sum(each.chunk.keys.shape[0] for each in whole)
+        if how == "given up":
+            begun = not isinstance(expected, frozenset)
+            if begun:
+                self.oracle.blocks.release(expected, self.oracle.live.values())
+            request = messages.RevokeLeaseRequest(lease_id=options["lease_id"])
+            assert self.send("RevokeLease", request).released_sequences == begun
+            return
+        answer = self.run(self.transfer(imported(self.served, first, *rest)))
+        note(f"import with {options} -> {answer}; expected {expected}")
+        if isinstance(expected, frozenset):
+            assert isinstance(answer, Refusal), f"the import should have been refused with one of {set(expected)}"
+            self.check_refusal(answer, Refused(expected))
+            return
+        assert not isinstance(answer, Refusal), answer
+        self.oracle.learn(expected, handle_of(answer.handle))
+        self.oracle.counts["created"] += 1
+        self.check_pressure(answer.pressure)
+
     @precondition(lambda self: self.calls > 25)
     @rule(foreign=st.booleans())
     def reset(self, foreign):
@@ -922,7 +1015,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(2, 5))
     def strangers_at_the_same_time(self, data, count):
         """Calls that have nothing to do with each other meet in a step, and each gets its own."""
-        idle = [each for each in self.oracle.live.values() if not each.promised and each.length + 4 < 60]
+        live = [each for each in self.oracle.live.values() if not each.parked]
+        idle = [each for each in live if not each.promised and each.length + 4 < 60]
         chosen = [idle[i] for i in data.draw(st.sets(st.integers(0, len(idle) - 1), max_size=count))] if idle else []
         items = [Item(each.handle, self.tokens(data, 4), output=self.output(data)) for each in chosen]
         room = self.limits.max_sequences - len(self.oracle.live)
