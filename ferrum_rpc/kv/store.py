@@ -96,21 +96,29 @@ class KvStore:
         """The bytes of ``slots`` (int64 [n], where the store is) in a layer, each uint8 [bytes], on the host: K and V,
         [n, kv_heads, width], and where a row has more than ``width`` numbers, what stands behind those of K and of V.
         """
-        rows = [each[layer].flatten(0, 1).index_select(0, slots) for each in (self.keys, self.values)]
-        parts = [each[..., :width] for each in rows]
-        if rows[0].shape[-1] > width:
-            parts += [each[..., width:] for each in rows]
-        return tuple([each.contiguous().cpu().view(torch.uint8).reshape(-1).numpy() for each in parts])
+        rows = []
+        for each in (self.keys, self.values):
+            of_layer = each[layer].flatten(0, 1)
+            if of_layer.is_cpu:
+                rows.append(_bytes(of_layer)[slots.numpy()])
+            else:
+                rows.append(_bytes(of_layer.index_select(0, slots)))
+        end = width * self.keys[layer].itemsize
+        parts = [each[..., :end] for each in rows]
+        if rows[0].shape[-1] > end:
+            parts += [each[..., end:] for each in rows]
+        return tuple([each.reshape(-1) for each in parts])
 
     def write(self, slots: Tensor, layer: int, width: int, parts: Sequence[Any]) -> None:
         """Write what `read` returned, or other buffers of as many bytes, to ``slots`` (int64 [n]) in a layer."""
         for index, each in enumerate((self.keys, self.values)):
             rows = each[layer].flatten(0, 1)
-            content = [
-                torch.from_numpy(np.array(np.frombuffer(part, np.uint8))).view(rows.dtype) for part in parts[index::2]
-            ]
-            shaped = [part.view(len(slots), rows.shape[1], -1) for part in content]
-            rows.index_copy_(0, slots, (shaped[0] if len(shaped) == 1 else torch.cat(shaped, -1)).to(rows.device))
+            content = [np.frombuffer(part, np.uint8).reshape(len(slots), rows.shape[1], -1) for part in parts[index::2]]
+            joined = content[0] if len(content) == 1 else np.concatenate(content, -1)
+            if rows.is_cpu:
+                _bytes(rows)[slots.numpy()] = joined
+            else:
+                rows.index_copy_(0, slots, torch.from_numpy(joined.copy()).view(rows.dtype).to(rows.device))
 
     @property
     def block_bytes(self) -> int:
@@ -119,15 +127,20 @@ class KvStore:
 
     def read_block(self, block: int) -> npt.NDArray[np.uint8]:
         """The content of a block in all layers, uint8 [block_bytes], on the host."""
-        parts = [each[:, :, block].reshape(-1).view(torch.uint8).cpu() for each in self.buffers]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy()
+        parts = [_bytes(each[:, :, block]).flatten() for each in self.buffers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_block(self, block: int, content: bytes) -> None:
         """Put back what `read_block` returned."""
-        data, at = torch.from_numpy(np.array(np.frombuffer(content, np.uint8))), 0
+        at = 0
         for each in self.buffers:
             place = each[:, :, block]
-            place.copy_(data[at : at + place.nbytes].view(each.dtype).view(place.shape))
+            data = np.frombuffer(content, np.uint8, place.nbytes, at)
+            if place.is_cpu:
+                there = _bytes(place)
+                there[...] = data.reshape(there.shape)
+            else:
+                place.copy_(torch.from_numpy(data.copy()).view(each.dtype).view(place.shape))
             at += place.nbytes
 
     def fill_slots(self, slots: Tensor, value: float) -> None:
@@ -140,3 +153,13 @@ class KvStore:
         for each in self._slots:
             filled = -1 if each.dtype == torch.int8 and math.isnan(value) else value
             each.index_fill_(2, indices.to(each.device), filled)
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor, uint8 [..., bytes of its last axis]: the memory itself where it is the host's.
+
+    What is copied of that, numpy copies in this thread. torch has all its threads do a part, which costs a hundred
+    times as much where the cores are busy with something else.
+    """
+    content: npt.NDArray[np.uint8] = tensor.view(torch.uint8).cpu().numpy()
+    return content
