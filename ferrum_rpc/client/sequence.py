@@ -34,8 +34,15 @@ from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
-from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState, UnknownOutcome, settled
+from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline, fate_unknown
+from ferrum_rpc.client.state import (
+    Item,
+    SequenceMisuseError,
+    SequenceState,
+    UnknownOutcome,
+    new_request_id,
+    settled,
+)
 from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
 from ferrum_rpc.errors import (
@@ -373,7 +380,7 @@ class Sequence:
             for context in (self._context, target._context):
                 await transfer.check_offered(context, deadline)
             await self._recovering(lambda: self._move(target, deadline), deadline)
-        await self.release()
+        await self.__aexit__()  # a release that fails changes nothing of the move
 
     async def _move(self, target: Sequence, deadline: Deadline) -> None:
         context, handle = self._context, self._handle()
@@ -398,16 +405,25 @@ class Sequence:
 
     async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
         """Make this sequence of what comes. Where the fate is unknown, the request id is kept for the same again."""
-        state, context = self._state, self._context
+        state, context, leases = self._state, self._context, self._connection.leases
         tokens = list(layout.token_ids)
         request_id = state.request_id(content := ("import", tokens))
         create = forward_pb2.CreateOptions()
         create.CopyFrom(state.create)
-        if not create.lease_id:
+        owned = not create.lease_id
+        if owned:
             known = state.lease_id if state.creation is not None else ""
-            create.lease_id = state.lease_id = known or await self._connection.leases.current(deadline)
+            create.lease_id = state.lease_id = known or await leases.current(deadline)
         try:
-            handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
+            try:
+                handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
+            except LEASE_GONE as error:
+                if not owned or error.field != "lease_id":  # of the source, or the program's own
+                    raise
+                leases.lost(create.lease_id, error)
+                request_id, create.lease_id = new_request_id(), await leases.current(deadline)
+                state.lease_id = create.lease_id
+                handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
         except BaseException as error:
             state.creation = settled(state.creation, UnknownOutcome(content, request_id), error)
             raise

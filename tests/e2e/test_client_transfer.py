@@ -138,6 +138,29 @@ async def test_a_move_that_is_refused_leaves_the_source_and_can_be_made_again(th
     await nothing_left(here, away)
 
 
+async def test_a_move_to_a_client_whose_lease_is_gone_takes_another(there: There) -> None:
+    here, client, away, other = there
+    async with other.sequence() as first, await fed(client) as source, other.sequence() as target:
+        await first.prefill(PROMPT[:3])
+        gone = other.lease
+        assert gone is not None
+        await other.revoke_lease(gone.lease_id)
+        await source.move_to(target)
+        assert target.length == len(PROMPT) and other.lease is not None and other.lease.lease_id != gone.lease_id
+    await nothing_left(here, away)
+
+
+async def test_a_source_that_cannot_be_released_has_moved_all_the_same(there: There) -> None:
+    here, client, away, other = there
+    source = await fed(client)
+    async with other.sequence() as target:
+        with mock.patch.object(source._connection, "release", return_value=[TransportError("no answer")]):
+            await source.move_to(target)
+        assert target.length == len(PROMPT) and not source.released
+    await source.release()
+    await nothing_left(here, away)
+
+
 async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There, tmp_path: Path) -> None:
     here, client, away, other = there
     path = tmp_path / "sequence.kv"
