@@ -9,10 +9,12 @@ and cache; everything else is decided here, on the far side of a wire:
     speculation.py  guesses of what comes next, from the text itself or a smaller model
     driver.py    turns each plan into one forward call, and each answer into tokens
       text.py      tokens to text, safely while it streams
+    disaggregated.py  prompts on one executor, texts on another, and the sequences that move between them
     display.py   what a person sees          report.py  what the run was like
     program.py   from the command line to the exit status
 
     python -m clients.scheduler --target localhost:50051 --demo
     python -m clients.scheduler --target localhost:50051 --demo --speculate lookup
     python -m clients.scheduler --target localhost:50051 --demo --draft localhost:50052
+    python -m clients.scheduler --target localhost:50051 --demo --prefill-target localhost:50052
 """

@@ -26,11 +26,23 @@ class Observer(Protocol):
 
 
 class Board:
-    """The requests of one run. A request in ``running`` has a sequence, and its blocks; one in ``waiting`` has none."""
+    """The requests of one run that are with one executor. One in ``running`` has a sequence there, and its blocks; one
+    in ``moving`` too, which is to go on elsewhere; one in ``waiting`` has none. A request that loses its sequence goes
+    ``back`` to those that wait, here or where prompts are computed."""
 
-    def __init__(self, client: ExecutorClient, run: Run, observer: Observer, cache_mode: CacheMode) -> None:
-        self.waiting: deque[Request] = deque(run.requests)
+    def __init__(
+        self,
+        client: ExecutorClient,
+        run: Run,
+        observer: Observer,
+        cache_mode: CacheMode,
+        *,
+        waiting: deque[Request],
+        back: deque[Request],
+    ) -> None:
+        self.waiting, self._back = waiting, back
         self.running: list[Request] = []
+        self.moving: list[Request] = []
         self.run = run
         self._client, self._cache_mode = client, cache_mode
         self._observer = observer
@@ -38,14 +50,18 @@ class Board:
         self._leaving: list[Sequence] = []
 
     @property
-    def busy(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self.waiting or self.running)
+    def joining(self) -> bool:
+        """Whether there are requests that do not run here, and may come."""
+        return self.run.left > len(self.running)
 
     @property
     def leaving(self) -> bool:
         """Whether sequences wait to be released."""
         return bool(self._leaving)
+
+    def new_sequence(self) -> Sequence:
+        """One that is empty."""
+        return self._client.sequence(cache_mode=self._cache_mode)
 
     def item(self, feed: Feed, output: OutputSpec, run: TokenRun | None = None, follows: Item | None = None) -> Item:
         """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
@@ -53,7 +69,7 @@ class Board:
         request = feed.request
         sequence = self._sequences.get(request.index)
         if sequence is None:
-            sequence = self._sequences[request.index] = self._client.sequence(cache_mode=self._cache_mode)
+            sequence = self._sequences[request.index] = self.new_sequence()
         if follows is not None:
             return sequence.item(output=output, run=run, follows=follows)
         return sequence.item([*request.next_tokens(feed.count), *request.draft[: feed.drafted]], output, run=run)
@@ -65,6 +81,29 @@ class Board:
             self.running.append(request)
             request.stage = Stage.RUNNING
             self._observer.changed(request)
+
+    def hand_over(self, request: Request) -> None:
+        """It goes on elsewhere. Until it has moved, its sequence is here."""
+        self.running.remove(request)
+        self.moving.append(request)
+        request.stage = Stage.MOVING
+        self._observer.changed(request)
+
+    def sequence(self, request: Request) -> Sequence:
+        """That of a request that moves."""
+        return self._sequences[request.index]
+
+    def moved(self, request: Request) -> None:
+        """It has gone, and its sequence is free."""
+        self.moving.remove(request)
+        del self._sequences[request.index]
+
+    def arrive(self, request: Request, sequence: Sequence) -> None:
+        """It has come, with its sequence."""
+        self.running.append(request)
+        self._sequences[request.index] = sequence
+        request.stage = Stage.RUNNING
+        self._observer.changed(request)
 
     def token(self, request: Request, token: int) -> None:
         """A request got its next token."""
@@ -81,12 +120,11 @@ class Board:
 
     def requeue(self, request: Request) -> None:
         """Back to the front of the queue, in the order of arrival among those that came back. Its sequence leaves."""
-        self.running.remove(request)
         self._leave(request)
         request.cached = 0
         request.stage = Stage.WAITING
-        at = next((at for at, each in enumerate(self.waiting) if each.index > request.index), len(self.waiting))
-        self.waiting.insert(at, request)
+        at = next((at for at, each in enumerate(self._back) if each.index > request.index), len(self._back))
+        self._back.insert(at, request)
         self._observer.changed(request)
 
     def finish(self, request: Request, ending: Ending) -> None:
@@ -110,13 +148,14 @@ class Board:
         await self.let_go()
 
     def _end(self, request: Request, stage: Stage, ending: Ending) -> None:
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
         self._leave(request)
+        self.run.left -= 1
         request.stage, request.ending, request.finished = stage, ending, time.monotonic()
         self._observer.changed(request)
 
     def _leave(self, request: Request) -> None:
+        for queue in (self.running, self.moving, self.waiting):
+            if request in queue:
+                queue.remove(request)
         if (sequence := self._sequences.pop(request.index, None)) is not None:
             self._leaving.append(sequence)

@@ -206,11 +206,9 @@ class LiveDisplay:
             width = max(10, self._console.width // self._columns - 4)
             wrapped = text.wrap(self._console, width)
             text = Text("\n").join(list(wrapped)[-lines:])
-        colour = {Stage.WAITING: "dim", Stage.RUNNING: "cyan", Stage.FINISHED: "green", Stage.FAILED: "red"}
+        colour = {Stage.WAITING: "dim", Stage.FINISHED: "green", Stage.FAILED: "red"}.get(request.stage, "cyan")
         title = f"{request.index + 1} · {_ending(request)}"
-        return Panel(
-            text, title=title, title_align="left", border_style=colour[request.stage], height=lines and lines + 2
-        )
+        return Panel(text, title=title, title_align="left", border_style=colour, height=lines and lines + 2)
 
 
 def _ending(request: Request) -> str:

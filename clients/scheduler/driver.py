@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
-from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
+from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
@@ -44,6 +45,7 @@ from ferrum_rpc.errors import (
     Draining,
     ExecutorError,
     KvBlocksExhausted,
+    KvCorrupt,
     QueueFull,
     QuotaExceeded,
     RequestIdReused,
@@ -83,11 +85,11 @@ class Patience:
         self._until = time.monotonic() + self._seconds
         self._pause = FIRST_PAUSE_S
 
-    async def wait(self, trouble: ExecutorError | str, retry_after_s: float | None = None) -> None:
-        """Pause, longer each time. Raises `ExecutorGone` at the end of it."""
+    async def wait(self, trouble: ExecutorError | str) -> None:
+        """Pause, longer each time, or as the executor says. Raises `ExecutorGone` at the end of it."""
         if time.monotonic() >= self._until:
             raise ExecutorGone(f"no progress for {self._seconds:g} s: {trouble}")
-        await asyncio.sleep(retry_after_s or self._pause)
+        await asyncio.sleep((isinstance(trouble, ExecutorError) and trouble.retry_after_s) or self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
 
@@ -121,8 +123,8 @@ class Driver:
         self._stop = stop_tokens
         self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
-        self._patience = Patience(patience_s)
-        self._admitting = True
+        self.patience = Patience(patience_s)
+        self._refusal: ExecutorError | None = None  # since then nobody is admitted
         offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
         self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
         self._chains = chains and Capability.FOLLOW in info.capabilities
@@ -134,42 +136,50 @@ class Driver:
         self._single = False  # for a step: blocks were short
         self._steps_a_trip = 1
         self._run = Run(())
-        self._board = Board(client, self._run, observer, cache_mode)
+        self._hands_over = False
 
     async def run(self, requests: ListOf[Request]) -> Run:
         """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
-        run = self._run = Run(requests)
-        board = self._board = Board(self._client, run, self._observer, self._cache_mode)
-        began = time.monotonic()
-        for request in requests:
+        run, waiting = Run(requests), deque(requests)
+        async with self.serving(run, waiting, waiting):
+            while run.left:
+                if not await self.step():
+                    await self.idle()
+        return run
+
+    @asynccontextmanager
+    async def serving(
+        self, run: Run, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
+    ) -> AsyncIterator[None]:
+        """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in `Board`.
+        ``hands_over``: requests go on elsewhere after their first token."""
+        self._run, self._hands_over, began = run, hands_over, time.monotonic()
+        board = self.board = Board(self._client, run, self._observer, self._cache_mode, waiting=waiting, back=back)
+        for request in list(waiting):
             request.arrived = began
             if not 1 <= request.known <= self._max_context:
                 board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
         try:
             await self._look()
-            while board.busy:
-                await self._step()
+            yield
         finally:
             run.wall_seconds = time.monotonic() - began
             await board.clear()
             if self._speculation is not None:
-                await self._speculation.forget(requests)
-        return run
+                await self._speculation.forget(run.requests)
 
-    async def _step(self) -> None:
-        board = self._board
-        pressure = self._client.pressure
-        assert pressure is not None  # noqa: S101 - `run` asked for it
-        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
-        pool = Pool(min(pressure.free_blocks, total), total, pressure.block_size)
+    async def step(self) -> bool:
+        """Do what can be done now. False: nothing can."""
+        board, pool = self.board, self.pool
         began, speculation, limit = time.monotonic(), self._speculation, None
         if speculation is not None:
             drafts, limit = speculation.turn()
             if drafts:
                 await speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
-        step = plan(board.running, list(board.waiting) if self._admitting else (), pool, self._budget)
+        places = self._budget.at_once - len(board.running) - len(board.moving) if self._refusal is None else 0
+        step = plan(board.running, list(board.waiting)[: max(0, places)], pool, self._budget)
         for request in step.hopeless:
-            self._give_up(request, pool)
+            self.give_up(request, pool)
         await asyncio.gather(*(board.preempt(request) for request in step.preempt))
         if step.feeds:
             single, self._single = self._single, False
@@ -180,17 +190,38 @@ class Driver:
             if speculation is not None and runs:
                 tokens = sum(feed.request.known for feed in step.feeds) - known
                 speculation.took(time.monotonic() - began, tokens / len(step.feeds), drafts=drafts)
-        elif not step.hopeless and not step.preempt:
-            await self._idle()
-
-    async def _idle(self) -> None:
-        """Nothing can run: the blocks are with sequences that are leaving, or with other schedulers."""
-        if self._board.leaving:
-            await self._board.let_go()
+        elif board.leaving:
+            await board.let_go()
+            await self._look()
         else:
-            await self._patience.wait("the cache is full of other schedulers' sequences")
+            return bool(step.hopeless or step.preempt)
+        return True
+
+    async def idle(self) -> None:
+        """Nothing of ours ends here soon: wait for blocks that are with other schedulers, or for what was refused."""
+        await self.patience.wait(self._refusal or "the cache is full of other schedulers' sequences")
         await self._look()
-        self._admitting = True
+        self.resume()
+
+    @property
+    def pool(self) -> Pool:
+        """How full the executor is, by its last answer."""
+        pressure = self._client.pressure
+        assert pressure is not None  # noqa: S101 - `serving` asked for it
+        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
+        return Pool(min(pressure.free_blocks, total), total, pressure.block_size)
+
+    def arrivals(self, ready: Iterable[Request], coming: ListOf[Request]) -> list[Request]:
+        """Which of the ``ready`` may come here now, beside those that are ``coming``."""
+        return [] if self._refusal else arrivals(ready, self.board.running, coming, self.pool, self._budget)
+
+    def hold(self, error: ExecutorError) -> None:
+        """Nobody is admitted until something ends here, or `idle` has waited."""
+        self._refusal = error
+
+    def resume(self) -> None:
+        """Something has ended here."""
+        self._refusal = None
 
     async def _look(self) -> None:
         """See how full the executor is."""
@@ -198,23 +229,23 @@ class Driver:
             try:
                 await self._client.status()
             except NOT_NOW + NO_ANSWER as error:
-                await self._patience.wait(error, error.retry_after_s)
+                await self.patience.wait(error)
             else:
                 return
 
     async def _forward(self, step: Plan, pool: Pool | None) -> None:
         """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
         than a trip, which all wait for."""
-        self._board.admit(step.admitted)
+        self.board.admit(step.admitted)
         runs = dict[Request, TokenRun]()
         if pool is not None:
             chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self._max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
             runs = {request: TokenRun(count, self._stops) for request, count in found.items()}
-        items = [self._board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
+        items = [self.board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
-        results, _ = await asyncio.gather(self._send(items), self._board.let_go())
+        results, _ = await asyncio.gather(self._send(items), self.board.let_go())
         self._count(step.feeds, results, time.monotonic() - began, runs)
         scarce: ExecutorError | None = None
         for feed, result in zip(step.feeds, results, strict=True):
@@ -225,9 +256,9 @@ class Driver:
             elif isinstance(result, NO_ROOM + NOT_NOW):
                 scarce = result
                 if isinstance(result, NOT_NOW):
-                    self._board.requeue(feed.request)
+                    self.board.requeue(feed.request)
             else:
-                self._refused(feed.request, result)
+                self.refused(feed.request, result)
         if scarce is not None:
             await self._make_way(scarce)
 
@@ -236,22 +267,22 @@ class Driver:
     def _may_run(self, step: Plan) -> bool:
         """Whether all that runs is decoded, and nothing else is to be done meanwhile."""
         decodes = all(feed.request.generated and feed.request.owed == 1 for feed in step.feeds)
-        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self._board.running)
+        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.board.running)
 
     async def _decode(self, step: Plan, pool: Pool, limit: int | None) -> bool:
         """Decode by runs, each with its follower behind it, until all texts are complete, or ``limit`` tokens longer,
         or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
         else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
-        most = min(self._run_tokens, SHORT) if self._board.waiting else self._run_tokens
+        most = min(self._run_tokens, SHORT) if self.board.joining else self._run_tokens
         chain = Chain(pool, most, self._max_context, limit)
         ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
         if not ways:
             return False
-        letting_go, began = asyncio.ensure_future(self._board.let_go()), time.monotonic()
+        letting_go, began = asyncio.ensure_future(self.board.let_go()), time.monotonic()
         try:
             while ways:
                 for way in ways:
-                    if self._chains and len(way) == 1 and not (self._single or chain.broken or self._board.waiting):
+                    if self._chains and len(way) == 1 and not (self._single or chain.broken or self.board.joining):
                         items = way[0].items
                         going = [request for request in items if request.stage is Stage.RUNNING]
                         way.extend(self._launch(chain, going, items))
@@ -276,7 +307,7 @@ class Driver:
         for request, count in chain.extend(requests).items():
             feed, run = Feed(request, 1), TokenRun(count, self._stops)
             follows = None if behind is None else behind[request]
-            items[request] = self._board.item(feed, self._output(feed, last=True), run, follows)
+            items[request] = self.board.item(feed, self._output(feed, last=True), run, follows)
         ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []
         return [Flight(way, asyncio.ensure_future(self._send(list(way.values())))) for way in ways]
 
@@ -290,7 +321,7 @@ class Driver:
         ]
         now, answers = time.monotonic(), [each for _, each in results if isinstance(each, Answer)]
         if answers:
-            self._patience.renew()
+            self.patience.renew()
             timing = answers[-1].timing
             self._run.step(
                 prompt=0,
@@ -312,7 +343,7 @@ class Driver:
             elif isinstance(result, ChainBroken) or (item.follows is not None and isinstance(result, OUT_OF_STEP)):
                 chain.broken = True
             else:
-                self._refused(request, result)
+                self.refused(request, result)
         return now
 
     def _output(self, feed: Feed, *, last: bool = False) -> OutputSpec:
@@ -335,7 +366,7 @@ class Driver:
                 return await self._client.forward(items)
             except NOT_NOW + NO_ANSWER as error:
                 self._run.waits += 1
-                await self._patience.wait(error, error.retry_after_s)
+                await self.patience.wait(error)
 
     # --- what an answer means ---------------------------------------------------------------------------------------
 
@@ -348,6 +379,8 @@ class Driver:
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
         self._chosen(request, answer)
+        if self._hands_over and request.stage is Stage.RUNNING:
+            self.board.hand_over(request)
 
     def _chosen(self, request: Request, answer: Answer) -> None:
         """Its next tokens."""
@@ -355,15 +388,15 @@ class Driver:
             if token in self._stop:
                 self._finish(request, Ending.STOP)
                 return
-            self._board.token(request, token)
+            self.board.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
             self._finish(request, Ending.LENGTH)
         elif request.known > self._max_context:
             self._finish(request, Ending.CONTEXT)
 
-    def _refused(self, request: Request, error: ExecutorError) -> None:
+    def refused(self, request: Request, error: ExecutorError) -> None:
         """Gone or out of step: computed anew. A failed step: tried again. Else it ends."""
-        board = self._board
+        board = self.board
         if isinstance(error, SEQUENCE_GONE + OUT_OF_STEP):
             self._run.rebuilds += 1
             board.requeue(request)
@@ -371,7 +404,7 @@ class Driver:
             self._finish(request, Ending.CONTEXT)
         elif isinstance(error, DeviceLost):
             raise ExecutorGone(error.message)
-        elif isinstance(error, StepFailed | DeadlineExceeded) and request.failures < FAILURES_OF_A_REQUEST:
+        elif isinstance(error, StepFailed | DeadlineExceeded | KvCorrupt) and request.failures < FAILURES_OF_A_REQUEST:
             request.failures += 1
         else:
             board.fail(request, error.message)
@@ -379,22 +412,20 @@ class Driver:
     async def _make_way(self, error: ExecutorError) -> None:
         """The executor takes fewer than its last answer told: others use it too, or it is draining. Nobody is admitted
         until something ends; where blocks are missing, the youngest makes way."""
-        self._admitting = False
-        if isinstance(error, NO_ROOM) and self._board.running:
-            await self._board.preempt(max(self._board.running, key=lambda each: each.index))
-        if not self._board.running:
-            await self._patience.wait(error, error.retry_after_s)
+        self.hold(error)
+        if isinstance(error, NO_ROOM) and self.board.running:
+            await self.board.preempt(max(self.board.running, key=lambda each: each.index))
 
     def _finish(self, request: Request, ending: Ending) -> None:
-        self._admitting = True
-        self._board.finish(request, ending)
+        self.resume()
+        self.board.finish(request, ending)
 
-    def _give_up(self, request: Request, pool: Pool) -> None:
+    def give_up(self, request: Request, pool: Pool) -> None:
         if request.generated:
             self._finish(request, Ending.POOL)
         else:
             need = pool.blocks(request.known)
-            self._board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
+            self.board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
 
     def _count(
         self,
@@ -407,7 +438,7 @@ class Driver:
         answers = [each for each in results if isinstance(each, Answer)]
         if not answers:
             return
-        self._patience.renew()
+        self.patience.renew()
         done = [feed for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
         decodes = [
             (feed, result)

@@ -17,6 +17,7 @@ class Options:
     """What was asked for."""
 
     target: str
+    prefill_target: str | None
     prompts: tuple[str, ...]
     max_new_tokens: int
     token_budget: int
@@ -42,6 +43,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument(
         "--target", default="localhost:50051", metavar="TARGET", help="host:port or unix:path (%(default)s)"
+    )
+    parser.add_argument(
+        "--prefill-target", metavar="TARGET", help="compute prompts on that executor, and move them to --target"
     )
     parser.add_argument("--token", help="a bearer token, where the executor asks for one")
     parser.add_argument(
@@ -91,6 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         parser.error(error.message)
     return Options(
         target=given.target,
+        prefill_target=given.prefill_target,
         prompts=_prompts(parser, given),
         max_new_tokens=given.max_new_tokens,
         token_budget=given.token_budget,

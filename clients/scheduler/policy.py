@@ -103,6 +103,23 @@ def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, bud
     return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.hopeless))
 
 
+def arrivals(
+    ready: Iterable[Request], running: Sequence[Request], coming: Sequence[Request], pool: Pool, budget: Budget
+) -> list[Request]:
+    """Which sequences that were computed elsewhere may come now: in order, while the free blocks cover them, those that
+    are ``coming`` already, and headroom for everybody."""
+    free = pool.free - sum(pool.growth(each.cached, each.owed + budget.headroom) for each in running)
+    free -= sum(pool.blocks(each.known + budget.headroom) for each in coming)
+    found: list[Request] = []
+    for request in ready:
+        beside = len(running) + len(coming) + len(found)
+        free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # alone, it may as well try
+        if free < 0 or beside >= budget.at_once:
+            break
+        found.append(request)
+    return found
+
+
 @dataclass(slots=True)
 class _Step:
     """The ledger of one step in the making. ``kept`` are the running requests, oldest first."""

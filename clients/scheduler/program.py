@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
-from clients.scheduler.display import display_for
+from clients.scheduler.disaggregated import Disaggregated
+from clients.scheduler.display import Display, display_for
 from clients.scheduler.driver import NOT_NOW, Driver, ExecutorGone, Patience
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
@@ -17,7 +19,7 @@ from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import TokenizerError, tokenizer_for
 from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo
-from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
+from ferrum_rpc.errors import ExecutorError, LayoutMismatch, TransportError, Unauthenticated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,12 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def serve(options: Options) -> Run:
     """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
     async with AsyncExitStack() as clients:
-        client = await clients.enter_async_context(_client(options, options.target))
-        info = await _info(client, options)
+        client, info = await _connect(clients, options, options.target)
         drafter: Drafter | None = Lookup() if options.speculate else None
         if options.draft is not None:
-            small = await clients.enter_async_context(_client(options, options.draft))
-            other = await _info(small, options)
+            small, other = await _connect(clients, options, options.draft)
             vocabulary = other.model.vocab_size
             if vocabulary != info.model.vocab_size:
                 raise TokenizerError(
@@ -62,54 +62,75 @@ async def serve(options: Options) -> Run:
             Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)
             for index, text in enumerate(options.prompts)
         ]
-        budget = Budget(
-            tokens=min(options.token_budget, info.limits.max_batch_tokens),
-            items=info.limits.max_batch_items,
-            running=min(
-                options.max_running,
-                info.limits.max_sequences,
-                info.limits.max_sequences_per_caller or options.max_running,
-            ),
-        )
         display = display_for(requests, tokenizer, plain=options.plain)
-        driver = Driver(
-            client,
-            info,
-            budget=budget,
-            sampling=options.sampling,
-            stop_tokens=frozenset(info.model.eos_token_ids),
-            observer=display,
-            patience_s=options.patience_s,
-            drafter=drafter,
-            run_tokens=options.run_tokens,
-            chains=options.session,
-            cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
-        )
+        driver = _driver(options, client, info, display, drafter)
+        runner: Driver | Disaggregated = driver
+        if options.prefill_target is not None:
+            first, other = await _connect(clients, options, options.prefill_target)
+            _check_same_cache(options, other, info)
+            runner = Disaggregated(_driver(replace(options, run_tokens=0), first, other, display), driver)
         before = await client.status()
         with display:
-            run = await driver.run(requests)
+            run = await runner.run(requests)
         display.summary(summarise(run, before, await client.status()))
         return run
 
 
-def _client(options: Options, target: str) -> ExecutorClient:
-    return ExecutorClient(
+def _driver(
+    options: Options, client: ExecutorClient, info: ExecutorInfo, display: Display, drafter: Drafter | None = None
+) -> Driver:
+    budget = Budget(
+        tokens=min(options.token_budget, info.limits.max_batch_tokens),
+        items=info.limits.max_batch_items,
+        running=min(
+            options.max_running,
+            info.limits.max_sequences,
+            info.limits.max_sequences_per_caller or options.max_running,
+        ),
+    )
+    return Driver(
+        client,
+        info,
+        budget=budget,
+        sampling=options.sampling,
+        stop_tokens=frozenset(info.model.eos_token_ids),
+        observer=display,
+        patience_s=options.patience_s,
+        drafter=drafter,
+        run_tokens=options.run_tokens,
+        chains=options.session,
+        cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
+    )
+
+
+def _check_same_cache(options: Options, prefill: ExecutorInfo, decode: ExecutorInfo) -> None:
+    """Raise `LayoutMismatch` before anything is computed that could not move."""
+    here, there = prefill.model, decode.model
+    if (here.fingerprint, here.kv_dtype) != (there.fingerprint, there.kv_dtype):
+        raise LayoutMismatch(
+            f"{options.prefill_target} serves {here.name} with a cache of {here.kv_dtype}, {options.target} "
+            f"{there.name} with {there.kv_dtype}: sequences cannot move between different models or caches"
+        )
+
+
+async def _connect(clients: AsyncExitStack, options: Options, target: str) -> tuple[ExecutorClient, ExecutorInfo]:
+    """A client of ``target``, and what is served there; waits while it is still loading."""
+    client = ExecutorClient(
         target,
         token=options.token,
         credentials=options.credentials,
         client_name="scheduler",
         session=options.session,
     )
-
-
-async def _info(client: ExecutorClient, options: Options) -> ExecutorInfo:
-    """What is served there; waits while it is still loading."""
+    await clients.enter_async_context(client)
     patience = Patience(options.patience_s)
     while True:
         try:
-            return await client.info()
+            return client, await client.info()
         except NOT_NOW as error:
-            await patience.wait(error, error.retry_after_s)
+            await patience.wait(error)
+        except ExecutorError as error:
+            raise ExecutorGone(_explained(error, target)) from None
 
 
 def _explained(error: ExecutorError, target: str) -> str:

@@ -12,9 +12,11 @@ from ferrum_rpc.client import ExecutorStatus, MethodCount, Pressure
 
 @dataclass(slots=True)
 class Run:
-    """Counts of one run. Times are seconds, as the scheduler saw them: the wire is part of them."""
+    """Counts of one run. Times are seconds, as the scheduler saw them: the wire is part of them. ``left``: requests
+    that have not ended. ``moves``: seconds of each move to another executor."""
 
     requests: Sequence[Request]
+    left: int = field(init=False)
     steps: int = 0
     sequences: int = 0
     prompt_tokens: int = 0
@@ -31,6 +33,11 @@ class Run:
     trips: int = 0
     drafted: int = 0
     accepted: int = 0
+    moves: list[float] = field(default_factory=list)
+    moved_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.requests)
 
     def step(self, *, prompt: int, decode: int, sequences: int, seconds: float, executor_seconds: float) -> None:
         """One forward pass: prompt tokens and decode tokens that it fed. Passes with prompt tokens are prefill time."""
@@ -50,6 +57,11 @@ class Run:
         self.trips += trips
         self.drafted += drafted
         self.accepted += emitted - trips
+
+    def moved(self, tokens: int, seconds: float) -> None:
+        """A sequence of so many tokens has come to the executor that decodes."""
+        self.moves.append(seconds)
+        self.moved_tokens += tokens
 
     def saw(self, pressure: Pressure) -> None:
         """Note how full the cache is."""
@@ -90,6 +102,12 @@ def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | N
             "drafts",
             f"{run.accepted} of {run.drafted} tokens accepted, {1 + run.accepted / run.trips:.2f} tokens a trip"
             if run.drafted
+            else "-",
+        ),
+        (
+            "moves",
+            f"{len(run.moves)} sequences, {run.moved_tokens} tokens, p50 {1000 * statistics.median(run.moves):.1f} ms"
+            if run.moves
             else "-",
         ),
         ("preemptions", str(run.preemptions)),

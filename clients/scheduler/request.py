@@ -16,6 +16,7 @@ class Stage(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    MOVING = "moving"
     FINISHED = "finished"
     FAILED = "failed"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.scheduler.policy import Budget, Feed, Plan, Pool, plan
+from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
 from clients.scheduler.request import Request
 
 ROOMY = Pool(free=1000, total=1000, block_size=4)
@@ -117,6 +117,16 @@ def test_a_request_alone_waits_when_others_hold_the_pool() -> None:
     step = plan([decoding(0, 16)], [], Pool(free=0, total=100, block_size=4), BUDGET)
     assert victims(step) == [0]
     assert step.hopeless == ()
+
+
+def test_sequences_come_from_elsewhere_while_they_and_headroom_for_everybody_fit() -> None:
+    pool = Pool(free=9, total=20, block_size=4)
+    ready = [decoding(at, 7) for at in (3, 4, 5)]  # 2 blocks and 2 of headroom each; 3 for what already runs
+    assert [each.index for each in arrivals(ready, [decoding(0, 7)], [], pool, BUDGET)] == [3]
+    assert arrivals(ready, [decoding(0, 7)], [decoding(1, 7)], pool, BUDGET) == []
+    assert [each.index for each in arrivals(ready, [], [], pool, BUDGET)] == [3, 4]
+    assert [each.index for each in arrivals(ready, [], [], replace(pool, free=2), BUDGET)] == [3], "alone: no headroom"
+    assert len(arrivals(ready, [], [], ROOMY, replace(BUDGET, running=2))) == 2
 
 
 def test_no_more_run_than_a_step_has_room_for() -> None:
