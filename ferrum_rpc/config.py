@@ -112,7 +112,7 @@ class ModelSettings:
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto",
-        description="type of keys and values: int8 rounds them to 8 bits, on a CPU; fp8 is not built yet",
+        description="type of keys and values: 8 bits of them are int8 on a CPU, and fp8 on a GPU",
     )
     kv_memory: Bytes | None = Field(
         default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention import triton_probe
+from ferrum_rpc.attention.eight_bits import LARGEST
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
@@ -90,19 +91,22 @@ def select_backend(
     specs: Sequence[AttentionSpec],
     dtype: torch.dtype,
     requested: str = AUTO,
-    rounded: bool = False,
+    cached: torch.dtype | None = None,
 ) -> tuple[str, str, Factory]:
     """``(name, reason, factory)`` of the backend for ``device``, these layers, queries of ``dtype``, and a cache of it
-    or one that is ``rounded`` to int8.
+    or, where ``cached`` says so, of one of `eight_bits`.
 
     ``requested`` is ``auto`` (Triton on CUDA, the native kernel on a CPU, torch where that fails) or a backend's name.
     Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
     """
 
+    cached = cached or dtype
+    rounded = cached in LARGEST
     native = Candidate(NATIVE, lambda: probe(specs, device, dtype, rounded), "K and V are read in place with {}")
-    cached = torch.int8 if rounded else dtype
     triton = Candidate(
-        TRITON, lambda: triton_probe.probe(device, specs, cached), "one kernel for every span, K and V read in place"
+        TRITON,
+        lambda: triton_probe.probe(device, specs, dtype, cached),
+        "one kernel for every span, K and V read in place",
     )
     plain = Candidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)

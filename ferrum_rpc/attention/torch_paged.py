@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.attention.eight_bits import from_rows, to_rows
+from ferrum_rpc.attention.eight_bits import LARGEST, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
@@ -33,7 +33,7 @@ TorchPlan = dict[MaskPattern, PatternWork]
 
 class TorchPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim]; a layer's queries
-    have its dtype. Where that is int8, they are rows of `eight_bits`, which are read as ``dtype``, that of the queries.
+    have its dtype. Where that is one of `eight_bits`, they are its rows, read as ``dtype``, that of the queries.
     """
 
     name = "torch"
@@ -50,7 +50,7 @@ class TorchPagedAttention:
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         self._specs = tuple(specs)
         self._patterns = [
-            MaskPattern(spec.window, spec.softcap is None, dtype if key.dtype == torch.int8 else key.dtype)
+            MaskPattern(spec.window, spec.softcap is None, dtype if key.dtype in LARGEST else key.dtype)
             for spec, key in zip(specs, keys, strict=True)
         ]
         self._keys, self._values = keys, values
@@ -68,7 +68,7 @@ class TorchPagedAttention:
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Converts where ``key`` and ``value`` are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
-            place.index_copy_(0, slots, to_rows(rows) if place.dtype == torch.int8 else rows.to(place.dtype))
+            place.index_copy_(0, slots, to_rows(rows, place.dtype) if place.dtype in LARGEST else rows.to(place.dtype))
 
     def attend(self, layer: int, query: Tensor, plan: TorchPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
@@ -124,7 +124,7 @@ class TorchPagedAttention:
         key, value = scratch[0][:count], scratch[1][:count]
         torch.index_select(cached, 0, blocks, out=key)
         torch.index_select(self._values[layer], 0, blocks, out=value)
-        if cached.dtype == torch.int8:
+        if cached.dtype in LARGEST:
             dtype = self._patterns[layer].dtype
             key, value = from_rows(key, dtype), from_rows(value, dtype)
         return key.flatten(0, 1), value.flatten(0, 1)
@@ -135,7 +135,7 @@ def scratch_bytes(
 ) -> tuple[int, int]:
     """What `TorchPagedAttention.attend` takes for the last ``tokens`` tokens of a sequence of ``context``, besides its
     answer. Kept: K and V that were gathered, ``slot_bytes`` of a token, and the mask. In passing: the same widened to
-    ``dtype`` where it is int8, and what SDPA returns of a tile."""
+    ``dtype`` where it is rounded, and what SDPA returns of a tile."""
     seen = context if spec.window is None else min(context, spec.window + tokens)
     exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     whole = tokens == context and spec.softcap is None and (spec.window is None or context <= spec.window)

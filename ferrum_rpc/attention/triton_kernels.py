@@ -28,8 +28,10 @@ import triton.language as tl
 @triton.jit
 def attend_kernel(
     query: tl.tensor,  # [T, heads, HEAD_DIM], strides query_token, query_head, 1
-    keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], strides kv_block, kv_slot, kv_head, 1
+    keys: tl.tensor,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM or more], strides kv_block, kv_slot, kv_head, 1
     values: tl.tensor,  # as keys
+    key_scales: tl.tensor,  # float32, with a quarter of the strides; see ROUNDED
+    value_scales: tl.tensor,
     output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
     sums: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, HEAD_DIM]: where split items leave their sums
     stats: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, 2]: their maximum (of base-2 exponents) and denominator
@@ -51,6 +53,7 @@ def attend_kernel(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens that a query sees; 0: all
     HAS_CAP: tl.constexpr,
+    ROUNDED: tl.constexpr,  # keys and values are fp8, to be multiplied with their scales
     PRECISION: tl.constexpr,
 ) -> None:
     """One program per work item and KV head: the item's rows against its keys."""
@@ -89,8 +92,13 @@ def attend_kernel(
         unseen = tl.maximum(last_position - WINDOW + 1 - low, 0)
         inner = tl.minimum(low + (unseen + KEYS - 1) // KEYS * KEYS, outer)
 
-    keys += head * kv_head
-    values += head * kv_head
+    head_at = head * kv_head
+    if ROUNDED:  # rows begin at words, so that four numbers are one access; the compiler cannot know it
+        head_at = tl.multiple_of(head_at, 4)
+        key_scales += head_at // 4
+        value_scales += head_at // 4
+    keys += head_at
+    values += head_at
     total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -113,7 +121,12 @@ def attend_kernel(
                     block = tl.load(table + n // BLOCK_SIZE, mask=n < high, other=0)
                     held = (n < high)[:, None] & in_dim[None, :]
                 at = block.to(tl.int64) * kv_block + n % BLOCK_SIZE * kv_slot
+                if ROUNDED:
+                    at = tl.multiple_of(at, 4)
                 k = tl.load(keys + at[:, None] + dim[None, :], mask=held, other=0.0)
+                if ROUNDED:
+                    scale = tl.load(key_scales + at // 4, mask=n < high, other=0.0)
+                    k = (k.to(tl.float32) * scale[:, None]).to(q.dtype)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
                 if HAS_CAP:  # cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)), right at both infinities
                     scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
@@ -129,6 +142,9 @@ def attend_kernel(
                 decay = tl.exp2(maximum - base)
                 denominator = denominator * decay + tl.sum(weights, 1)
                 v = tl.load(values + at[:, None] + dim[None, :], mask=held, other=0.0)
+                if ROUNDED:
+                    scale = tl.load(value_scales + at // 4, mask=n < high, other=0.0)
+                    v = (v.to(tl.float32) * scale[:, None]).to(q.dtype)
                 total = tl.dot(weights.to(v.dtype), v, total * decay[:, None], input_precision=PRECISION)
                 maximum = highest
 

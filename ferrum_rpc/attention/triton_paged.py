@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
@@ -35,7 +36,7 @@ from ferrum_rpc.attention.triton_plan import (
     sections_of,
     tile_shapes,
 )
-from ferrum_rpc.attention.triton_store import store
+from ferrum_rpc.attention.triton_store import store, store_rounded
 from ferrum_rpc.core import AttentionSpec
 
 PROGRAMS_PER_PROCESSOR = (3, 1)
@@ -67,7 +68,8 @@ class TritonPlan:
 
 class TritonPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape, dtype and
-    layout for all layers, the last axis dense; queries have that dtype. ``processors`` and ``tiles`` (small, large)
+    layout for all layers, the last axis dense; queries have that dtype. Or rows of `eight_bits` in `FP8`: they stay so
+    until a program has read them, and ``dtype`` is that of the queries. ``processors`` and ``tiles`` (small, large)
     decide how work is cut; they default to what the device has. Launches go to the calling thread's stream."""
 
     name = "triton"
@@ -78,6 +80,7 @@ class TritonPagedAttention:
         specs: Sequence[AttentionSpec],
         keys: list[Tensor],
         values: list[Tensor],
+        dtype: torch.dtype = torch.float32,
         *,
         processors: int | None = None,
         tiles: tuple[TileShape, TileShape] | None = None,
@@ -88,10 +91,19 @@ class TritonPagedAttention:
             raise ValueError("keys and values must have one layout, with a dense last axis")
         self._specs, self._keys, self._values = tuple(specs), keys, values
         self._kinds = [LayerKind(spec.heads // spec.kv_heads, spec.window) for spec in specs]
-        _, self._block_size, self._kv_heads, self._head_dim = keys[0].shape
+        _, self._block_size, self._kv_heads, _ = keys[0].shape
+        self._head_dim = specs[0].head_dim
+        self._rounded = keys[0].dtype == FP8
+        self._dtype = dtype if self._rounded else keys[0].dtype
+        self._scales = list(zip(keys, values, strict=True))  # not read
+        if self._rounded:
+            behind = self._head_dim // SCALE_BYTES
+            words = [[each.view(torch.float32)[..., behind] for each in layers] for layers in (keys, values)]
+            self._scales = list(zip(*words, strict=True))
+            self._keys, self._values = ([e.view(torch.float8_e4m3fn) for e in layers] for layers in (keys, values))
         self._device = keys[0].device
         device_processors, shared_bytes = _device_facts(self._device)
-        self._tiles = tiles or tile_shapes(self._head_dim, keys[0].itemsize, shared_bytes)
+        self._tiles = tiles or tile_shapes(self._head_dim, self._dtype.itemsize, shared_bytes)
         self._limits = [
             SplitLimits(max(1, (processors or device_processors) * each // self._kv_heads))
             for each in PROGRAMS_PER_PROCESSOR
@@ -159,10 +171,9 @@ class TritonPagedAttention:
 
     def warm_up(self) -> None:
         """Compile what any step may launch, so that none waits for a compiler (seconds each, the first time)."""
-        for layer in {spec: layer for layer, spec in enumerate(self._specs)}.values():
-            query = torch.empty(
-                (1, self._specs[layer].heads, self._head_dim), dtype=self._keys[0].dtype, device=self._device
-            )
+        places = [tuple([each.data_ptr() % 16 for each in pair]) for pair in zip(self._keys, self._values, strict=True)]
+        for layer in {kind: layer for layer, kind in enumerate(zip(self._specs, places, strict=True))}.values():
+            query = torch.empty((1, self._specs[layer].heads, self._head_dim), dtype=self._dtype, device=self._device)
             for tokens in (1, self._tiles[1].rows):
                 capacity = self.reserve(1, tokens, 1)
                 nothing = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.sizes]
@@ -181,7 +192,10 @@ class TritonPagedAttention:
     # --- the layers -------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        store(self._keys[layer], self._values[layer], slots, key, value)
+        if self._rounded:
+            store_rounded(self._keys[layer], self._values[layer], self._scales[layer], slots, key, value)
+        else:
+            store(self._keys[layer], self._values[layer], slots, key, value)
 
     def attend(self, layer: int, query: Tensor, plan: TritonPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`. Rows that the plan's spans do not
@@ -203,6 +217,7 @@ class TritonPagedAttention:
                 query,
                 key,
                 value,
+                *self._scales[layer],
                 output,
                 self._sums,
                 self._stats,
@@ -218,6 +233,7 @@ class TritonPagedAttention:
                 KEYS=tile.keys,
                 WINDOW=spec.window or 0,
                 HAS_CAP=spec.softcap is not None,
+                ROUNDED=self._rounded,
                 PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
                 num_warps=tile.warps,
                 num_stages=tile.stages,

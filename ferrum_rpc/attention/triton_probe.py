@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ferrum_rpc.attention.eight_bits import FP8, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
@@ -36,14 +37,19 @@ SPANS = ((0, 5), (41, 1), (0, 1), (15, 20), (300, 1), (7, 70))
 BLOCK_SIZE = 16
 
 
-def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> Any:
-    """The backend of the kernels, after small steps on ``device`` with layers of ``specs`` and K and V in ``dtype``.
-    Raises `Unsuited` that says why they cannot be used, or what a compiler or a driver raises."""
+def probe(
+    device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype, cached: torch.dtype | None = None
+) -> Any:
+    """The backend of the kernels, after small steps on ``device`` with layers of ``specs``, queries in ``dtype``, and K
+    and V in it or in `FP8`. Raises `Unsuited` that says why they cannot be used, or what a compiler or a driver
+    raises."""
     if find_spec("triton") is None:
         raise Unsuited("triton is not installed")
     _check_device(device)
-    if dtype not in TOLERANCE:
-        raise Unsuited(f"the kernels do not know {dtype}")
+    cached = cached or dtype
+    for each in {dtype, cached} - {FP8}:
+        if each not in TOLERANCE:
+            raise Unsuited(f"the kernels do not know {each}")
     if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
         raise Unsuited("the layers' heads differ")
     if (widest := max(spec.head_dim for spec in specs)) > WIDEST_HEAD:
@@ -51,7 +57,7 @@ def probe(device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dty
     from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 
     for spec in dict.fromkeys(specs):
-        error = _error(TritonPagedAttention, device, spec, dtype)
+        error = _error(TritonPagedAttention, device, spec, dtype, cached)
         if not error <= TOLERANCE[dtype]:  # so that NaN fails too
             most = f"{TOLERANCE[dtype]:.0e}"
             raise Unsuited(f"a small step differs from float32 arithmetic by {error:.1e}, more than {most}")
@@ -70,7 +76,7 @@ def _check_device(device: torch.device) -> None:
         raise Unsuited(f"compute capability {found} is below {least}")
 
 
-def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch.dtype) -> float:
+def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch.dtype, cached: torch.dtype) -> float:
     """Largest difference between the kernels on ``device`` and the torch path in float32 on the CPU."""
     if spec.window is not None:
         spec = replace(spec, window=min(spec.window, 24))  # so that the steps here are longer than the window
@@ -82,8 +88,11 @@ def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch
     shape = (sum(sizes) + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), generator=generator).to(dtype)
-    exact = TorchPagedAttention([spec], [keys.float()], [values.float()])
+    if cached == FP8:
+        keys, values = (to_rows(each, FP8) for each in (keys, values))
+    known = [from_rows(each, dtype) if cached == FP8 else each for each in (keys, values)]
+    exact = TorchPagedAttention([spec], [known[0].float()], [known[1].float()])
     expected = exact.attend(0, query.float(), exact.plan(geometry))
-    kernels = backend([spec], [keys.to(device)], [values.to(device)])
+    kernels = backend([spec], [keys.to(device)], [values.to(device)], dtype)
     found = kernels.attend(0, query.to(device), kernels.plan(geometry))
     return float((found.cpu().float() - expected).abs().max())

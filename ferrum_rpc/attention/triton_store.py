@@ -1,7 +1,8 @@
 """K and V of a step's new tokens into their slots, in one launch for both.
 
 Two ``index_copy_`` calls are four launches a layer where K and V come out of a fused projection (each needs its own
-dense copy first). This kernel reads them where the projection left them. Who owns the memory is not known here.
+dense copy first). These kernels read them where the projection left them: one for a cache that keeps numbers as they
+are, one that rounds them to the rows of `eight_bits`. Who owns the memory is not known here.
 """
 
 # triton has no types, and its language is not Python's
@@ -10,6 +11,8 @@ dense copy first). This kernel reads them where the projection left them. Who ow
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ferrum_rpc.attention.triton_plan import padded_dim
 
 WIDTH = 1024
 """Numbers that one program moves, for K and for V each: 16 bytes for each thread of 128 in 16 bits."""
@@ -23,10 +26,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     of the layer do not follow each other densely or the last axis of what is written is not dense.
     """
     heads, head_dim = keys.shape[2:]
-    if not (keys.is_contiguous() and values.is_contiguous()):
-        raise ValueError("a layer's keys and values must be dense")
-    if key.stride(-1) != 1 or value.stride(-1) != 1:
-        raise ValueError("the last axis of the new keys and values must be dense")
+    _check_dense(keys, values, key, value)
     if not len(slots):
         return
     size = heads * head_dim
@@ -43,6 +43,39 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
         SIZE=size,
         WIDTH=width,
     )
+
+
+def store_rounded(  # noqa: PLR0917
+    keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """As `store`, to rows of `eight_bits` in fp8: ``keys`` and ``values`` float8_e4m3fn [num_blocks, block_size,
+    kv_heads, head_dim + 4], and their ``scales``, float32 views [num_blocks, block_size, kv_heads] of the same memory.
+    """
+    heads, head_dim = key.shape[1:]
+    _check_dense(keys, values, key, value)
+    if not len(slots):
+        return
+    round_kernel[(len(slots), heads)](
+        keys,
+        values,
+        *scales,
+        slots,
+        key,
+        value,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim(head_dim),
+        ROW=keys.shape[-1],
+    )
+
+
+def _check_dense(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("a layer's keys and values must be dense")
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        raise ValueError("the last axis of the new keys and values must be dense")
 
 
 @triton.jit
@@ -71,3 +104,50 @@ def store_kernel(  # noqa: PLR0917
     v = tl.load(value + token * value_token + head * value_head + dim, mask=held)
     tl.store(keys + to, k.to(keys.dtype.element_ty), mask=held)
     tl.store(values + to, v.to(values.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def round_kernel(  # noqa: PLR0917
+    keys: tl.tensor,  # fp8 [slots, HEADS, ROW], dense
+    values: tl.tensor,
+    key_scales: tl.tensor,  # float32 [slots, HEADS], strides ROW / 4: the last four bytes of each row
+    value_scales: tl.tensor,
+    slots: tl.tensor,  # int64 [T]
+    key: tl.tensor,  # [T, HEADS, HEAD_DIM], strides key_token, key_head, 1
+    value: tl.tensor,
+    key_token: tl.tensor,
+    key_head: tl.tensor,
+    value_token: tl.tensor,
+    value_head: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROW: tl.constexpr,
+) -> None:
+    """One program per token and head."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(slots + token) * HEADS + head
+    dim = tl.arange(0, PADDED_DIM)
+    held = dim < HEAD_DIM
+    k = tl.load(key + token * key_token + head * key_head + dim, mask=held, other=0.0)
+    v = tl.load(value + token * value_token + head * value_head + dim, mask=held, other=0.0)
+    k, key_scale = _rounded(k.to(tl.float32))
+    v, value_scale = _rounded(v.to(tl.float32))
+    tl.store(keys + row * ROW + dim, k, mask=held)
+    tl.store(values + row * ROW + dim, v, mask=held)
+    tl.store(key_scales + row * (ROW // 4), key_scale)
+    tl.store(value_scales + row * (ROW // 4), value_scale)
+
+
+@triton.jit
+def _rounded(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """As `eight_bits.to_rows`: fp8 numbers and their scale, which is NaN where a number is not finite. Divisions are
+    exact, and no instruction for a maximum is given a NaN."""
+    size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
+    largest = tl.max(size, 0)
+    scale = tl.where(largest < float("inf"), tl.div_rn(largest, 448.0), float("nan"))
+    normal = scale >= 1.1754943508222875e-38  # no smaller one is
+    inverse = tl.where(normal, tl.div_rn(1.0, tl.where(normal, scale, 1.0)), 0.0)
+    scaled = tl.where(size < float("inf"), x, 0.0) * inverse
+    return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv), scale

@@ -18,7 +18,7 @@ from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_p
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.fingerprint import of_checkpoint, of_identity
-from ferrum_rpc.engine.kv_rounding import INT8, rounding_error
+from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
@@ -63,8 +63,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         kv_bytes_per_token=parts.slot_bytes,
         fingerprint=_fingerprint(parts, model, config.quantize),
     )
-    if rounded := config.kv_dtype == INT8:
-        info = replace(info, kv_dtype=INT8)
+    if rounded := config.kv_dtype in ROUNDED:
+        info = replace(info, kv_dtype=config.kv_dtype)
     if isinstance(parts.model, Pretrained):
         if isinstance(linear := parts.model.making.linear, ByteFactory):
             info = replace(info, weight_dtype=QUANTIZE_INT8)
@@ -90,7 +90,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     if rounded:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
-        choices.append((f"kv_dtype={INT8}", f"requested; {changed} (root mean square, {tokens} tokens)"))
+        choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
     tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store, device)
     compute, depth = Compute(model, attention), 1
     cuda = device.type == "cuda"

@@ -15,7 +15,7 @@ from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
-from ferrum_rpc.engine.kv_rounding import INT8, cache_layers, check_kv_dtype
+from ferrum_rpc.engine.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
@@ -77,7 +77,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     to run every kernel."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices, elsewhere)
-    check_kv_dtype(config.kv_dtype, device)
+    check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
     if device.type == "cpu":
         _check_kernels(choices)
     model: IdentityModel | Pretrained
@@ -99,7 +99,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     if elsewhere:
         name, reason, factory = TRITON, "what such a device runs", TorchPagedAttention
     else:
-        name, reason, factory = select_backend(device, layers, dtype, config.attention, config.kv_dtype == INT8)
+        name, reason, factory = select_backend(device, layers, dtype, config.attention, ROUNDED.get(config.kv_dtype))
     choices.append((f"attention={name}", reason))
     if isinstance(model, Pretrained) and name == NATIVE and takes_long_spans(dtype, layers[0].head_dim):
         model = model._replace(making=model.making._replace(attends=True))

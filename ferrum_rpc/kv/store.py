@@ -27,7 +27,7 @@ KEY, VALUE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps of a token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. In int8
+    """What a layer keeps of a token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. In bytes
     what an attention backend keeps beside them is counted in."""
 
     kv_heads: int
@@ -146,13 +146,14 @@ class KvStore:
     def fill_slots(self, slots: Tensor, value: float) -> None:
         """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].
 
-        For tests: slots without an owner are poisoned with NaN, and no output may change. int8 has none: every bit is
+        For tests: slots without an owner are poisoned with NaN, and no output may change. Bytes have none: every bit is
         set, and scales among them are NaN.
         """
         indices = slots.nonzero().squeeze(1) if slots.dtype == torch.bool else slots
         for each in self._slots:
-            filled = -1 if each.dtype == torch.int8 and math.isnan(value) else value
-            each.index_fill_(2, indices.to(each.device), filled)
+            filled = -1 if each.itemsize == 1 and math.isnan(value) else value
+            rows = each.view(torch.int8) if each.itemsize == 1 else each
+            rows.index_fill_(2, indices.to(each.device), filled)
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -22,10 +22,11 @@ NUMPY_BY_DTYPE: Final[dict[types_pb2.DType, np.dtype[Any]]] = {
     types_pb2.D_TYPE_U32: np.dtype(np.uint32),
     types_pb2.D_TYPE_I32: np.dtype(np.int32),
     types_pb2.D_TYPE_I8: np.dtype(np.int8),
+    types_pb2.D_TYPE_F8_E4M3: np.dtype(np.uint8),
 }
 
 DTYPE_BY_NUMPY: Final = {dtype: proto for proto, dtype in NUMPY_BY_DTYPE.items()}
-"""uint16 is bfloat16: the contract has no other use for it."""
+"""uint16 is bfloat16 and uint8 is fp8: the contract has no other use for them."""
 
 ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
     RowDType.F32: types_pb2.D_TYPE_F32,

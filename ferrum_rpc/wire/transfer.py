@@ -1,6 +1,6 @@
 """Caches on their way between executors: layouts and chunks, as messages and back.
 
-A part is one tensor of a chunk: K, V, and of an integer cache what they are multiplied with.
+A part is one tensor of a chunk: K, V, and of a cache in 8 bits what they are multiplied with.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ DTYPES: Final = {
     "bfloat16": types_pb2.D_TYPE_BF16,
     "float16": types_pb2.D_TYPE_F16,
     "int8": types_pb2.D_TYPE_I8,
+    "fp8": types_pb2.D_TYPE_F8_E4M3,
 }
 FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
 """What a file of a sequence begins with. The frames of an export follow, each behind its length in four bytes (little
 endian)."""
 
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
+ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
+"""Caches that have scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Layout:
     def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
         """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
         shape: tuple[int, ...] = (tokens, self.kv_heads, self.head_dim)
-        for index, name in enumerate(PARTS if self.dtype == types_pb2.D_TYPE_I8 else PARTS[:2]):
+        for index, name in enumerate(PARTS if self.dtype in ROUNDED else PARTS[:2]):
             dtype = self.dtype if index < 2 else types_pb2.D_TYPE_F32
             extents = shape if index < 2 else shape[:2]
             yield name, dtype, extents, math.prod(extents) * NUMPY_BY_DTYPE[dtype].itemsize

@@ -28,6 +28,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.kv_rounding import FP8_CAPABILITY
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
@@ -144,6 +145,25 @@ def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:
     for step in steps:
         for mine, theirs in zip(rows(replaying, *step), rows(eager, *step), strict=True):
             assert np.abs(mine - theirs).max() <= 1e-4 * theirs.std()
+    replaying.check()
+
+
+def test_a_cache_in_fp8_stays_near_and_is_replayed_as_it_is_run(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("no fp8 on this device")
+    path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
+    settings = ModelSettings(path=path, device="cuda", dtype="bfloat16", kv_blocks=64, block_size=4, max_sequences=8)
+    exact = build_runner(settings)
+    replaying, eager = (build_runner(replace(settings, kv_dtype="fp8", cuda_graphs=way)) for way in ("auto", "off"))
+    choices = dict(replaying.device.choices)
+    assert "kv_dtype=fp8" in choices and "attention=triton" in choices, choices
+    assert replaying.info.kv_bytes_per_token < 0.8 * exact.info.kv_bytes_per_token
+    steps = [[span(s, TOKENS[: 20 + s], 0) for s in range(3)]]
+    steps += [[span(s, [TOKENS[40]], 20 + s + at) for s in range(3)] for at in range(3)]
+    for step in steps:
+        answers = [np.concatenate(rows(each, *step)) for each in (replaying, eager, exact)]
+        near, most = ([np.sqrt(np.mean((answers[0] - other) ** 2)) for other in answers[1:]], answers[2].std())
+        assert near[0] <= 0.03 * most and near[1] <= 0.06 * most, (near, most)
     replaying.check()
 
 

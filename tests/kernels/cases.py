@@ -92,7 +92,8 @@ MIX: Final[Spans] = [(0, 5), (37, 1), (0, 1), (16, 1), (15, 1), (31, 1), (30, 7)
 LONG: Final[Spans] = [(2500, 1), (900, 130), (4, 1), (0, 700)]
 """Few sequences that are longer than a tile in either direction, so that they are split."""
 
-LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
+LLAMA: Final = AttentionSpec(8, 2, 128, 128**-0.5)
+"""The heads of an 8B model, and a quarter of their number."""
 
 SPECS: Final = {
     "group 4": LLAMA,

@@ -23,15 +23,16 @@ from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
-from ferrum_rpc.attention.triton_store import store_kernel
+from ferrum_rpc.attention.triton_store import round_kernel, store_kernel
 from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel, rotate_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
 per compute capability)."""
 
+FP8 = dict.fromkeys(("keys", "values"), "*fp8e4nv")
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin"), "*fp32")
+POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales"), "*fp32")
 POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"}
 FLOATS = ("factor", "cap", "eps")
 STRIDES = ("query_", "kv_", "key_", "value_")
@@ -59,6 +60,7 @@ def usage(
     window: int = 0,
     cap: bool = False,
     block_size: int = 16,
+    rounded: bool = False,
     tiles: tuple[TileShape, ...] | None = None,
 ) -> list[Usage]:
     """Compile every launch shape of layers like this one for ``capability`` (90 is Hopper)."""
@@ -71,12 +73,16 @@ def usage(
             "KEYS": tile.keys,
             "WINDOW": window,
             "HAS_CAP": cap,
+            "ROUNDED": rounded,
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         }
-        name = f"{tile.rows}x{tile.keys}x{head_dim} {TRITON_TYPES[dtype]}"
-        found.append(_compile(attend_kernel, name, capability, dtype, constants, (tile.warps, tile.stages)))
+        name = f"{tile.rows}x{tile.keys}x{head_dim} {TRITON_TYPES[dtype]}{' of fp8' * rounded}"
+        launch = tile.warps, tile.stages
+        found.append(_compile(attend_kernel, name, capability, dtype, constants, launch, FP8 if rounded else {}))
+    if rounded:
+        return found  # the others are the same
     merging: dict[str, Any] = common | {"ROWS": 16, "PARTS": 32}
-    found.append(_compile(merge_kernel, f"{head_dim} {TRITON_TYPES[dtype]}", capability, dtype, merging, (4, 3)))
+    found.append(_compile(merge_kernel, f"{head_dim} {TRITON_TYPES[dtype]}", capability, dtype, merging, (4, 3), {}))
     return found
 
 
@@ -85,6 +91,7 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     heads, rotating, half, width = 48, 40, 64, 4096
     kernels: list[tuple[Any, dict[str, Any], int]] = [
         (store_kernel, {"HEAD_DIM": 2 * half, "SIZE": 1024, "WIDTH": 1024}, 4),
+        (round_kernel, {"HEADS": 8, "HEAD_DIM": 2 * half, "PADDED_DIM": 2 * half, "ROW": 2 * half + 4}, 4),
         (add_norm_kernel, {"WIDTH": width, "PADDED": width, "HAS_DELTA": True}, 8),
         (
             rotate_kernel,
@@ -94,18 +101,30 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
         (gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024}, 4),
     ]
     name = TRITON_TYPES[dtype]
-    return [_compile(kernel, name, capability, dtype, constants, (warps, 3)) for kernel, constants, warps in kernels]
+    return [
+        _compile(kernel, name, capability, dtype, constants, (warps, 3), FP8 if kernel is round_kernel else {})
+        for kernel, constants, warps in kernels
+        if kernel is not round_kernel or capability >= 89
+    ]
 
 
 def _compile(  # noqa: PLR0917
-    kernel: Any, shape: str, capability: int, dtype: torch.dtype, constants: dict[str, Any], launch: tuple[int, int]
+    kernel: Any,
+    shape: str,
+    capability: int,
+    dtype: torch.dtype,
+    constants: dict[str, Any],
+    launch: tuple[int, int],
+    pointers: dict[str, str],
 ) -> Usage:
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        pointer = POINTERS.get(name, f"*{TRITON_TYPES[dtype]}")
-        scalar = "fp32" if name in FLOATS else "i32" if name.startswith(STRIDES) else pointer
+        given = POINTERS | pointers
+        stride = name.startswith(STRIDES) and name not in given
+        scalar = "fp32" if name in FLOATS else "i32" if stride else given.get(name, f"*{TRITON_TYPES[dtype]}")
         signature[name] = "constexpr" if name in constants else scalar
-        if name not in constants and scalar != "fp32":  # as the launcher finds them: 16 divides addresses and strides
+        odd = scalar == "fp32" or (stride and name.startswith("kv_") and pointers)
+        if name not in constants and not odd:  # as the launcher finds them: 16 divides addresses and most strides
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = dict(zip(("num_warps", "num_stages"), launch, strict=True))

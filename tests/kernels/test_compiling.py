@@ -19,17 +19,20 @@ def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     program = (
         "import json, torch; from dataclasses import asdict;"
         "from tests.kernels.compiling import SHARED_BYTES, row_usage, usage;"
-        "found = usage(90, 128, torch.bfloat16, window=4096, cap=True) + row_usage(90, torch.bfloat16);"
+        "found = usage(90, 128, torch.bfloat16, window=4096, cap=True);"
+        "found += usage(90, 128, torch.bfloat16, rounded=True) + row_usage(90, torch.bfloat16);"
         "print(json.dumps([SHARED_BYTES[90], *map(asdict, found)]))"
     )
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=compiling, capture_output=True, text=True, check=True
     )
-    shared, small, large, merge, *rows = json.loads(done.stdout)
-    assert [each["kernel"] for each in rows] == ["store_kernel", "add_norm_kernel", "rotate_kernel", "gate_kernel"]
-    for each in (small, large, merge, *rows):
+    shared, small, large, merge, small_fp8, large_fp8, *rows = json.loads(done.stdout)
+    names = [each["kernel"].removesuffix("_kernel") for each in rows]
+    assert names == ["store", "round", "add_norm", "rotate", "gate"]
+    for each in (small, large, merge, small_fp8, large_fp8, *rows):
         assert each["spilled"] == 0, each
     assert 3 * (small["shared"] + 1024) <= 228 << 10 and 3 * 128 * small["registers"] <= 65536  # three at once
-    assert large["shared"] <= shared and "wgmma" in large["matrix"]
+    for each in (large, large_fp8):
+        assert each["shared"] <= shared and "wgmma" in each["matrix"]
     assert "mma" in small["matrix"]

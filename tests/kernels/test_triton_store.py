@@ -7,29 +7,40 @@ import torch
 
 pytest.importorskip("triton")
 
+from ferrum_rpc.attention.eight_bits import FP8, from_rows, row_width
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.attention.triton_store import store
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 80), (8, 192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_writes_what_the_store_writes(device, heads, head_dim, dtype):
-    generator = torch.Generator().manual_seed(0)
-    stores = [KvStore([CacheSpec(heads, head_dim, dtype)] * 2, 6, 4, device) for _ in range(2)]
-    for each in stores:
-        each.fill_slots(torch.arange(24), 7.0)
-    slots = torch.tensor([5, 0, 23, 9, 4], device=device)
-    fused = torch.randn(5, 3 * heads, head_dim, generator=generator).to(device)  # query, key and value of a projection
+@pytest.mark.parametrize(
+    ("dtype", "cached"),
+    [(each, kept) for each in (torch.float32, torch.bfloat16) for kept in (each, FP8)],
+    ids=str,
+)
+def test_it_writes_what_the_torch_path_writes(device, heads, head_dim, dtype, cached):
+    generator, specs = torch.Generator().manual_seed(0), [AttentionSpec(heads, heads, head_dim, 1.0)] * 2
+    fused = torch.randn(5, 3 * heads, head_dim, generator=generator)  # query, key and value of a projection
+    fused *= 10 ** torch.randn(5, 3 * heads, 1, generator=generator)
+    fused[1], fused[2, :, 3] = 0.0, 1e-43
+    fused[3, heads, 5], fused[4, -1, 0] = torch.inf, torch.nan
+    fused, slots = fused.to(device, dtype), torch.tensor([5, 0, 23, 9, 4], device=device)
     key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    TorchPagedAttention([AttentionSpec(heads, heads, head_dim, 1.0)] * 2, stores[0].keys, stores[0].values).write(
-        1, slots, key, value
-    )
-    store(stores[1].keys[1], stores[1].values[1], slots, key, value)
-    for layer in range(2):
-        assert torch.equal(stores[0].keys[layer], stores[1].keys[layer])
-        assert torch.equal(stores[0].values[layer], stores[1].values[layer])
+    found = []
+    for backend in (TorchPagedAttention, TritonPagedAttention):
+        store = KvStore([CacheSpec(heads, row_width(head_dim, cached), cached)] * 2, 6, 4, device)
+        store.fill_slots(torch.arange(24), 7.0)
+        backend(specs, store.keys, store.values, dtype).write(1, slots, key, value)
+        found.append((*store.keys, *store.values))
+    for expected, written in zip(*found, strict=True):
+        ours, exact = (from_rows(each, dtype) if cached == FP8 else each for each in (written, expected))
+        nothing = exact.isnan()
+        assert torch.equal(ours.isnan(), nothing)
+        known = ~nothing.any(-1)  # the bytes of others are of no account
+        assert torch.equal(written[known], expected[known])
 
 
 def test_no_tokens_are_no_launch(device):

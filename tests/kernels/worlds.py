@@ -71,7 +71,7 @@ class World:
     """``compute`` over a cache of its own, in which every slot that was never written holds NaN."""
 
     def __init__(self, backend: Any, device: torch.device, model: Model | None = None, *, staged: bool = True) -> None:
-        self.model = IdentityModel(IdentityConfig(vocab_size=64), device) if model is None else model
+        self.model = IdentityModel(IdentityConfig(vocab_size=64, kv_heads=1), device) if model is None else model
         specs = self.model.attention_specs
         layers = [CacheSpec(spec.kv_heads, spec.head_dim, self.model.dtype) for spec in specs]
         self.store = KvStore(layers, BLOCKS, BLOCK_SIZE, device)

@@ -12,7 +12,7 @@ from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.kv_rounding import cache_layers
+from ferrum_rpc.engine.kv_rounding import ROUNDED, cache_layers
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
@@ -88,7 +88,7 @@ class Executor:
         self.store = KvStore(layers, blocks, block_size, model.device)
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
-        factory = select_backend(model.device, model.attention_specs, model.dtype, rounded=kv_dtype == "int8")[2]
+        factory = select_backend(model.device, model.attention_specs, model.dtype, cached=ROUNDED.get(kv_dtype))[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
         self.compute = Compute(model, self.backend)
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))

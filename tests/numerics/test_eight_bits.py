@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.attention.eight_bits import from_rows, row_width, to_rows
+from ferrum_rpc.attention.eight_bits import FP8, from_rows, row_width, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
@@ -27,23 +27,27 @@ def store_of(spec, blocks, block_size, layers=1):
     return store
 
 
-def test_a_number_is_off_by_half_a_step_at_most():
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
+def test_a_number_is_off_by_half_a_step_at_most(dtype):
     numbers = (
         torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 7)[:, None, None]
     )
     numbers[0, 1] = 0.0
-    rows = to_rows(numbers)
-    assert (rows.shape, rows.dtype) == ((7, 3, 20), torch.int8)
+    rows = to_rows(numbers, dtype)
+    assert (rows.shape, rows.dtype) == ((7, 3, 20), dtype)
     step = numbers.abs().amax(-1, keepdim=True) / 127
+    if dtype == FP8:  # three bits behind the first, and 2 ** -9 of what 448 stands for
+        step = torch.maximum(numbers.abs() / 8, step * 127 / 448 / 512)
     assert ((from_rows(rows, torch.float32) - numbers).abs() <= step * 0.50001).all()
-    assert not from_rows(to_rows(torch.full((1, 8), 1e-44)), torch.float32).any()  # too small for a scale
+    assert not from_rows(to_rows(torch.full((1, 8), 1e-44), dtype), torch.float32).any()  # too small for a scale
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_of_a_head_with_a_number_that_is_not_finite_all_are_none(value):
+def test_of_a_head_with_a_number_that_is_not_finite_all_are_none(value, dtype):
     numbers = torch.ones(2, 3, 8)
     numbers[1, 2, 5] = value
-    found = from_rows(to_rows(numbers), torch.float32).isnan()
+    found = from_rows(to_rows(numbers, dtype), torch.float32).isnan()
     assert found[1, 2].all() and found.sum() == 8
 
 

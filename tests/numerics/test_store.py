@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ferrum_rpc.attention.eight_bits import from_rows
+from ferrum_rpc.attention.eight_bits import FP8, LARGEST, from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 
 CPU = torch.device("cpu")
@@ -13,7 +13,8 @@ ALIKE = [CacheSpec(2, 8, torch.float32)] * 3
 DIFFERENT = [CacheSpec(*each) for each in ((2, 8, torch.bfloat16), (1, 24, torch.float32), (2, 8, torch.bfloat16))]
 
 
-LAYERS = {"alike": ALIKE, "different": DIFFERENT, "eight bits": [CacheSpec(2, 12, torch.int8)] * 3}
+LAYERS = {"alike": ALIKE, "different": DIFFERENT}
+LAYERS |= {name: [CacheSpec(2, 12, dtype)] * 3 for name, dtype in (("int8", torch.int8), ("fp8", FP8))}
 
 
 @pytest.fixture(params=LAYERS)
@@ -55,7 +56,7 @@ def test_fill_by_slots_or_by_mask(store):
     mask[3:7] = True
     store.fill_slots(mask, float("nan"))
     for tensor in (*store.keys, *store.values):
-        nothing = from_rows(tensor, torch.float32) if tensor.dtype == torch.int8 else tensor
+        nothing = from_rows(tensor, torch.float32) if tensor.dtype in LARGEST else tensor
         assert torch.equal(nothing.reshape(24, -1).isnan().all(1), mask)
     store.fill_slots(torch.tensor([3, 4, 5, 6]), 0.0)
     for tensor in (*store.keys, *store.values):

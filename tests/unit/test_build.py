@@ -78,7 +78,7 @@ def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(tmp_path, atte
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"kv_dtype": "fp8"}, "fp8 is not built yet"),
+        ({"kv_dtype": "fp8"}, "use int8"),
         ({"kv_dtype": "int8", "identity_head_dim": 6}, "multiple of 4"),
         ({"kv_dtype": "int8", "attention": "triton"}, "not available"),
     ],
@@ -89,10 +89,12 @@ def test_a_cache_that_is_not_there_is_refused(config, why):
         build_runner(ModelSettings("identity", device="cpu", kv_blocks=8, **config))
 
 
-def test_an_eight_bit_cache_is_not_for_a_gpu(monkeypatch):
+@pytest.mark.parametrize(("kv_dtype", "why"), [("int8", "for CPUs, .* use fp8"), ("fp8", "capability 8.9, not 8.6")])
+def test_an_eight_bit_cache_is_not_for_every_gpu(monkeypatch, kv_dtype, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(InvalidRequest, match="for CPUs") as refused:
-        build_runner(ModelSettings("identity", device="cuda", kv_dtype="int8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        build_runner(ModelSettings("identity", device="cuda", kv_dtype=kv_dtype))
     assert refused.value.field == "kv_dtype"
 
 

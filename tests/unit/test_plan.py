@@ -319,6 +319,9 @@ def test_a_gpu_need_not_be_here(folder: Path, command: Any) -> None:
     facts = json.loads(out)
     assert (status, facts["device"], facts["dtype"]) == (0, "cuda", "bfloat16")
     assert facts["weights_bytes"] < planned(settings(folder)).weights_bytes  # a tied head is the embedding there
+    status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json", "--kv-dtype", "fp8")
+    exact, rounded = facts["kv_bytes_per_token"], json.loads(out)["kv_bytes_per_token"]
+    assert status == 0 and rounded / exact == (64 + 4) / (2 * 64)
     status, _, error = command(folder, "--device", "cuda", "--memory", "80GiB", "--quantize", "int8")
     assert status == 1 and "not on cuda" in error
 

@@ -16,6 +16,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     D_TYPE_U32: _ClassVar[DType]
     D_TYPE_I32: _ClassVar[DType]
     D_TYPE_I8: _ClassVar[DType]
+    D_TYPE_F8_E4M3: _ClassVar[DType]
 D_TYPE_UNSPECIFIED: DType
 D_TYPE_F32: DType
 D_TYPE_BF16: DType
@@ -23,6 +24,7 @@ D_TYPE_F16: DType
 D_TYPE_U32: DType
 D_TYPE_I32: DType
 D_TYPE_I8: DType
+D_TYPE_F8_E4M3: DType
 
 class KvHandle(_message.Message):
     __slots__ = ("id", "seq_len", "version")
