@@ -99,7 +99,7 @@ async def _abused(
         "server cpu s": round(worked, 2),
     }
     return [
-        at_most(f"p99 under {kind}, in p99s before and after", during / quiet, SLOWER),
+        at_most(f"p99 under {kind}, in p99s before and after", during / quiet, SLOWER, "x"),
         at_most(f"descriptors back after {kind}", seconds, DESCRIPTORS_S, "s"),
         at_most(f"descriptors kept after {kind}", left - descriptors, 0),
         *([at_least("connections held open", held, 0.9 * IDLE_CONNECTIONS)] if kind == "idle_connections" else []),

@@ -134,7 +134,7 @@ async def _tried(
         figures.append(at_most(f"p99 of a health check under {name}", p99, HEALTH_S, "s"))
     else:
         quiet = max(alone, size.p99_floor_s)
-        figures.append(at_most(f"p99 of a health check under {name}, in p99s alone", p99 / quiet, SLOWER))
+        figures.append(at_most(f"p99 of a health check under {name}, in p99s alone", p99 / quiet, SLOWER, "x"))
     return figures
 
 

@@ -170,7 +170,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         "R30",
         "A neighbour takes its share alone",
         (
-            at_most("p99 of a step beside a full queue, in those alone", ratio, 3),
+            at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
             exactly("refusals to the one that asks for little", small_refusals, 0),
             exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
             at_most("leases of the large one", len(leases), LEASES // 2),

@@ -145,11 +145,12 @@ async def r9_overload_bends(size: Size) -> Figures:
     uncounted = abs(queue_full - sum(each.codes["RESOURCE_EXHAUSTED"] for each in ends))
     by_clock = [over.goodput / peak.goodput for peak, over in turns]
     by_cpu = [over.efficiency / peak.efficiency for peak, over in turns]
+    left = max(by_clock + by_cpu)
     return Figures(
         "R9",
         "Overload bends, never breaks",
         (
-            at_least("goodput in overload, share of the peak, best turn", max(by_clock + by_cpu), size.goodput_share),
+            at_least("goodput in overload, share of the peak, best turn", left, size.goodput_share, "x"),
             at_least("share of the calls that were too many", codes["RESOURCE_EXHAUSTED"] / codes.total(), 0.4),
             at_most("items in the queue", max(over.deepest for over in overs), QUEUE),
             exactly("refusals that the server did not count", uncounted, 0),

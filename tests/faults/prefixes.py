@@ -71,8 +71,8 @@ async def r27_a_prefix_is_shared_by_those_who_may(size: Size) -> Figures:
             exactly("rows with other bits, where pieces give those of single tokens", wrong_bits, 0),
             exactly("tokens found that the tenant had not fed", foreign, 0),
             at_least("hits", hits, size.shared_prompts // 4),
-            at_least("time of a prompt that another has seen, of one that nobody has", others, 0.7),
-            at_most("time of a prompt that the tenant has seen, of the same: the clock would show it", own_s, 0.5),
+            at_least("time of a prompt that another has seen, of one that nobody has", others, 0.7, "x"),
+            at_most("time of a prompt that the tenant has seen, of the same: the clock would show it", own_s, 0.5, "x"),
         ),
         {"prompts": size.shared_prompts * len(MODELS), "timed": size.timed_prompts},
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.faults.figures import hold
 from tests.faults.one_port import r18_one_server_per_port
-from tests.faults.sizes import CI
 
 
 async def test_r18_the_second_server_on_a_port_ends_within_a_second_and_names_it() -> None:
-    (await r18_one_server_per_port(CI)).check()
+    await hold(r18_one_server_per_port)

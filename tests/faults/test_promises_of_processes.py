@@ -9,6 +9,7 @@ from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
+from tests.faults.figures import hold
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
@@ -16,68 +17,67 @@ from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
 from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
-from tests.faults.sizes import CI
 from tests.faults.transfers import r28_a_transfer_is_whole_or_nothing
 from tests.faults.unread import r22_the_dead_hold_nothing
 
 
 async def test_r2_a_step_is_applied_exactly_once() -> None:
-    (await r2_exactly_once(CI)).check()
+    await hold(r2_exactly_once)
 
 
 async def test_r2_a_step_is_applied_exactly_once_in_sessions() -> None:
-    (await r2_in_sessions(CI)).check()
+    await hold(r2_in_sessions)
 
 
 @pytest.mark.root
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 async def test_r2_a_step_is_applied_exactly_once_over_a_network_that_loses_packets() -> None:
-    (await r2_under_packet_loss(CI)).check()
+    await hold(r2_under_packet_loss)
 
 
 async def test_r3_orphans_are_freed_and_the_living_are_not() -> None:
-    (await r3_orphans_are_freed(CI)).check()
+    await hold(r3_orphans_are_freed)
 
 
 async def test_r4_a_restart_is_never_mistaken() -> None:
-    (await r4_a_restart_is_never_mistaken(CI)).check()
+    await hold(r4_a_restart_is_never_mistaken)
 
 
 async def test_r5_a_drain_loses_nothing() -> None:
-    (await r5_a_drain_loses_nothing(CI)).check()
+    await hold(r5_a_drain_loses_nothing)
 
 
 async def test_r8_a_dead_peer_is_noticed() -> None:
-    (await r8_a_dead_peer_is_noticed(CI)).check()
+    await hold(r8_a_dead_peer_is_noticed)
 
 
 async def test_r9_overload_bends_and_never_breaks() -> None:
-    (await r9_overload_bends(CI)).check()
+    await hold(r9_overload_bends)
 
 
 async def test_r10_http2_abuse_does_not_hurt_others() -> None:
-    (await r10_abuse_does_not_hurt_others(CI)).check()
+    await hold(r10_abuse_does_not_hurt_others)
 
 
 async def test_r22_the_dead_hold_nothing() -> None:
-    (await r22_the_dead_hold_nothing(CI)).check()
+    await hold(r22_the_dead_hold_nothing)
 
 
 async def test_r23_no_caller_starves_another() -> None:
-    (await r23_no_caller_starves_another(CI)).check()
+    await hold(r23_no_caller_starves_another)
 
 
 async def test_r25_a_lost_sequence_is_rebuilt_exactly() -> None:
-    (await r25_a_lost_sequence_is_rebuilt_exactly(CI)).check()
+    await hold(r25_a_lost_sequence_is_rebuilt_exactly)
 
 
 async def test_r28_a_transfer_is_whole_or_nothing() -> None:
-    (await r28_a_transfer_is_whole_or_nothing(CI)).check()
+    await hold(r28_a_transfer_is_whole_or_nothing)
 
 
 async def test_r30_no_caller_stops_the_server() -> None:
-    (await r30_no_caller_stops_the_server(CI)).check()
+    await hold(r30_no_caller_stops_the_server)
 
 
 async def test_r30_a_neighbour_takes_its_share_alone() -> None:
-    (await r30_a_neighbour_takes_its_share_alone(CI)).check()
+    await hold(r30_a_neighbour_takes_its_share_alone)

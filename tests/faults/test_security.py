@@ -22,6 +22,7 @@ from ferrum_rpc.client import ExecutorClient, tls
 from ferrum_rpc.errors import PermissionDenied, Reason, TransportError, Unauthenticated
 from ferrum_rpc.executor.v1 import model_executor_pb2_grpc
 from ferrum_rpc.service.auth import Security
+from tests.faults.figures import hold
 from tests.faults.process import environment, serving
 from tests.faults.security import (
     GET_INFO,
@@ -36,16 +37,15 @@ from tests.faults.security import (
     secured,
     write_pair,
 )
-from tests.faults.sizes import CI
 from tests.wiring import item, pb
 
 
 async def test_r11_only_the_right_certificates_get_in() -> None:
-    (await r11_only_the_right_certificates_get_in(CI)).check()
+    await hold(r11_only_the_right_certificates_get_in)
 
 
 async def test_r12_every_method_asks_who_calls() -> None:
-    (await r12_every_method_asks_who_calls(CI)).check()
+    await hold(r12_every_method_asks_who_calls)
 
 
 # --- identities -------------------------------------------------------------------------------------------------------

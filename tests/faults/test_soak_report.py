@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults import soak
-from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
+from tests.faults.figures import Figure, Figures, at_least, at_most, exactly, hold, quantile
 from tests.faults.netns import NoNetwork
 from tests.faults.promises import PROMISES, number
 from tests.faults.sizes import CI, FULL, Size
@@ -89,3 +90,24 @@ def test_figures_judge_by_their_relation() -> None:
     assert at_least("a", 2, 2).holds and not at_least("a", 1, 2).holds
     assert at_most("a", 2, 2).holds and not at_most("a", 3, 2).holds
     assert quantile([float(n) for n in range(100)], 0.99) == 99.0
+
+
+async def test_times_alone_are_tried_once_more() -> None:
+    tried = 0
+
+    def promise(*figures: Figure, then: Figure) -> Callable[[Size], Awaitable[Figures]]:
+        async def attempt(_: Size) -> Figures:
+            nonlocal tried
+            tried += 1
+            return Figures("R30", "Slow", figures if tried == 1 else (*figures[1:], then))
+
+        return attempt
+
+    slow, quick, lost = at_most("p99", 4, 3, "x"), at_most("p99", 2, 3, "x"), exactly("lost", 1, 0)
+    await hold(promise(slow, then=quick))
+    assert tried == 2
+    for figures, most in (((slow,), 2), ((lost,), 1), ((slow, lost), 1)):
+        tried = 0
+        with pytest.raises(AssertionError, match=r"R30: "):
+            await hold(promise(*figures, then=slow))
+        assert tried == most
