@@ -24,6 +24,7 @@ from ferrum_rpc.models.spec import ModelSpec
 
 BUFFER_BYTES: Final = 512 << 20
 QUICK_BYTES: Final = 8 << 20
+QUICK_SIDE: Final = 64
 REPEATS: Final = 5
 ROWS, IN, OUT = 512, 1024, 3072
 """The product: a prompt of 512 tokens through the widest linear layer of the 0.6B shape."""
@@ -37,7 +38,7 @@ GPU_SIDE: Final = 8192
 
 
 class Machine:
-    """Takes readings. ``quick``: of a buffer that a test can afford, which says nothing of memory."""
+    """Takes readings. ``quick``: of a size that a test can afford, which says nothing of the machine."""
 
     def __init__(self, threads: int, device: str = "cpu", *, quick: bool = False) -> None:
         torch.set_num_threads(threads)
@@ -50,7 +51,7 @@ class Machine:
         fastest as well: the best of some."""
         bytes_s = max(size / _best(call) for call, size in self._calls[0])
         flop_s = max(size / _best(call, repeats=4 * REPEATS) for call, size in self._calls[1])
-        self.readings.append({"read_gb_s": round(bytes_s / 1e9, 2), "bf16_tflops": round(flop_s / 1e12, 3)})
+        self.readings.append({"read_gb_s": round(bytes_s / 1e9, 4), "bf16_tflops": round(flop_s / 1e12, 6)})
 
     def limits(self) -> dict[str, Any]:
         """The best of all readings so far."""
@@ -101,13 +102,14 @@ def _cpu_calls(quick: bool) -> tuple[Calls, Calls]:
     block = torch.randn(1 << 20, generator=generator)
     words.copy_(block.repeat(len(words) // len(block)))
     doubles = torch.frombuffer(buffer, dtype=torch.float64)
-    rows = torch.randn(ROWS, IN, generator=generator).bfloat16()
-    weight = torch.randn(OUT, IN, generator=generator).bfloat16()
+    rows, inner, outer = (QUICK_SIDE,) * 3 if quick else (ROWS, IN, OUT)
+    tokens = torch.randn(rows, inner, generator=generator).bfloat16()
+    weight = torch.randn(outer, inner, generator=generator).bfloat16()
     products = [make(weight, None) for make in (PlainLinear, select_linear(torch.device("cpu"), weight.dtype)[2])]
     readers = (partial(torch.sum, words), partial(torch.amax, words), partial(torch.sum, doubles))
     dot = partial(torch.dot, words, words)
     return [(each, words.nbytes) for each in (*readers, dot)], [
-        (partial(each, rows), 2 * ROWS * IN * OUT) for each in products
+        (partial(each, tokens), 2 * rows * inner * outer) for each in products
     ]
 
 

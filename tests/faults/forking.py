@@ -32,6 +32,7 @@ class Forked:
 
     def __init__(self, pid: int, stderr: asyncio.StreamReader, status: asyncio.StreamReader) -> None:
         self.pid = pid
+        self.stdin = None
         self.stderr = stderr
         self.returncode: int | None = None
         self._ending = asyncio.create_task(self._end(status))

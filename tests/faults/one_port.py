@@ -41,7 +41,9 @@ async def r18_one_server_per_port(size: Size) -> Figures:
         "R18",
         "One server per port",
         (
-            at_most("from the second server's attempt to bind to its end, worst", max(took), 1 if size.absolute else 10, "s"),
+            at_most(
+                "from the second server's attempt to bind to its end, worst", max(took), 1 if size.absolute else 10, "s"
+            ),
             exactly("second servers that did not name the port", size.second_servers - named, 0),
             exactly("second servers that ended as if all were well", shared, 0),
             exactly("tokens that the first one served after", served, 3),

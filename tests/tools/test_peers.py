@@ -83,7 +83,7 @@ async def test_a_peer_that_ends_is_an_error_with_its_last_words():
             raise AssertionError("it was never there")
 
 
-def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path):
+def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path, forked_servers):
     out = tmp_path / "peers.json"
     names = ["OpenVINO GenAI bf16", "llama.cpp bf16"]
     options = peers.parse(["--quick", "--out", str(out), "--installed", str(tmp_path), "--peers", *names])

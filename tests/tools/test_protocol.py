@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 
 import pytest
 
+import benchmarks.protocol
 from benchmarks import report, tables
 from benchmarks.compare import Round
+from benchmarks.engines.process import ServerDied
 from benchmarks.engines.ways import in_calls, in_frames
-from benchmarks.machine import ROOT
-from benchmarks.protocol import AGAINST, BATCHES, CROWD, DEPTHS, ECHO_OF, MANY, point, points, steps_of
+from benchmarks.protocol import AGAINST, BATCHES, CROWD, DEPTHS, ECHO_OF, MANY, parse, point, points, sides, steps_of
 
 
 def rounds(step_s, forward_s=None, count=3, depth=1):
@@ -21,13 +20,9 @@ def rounds(step_s, forward_s=None, count=3, depth=1):
     ]
 
 
-def test_a_quick_run_takes_every_way_at_every_depth(tmp_path):
+def test_a_quick_run_takes_every_way_at_every_depth(tmp_path, quick_run):
     out = tmp_path / "protocol.json"
-    command = ["-m", "benchmarks.protocol", "--quick", "--transports", "unix", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    told = quick_run(benchmarks.protocol, "--transports", "unix", "--out", str(out))
     result = json.loads(out.read_text(encoding="utf-8"))
     measured = {(each["way"], each["depth"]): each for each in result["points"]}
     ways = {*ECHO_OF, *ECHO_OF.values()}
@@ -44,7 +39,7 @@ def test_a_quick_run_takes_every_way_at_every_depth(tmp_path):
     assert len(crowd["pairs"]) == 2 and measured[BATCHES, CROWD]["ratio"] is None
     sizes = result["settings"]["exchange_bytes"]
     assert set(sizes) == {"unix, unary", "unix, session"} and all(min(each) > 40 for each in sizes.values())
-    assert str(out) in done.stdout
+    assert str(out) in told
     page = report.document([("protocol.json", result)])
     for row in tables.protocol(result["points"]).rows:
         assert "| " + " | ".join(row) + " |" in page
@@ -79,20 +74,15 @@ def test_two_checkouts_are_compared_pair_by_pair():
     assert len(tables.protocol([ours, theirs]).rows) == 2
 
 
-def test_the_executor_of_another_checkout_is_what_runs(tmp_path):
+async def test_the_executor_of_another_checkout_is_what_runs(tmp_path):
     (other := tmp_path / "other").mkdir()
     (other / "ferrum_rpc").mkdir()
     (other / "ferrum_rpc" / "__init__.py").touch()
     (other / "ferrum_rpc" / "cli.py").write_text("raise SystemExit('this is the other checkout')")
-    command = ["-m", "benchmarks.protocol", "--quick", "--transports", "unix", "--against", str(other)]
-    done = subprocess.run(
-        [sys.executable, *command, "--out", str(tmp_path / "o.json")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode and "this is the other checkout" in done.stderr
+    options = parse(["--quick", "--against", str(other)])
+    with pytest.raises(ServerDied, match="this is the other checkout"):
+        async with sides("unix", options, options.against):
+            pass
 
 
 async def test_calls_and_frames_keep_one_step_of_each_sequence_in_flight():

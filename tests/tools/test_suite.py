@@ -1,14 +1,13 @@
 """`python -m benchmarks.suite --quick` runs: our two sides, a real peer, the other parts, the file and its page."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
+import benchmarks.suite
 from benchmarks import compare, parts, report, tables
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
@@ -16,7 +15,6 @@ from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import roof
-from benchmarks.machine import ROOT
 from benchmarks.parts import Size, slope
 from benchmarks.peers import PEERS
 from benchmarks.profile import Column, Profile, medians, table
@@ -29,13 +27,10 @@ LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
+def quick(tmp_path_factory, quick_run):
     out = tmp_path_factory.mktemp("suite") / "suite.json"
-    command = [sys.executable, "-m", "benchmarks.suite", "--quick", "--out", str(out)]
-    command += ["--only", "cells", "outputs", "mixed", "bookkeeping"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert str(out) in done.stdout
+    told = quick_run(benchmarks.suite, "--out", str(out), "--only", "cells", "outputs", "mixed", "bookkeeping")
+    assert str(out) in told
     return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks.machine import ROOT
+import benchmarks.trips
 from benchmarks.report import trips
 from benchmarks.trips import BATCHES, BESIDE, DELAYS_MS, WAYS, beside, points
+from tests.tools.conftest import QuickRun
 
 
-def test_a_quick_run_takes_every_way_at_every_delay(tmp_path: Path) -> None:
+def test_a_quick_run_takes_every_way_at_every_delay(tmp_path: Path, quick_run: QuickRun) -> None:
     out = tmp_path / "trips.json"
-    command = [sys.executable, "-m", "benchmarks.trips", "--quick", "--model", "identity", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    quick_run(benchmarks.trips, "--model", "identity", "--out", str(out))
     found = json.loads(out.read_text(encoding="utf-8"))
     assert len(found["points"]) == len(WAYS) * len(DELAYS_MS) * len(BATCHES)
     assert all(each["tokens_per_s"] > 0 for each in found["points"])

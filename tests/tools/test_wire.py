@@ -1,29 +1,20 @@
 """`python -m benchmarks.wire --quick` runs: both sides, the echo, the file and the page that is made of it."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 
+import benchmarks.wire
 from benchmarks import report
 from benchmarks.cases import CONTEXT, DECODE, Cell, settings
-from benchmarks.machine import ROOT, hardware, label
+from benchmarks.machine import hardware, label
 from benchmarks.profile import timelines
 from benchmarks.wire import outputs_for
 
 
-def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
+def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path, quick_run):
     out = tmp_path / "wire.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.wire", "--quick", "--rounds", "2", "--batches", "1", "4", "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    told = quick_run(benchmarks.wire, "--rounds", "2", "--batches", "1", "4", "--out", str(out))
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [(point["batch"], point["output"]) for point in result["cells"]] == [
         (1, "greedy"),
@@ -41,7 +32,7 @@ def test_a_quick_run_measures_the_identity_model_through_both_ways(tmp_path):
     assert result["settings"]["threads_server"] == result["settings"]["threads_in_process"]
     assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
     assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
-    assert "full-f32" in done.stdout and str(out) in done.stdout
+    assert "full-f32" in told and str(out) in told
     assert "### identity" in report.document([("wire.json", result)])
 
 
