@@ -8,25 +8,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ferrum_rpc.client import ExecutorClient, ExecutorStatus
-from tests.e2e.test_serve_process import Process, serving
+from tests.faults.process import ServerProcess, serving
 
 BENCH = (sys.executable, "-m", "ferrum_rpc.cli", "bench", "--context", "16")
 TOKEN = "a-token-of-some-length"  # noqa: S105 - of this test's own server
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    tokens = tmp_path_factory.mktemp("bench") / "tokens"
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    tokens = tmp_path / "tokens"
     tokens.write_text(f"scheduler {TOKEN}\n")
     tokens.chmod(0o600)
-    with serving("--tokens", str(tokens)) as process:
+    async with serving("--tokens", str(tokens)) as process:
         yield process
 
 
@@ -47,12 +47,12 @@ def benching(target: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
             popen.kill()
 
 
-async def status(server: Process) -> ExecutorStatus:
+async def status(server: ServerProcess) -> ExecutorStatus:
     async with ExecutorClient(server.target, token=TOKEN) as client:
         return await client.status()
 
 
-async def test_a_session_is_measured_and_nothing_is_left(server: Process, tmp_path: Path) -> None:
+async def test_a_session_is_measured_and_nothing_is_left(server: ServerProcess, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = ("--way", "session", "--depth", "2", "--batch", "3", "--steps", "120", "--json", str(file))
     done = await asyncio.to_thread(bench, server.target, *flags)
@@ -63,7 +63,7 @@ async def test_a_session_is_measured_and_nothing_is_left(server: Process, tmp_pa
     assert (await status(server)).pressure.sequences == 0
 
 
-async def test_ctrl_c_reports_what_was_measured_and_releases_every_sequence(server: Process) -> None:
+async def test_ctrl_c_reports_what_was_measured_and_releases_every_sequence(server: ServerProcess) -> None:
     before = (await status(server)).counters.steps
     with benching(server.target, "--callers", "4", "--seconds", "600") as popen:
         while (await status(server)).counters.steps < before + 200:
@@ -80,9 +80,9 @@ async def test_ctrl_c_reports_what_was_measured_and_releases_every_sequence(serv
     ("target", "token", "says"),
     [(None, "another-token", ("UNAUTHENTICATED", "--token-file")), ("127.0.0.1:1", TOKEN, ("TRANSPORT", "health"))],
 )
-def test_an_error_says_what_to_do_and_exits_1(
-    server: Process, target: str | None, token: str, says: tuple[str, str]
+async def test_an_error_says_what_to_do_and_exits_1(
+    server: ServerProcess, target: str | None, token: str, says: tuple[str, str]
 ) -> None:
-    done = bench(target or server.target, "--timeout", "5", token=token)
+    done = await asyncio.to_thread(bench, target or server.target, "--timeout", "5", token=token)
     assert (done.returncode, done.stdout) == (1, "")
     assert all(each in done.stderr for each in says) and "Traceback" not in done.stderr

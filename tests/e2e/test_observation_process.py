@@ -9,14 +9,15 @@ import subprocess
 
 import pytest
 
-from tests.e2e.test_serve_process import SERVE, dial, serving
+from tests.e2e.test_serve_process import SERVE
 from tests.exposition import fetch, problems, series, value
+from tests.faults.process import dial, serving
 from tests.wiring import pb, prefill
 
 
 async def test_a_process_serves_its_metrics_and_ends_well_without_a_collector() -> None:
     flags = ("--metrics-port", "0", "--otel-endpoint", "http://127.0.0.1:9")
-    with serving(*flags) as process:
+    async with serving(*flags) as process:
         (url,) = [each["url"] for each in process.events if each["event"] == "metrics"]
         async with dial(process.target) as client:
             handle = await prefill(client, [1, 2, 3])
@@ -27,9 +28,9 @@ async def test_a_process_serves_its_metrics_and_ends_well_without_a_collector() 
         assert value(found, "ferrum_sequences") == 1
         assert value(found, "ferrum_executor_state", state="serving") == 1
         assert value(found, "process_resident_memory_bytes") > 0
-        process.popen.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.popen.wait, 30) == 0
-        assert process.wait_for("tracing_trouble")["action"]  # as JSON, like every other line
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert (await process.event("tracing_trouble"))["action"]  # as JSON, like every other line
 
 
 @pytest.mark.parametrize(

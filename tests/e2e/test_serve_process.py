@@ -1,4 +1,4 @@
-"""`ferrum-rpc serve` as a process: signals, ports, restarts."""
+"""`ferrum-rpc serve` as a process, and the programs that ask it. Restarts and ports are promises (tests/faults)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,117 +17,52 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hyperframe.frame import Frame, SettingsFrame
 
 from ferrum_rpc.client import ExecutorClient
-from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import model_executor_pb2_grpc
-from tests.wiring import item, pb, prefill, refused
+from tests.faults.process import dial, serving
+from tests.wiring import item, pb
 
 SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve")
 
 
-class Process:
-    """A server process and its log events."""
-
-    def __init__(self, popen: subprocess.Popen[str]) -> None:
-        self.popen = popen
-        self.events: list[dict[str, Any]] = []
-        self.target = ""
-
-    def wait_for(self, name: str) -> dict[str, Any]:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
-            self.events.append(json.loads(line))
-            if self.events[-1]["event"] == name:
-                return self.events[-1]
-        raise AssertionError(f"no {name!r} among {self.events}")
-
-
-@contextmanager
-def serving(*flags: str, port: int = 0, model: str = "identity") -> Iterator[Process]:
-    command = (
-        *SERVE,
-        model,
-        "--port",
-        str(port),
-        "--log-format",
-        "json",
-        "--threads",
-        "1",
-        "--kv-blocks",
-        "8192",
-        *flags,
-    )
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as popen:
-        process = Process(popen)
-        try:
-            process.target = process.wait_for("ready")["target"]
-            yield process
-        finally:
-            popen.kill()
-
-
-class Dialled:
-    """A channel and its stubs, for `tests.wiring`."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self.executor: Any = model_executor_pb2_grpc.ModelExecutorStub(channel)
-        self.health: Any = health_pb2_grpc.HealthStub(channel)
-
-
-@asynccontextmanager
-async def dial(target: str) -> AsyncIterator[Dialled]:
-    async with grpc.aio.insecure_channel(target) as channel:
-        yield Dialled(channel)
-
-
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_sigterm_finishes_the_call_in_flight_says_not_serving_and_exits_0(loop: str) -> None:
-    with serving("--max-batch-tokens", "8192", "--grace-s", "2", "--event-loop", loop) as process:
+    async with serving("--max-batch-tokens", "8192", "--grace-s", "2", "--event-loop", loop, fresh=True) as process:
         choices = {each.get("choice"): each.get("reason") for each in process.events}
         assert f"event loop {loop}" in choices
         assert choices["sockets"] == "read by the thread that waits for completions"
         async with dial(process.target) as client:
-            watch = client.health.Watch(health_pb2.HealthCheckRequest())
+            health: Any = health_pb2_grpc.HealthStub(client.channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             running = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([5] * 8192))))
             status = pb.GetStatusRequest()
             prefill_name = "ferrum_rpc.executor.v1.ModelExecutor/Prefill"
             while prefill_name not in {each.method for each in (await client.executor.GetStatus(status)).methods}:
                 pass
-            process.popen.send_signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert (await running).output.handle.seq_len == 8192
-        assert await asyncio.to_thread(process.popen.wait, 30) == 0
-        assert process.wait_for("stopped")
+        assert await process.ended() == 0
+        assert process.count("stopped") == 1
 
 
 async def test_a_second_sigterm_ends_it_at_once() -> None:
-    with serving(
-        "--max-batch-tokens", "65536", "--max-request-bytes", "1MiB", "--identity-max-context", "65536"
-    ) as process:
-        async with dial(process.target) as client:
-            running = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([5] * 60000))))
-            while not any(
-                each.method.endswith("Prefill")
-                for each in (await client.executor.GetStatus(pb.GetStatusRequest())).methods
-            ):
-                pass
-            process.popen.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(process.wait_for, "draining")
-            process.popen.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.popen.wait, 30) == 128 + signal.SIGTERM
-            with pytest.raises(grpc.aio.AioRpcError):
-                await running
-
-
-async def test_the_second_server_on_a_port_fails_and_names_the_port() -> None:
-    with serving() as process:
-        port = process.target.rpartition(":")[2]
-        command = (*SERVE, "identity", "--port", port, "--log-format", "json")
-        second = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1
-        event = json.loads(second.stderr.splitlines()[-1])
-        assert event["event"] == "cannot_serve" and port in event["error"] and event["action"]
+    async with (
+        serving(
+            "--max-batch-tokens", "65536", "--max-request-bytes", "1MiB", "--identity-max-context", "65536"
+        ) as process,
+        dial(process.target) as client,
+    ):
+        running = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([5] * 60000))))
+        while not any(
+            each.method.endswith("Prefill") for each in (await client.executor.GetStatus(pb.GetStatusRequest())).methods
+        ):
+            pass
+        process.signal(signal.SIGTERM)
+        await process.event("draining")
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == 128 + signal.SIGTERM
+        with pytest.raises(grpc.aio.AioRpcError):
+            await running
 
 
 async def streams_offered(target: str) -> int | None:
@@ -145,7 +78,7 @@ async def streams_offered(target: str) -> int | None:
 
 
 async def test_few_streams_are_enough_for_a_client_with_a_session() -> None:
-    with serving("--max-streams", "5") as process:
+    async with serving("--max-streams", "5") as process:
         assert await streams_offered(process.target) == 5
         async with ExecutorClient(process.target, session=True) as client:
             sequences = [client.sequence() for _ in range(64)]
@@ -155,28 +88,13 @@ async def test_few_streams_are_enough_for_a_client_with_a_session() -> None:
             assert methods["GetInfo"] == 1  # 64 callers wanted to know; one asked
 
 
-async def test_after_kill_9_and_a_restart_old_handles_are_of_another_instance() -> None:
-    with serving() as process:
-        async with dial(process.target) as client:
-            handle = await prefill(client, [1, 2, 3])
-        port = int(process.target.rpartition(":")[2])
-        process.popen.kill()
-        await asyncio.to_thread(process.popen.wait, 30)
-    with serving(port=port) as process:
-        async with dial(process.target) as client:
-            call = client.executor.Decode(pb.DecodeRequest(item=item([4], handle)))
-            await refused(call, Reason.INSTANCE_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION)
-            assert (await prefill(client, [1, 2, 3, 4])).seq_len == 4
-
-
 async def test_reflection_lists_every_service() -> None:
-    with serving() as process:
-        async with dial(process.target) as client:
-            stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
-            call = stub.ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            names = {each.name for each in (await call.read()).list_services_response.service}
-            call.cancel()
+    async with serving() as process, dial(process.target) as client:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {each.name for each in (await call.read()).list_services_response.service}
+        call.cancel()
     package = "ferrum_rpc.executor.v1"
     assert names >= {
         f"{package}.ModelExecutor",
@@ -199,36 +117,36 @@ def test_a_model_that_cannot_be_served_says_why_and_exits_1(model: str, what: st
     assert "Traceback" not in done.stderr
 
 
-def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "ferrum_rpc.cli", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_info_status_health_and_generate_ask_a_running_server() -> None:
-    with serving() as process:
+async def test_info_status_health_and_generate_ask_a_running_server() -> None:
+    async with serving() as process:
         flags = ("--target", process.target)
-        assert ask("health", *flags).stdout == "SERVING\n"
-        info = json.loads(ask("info", "--json", *flags).stdout)
+        assert (await ask("health", *flags)).stdout == "SERVING\n"
+        info = json.loads((await ask("info", "--json", *flags)).stdout)
         assert info["model"]["name"] == "identity" and "REPLAY" in info["capabilities"]
-        generated = ask("generate", "abc", "--max-new-tokens", "5", *flags)
+        generated = await ask("generate", "abc", "--max-new-tokens", "5", *flags)
         assert generated.returncode == 0 and generated.stdout.endswith("\n")
-        status = json.loads(ask("status", "--json", *flags).stdout)
+        status = json.loads((await ask("status", "--json", *flags)).stdout)
         assert status["state"] == "SERVING" and status["counters"]["sequences_released"] >= 1
         target = process.target
-    gone = ask("health", "--target", target, "--timeout", "2")
+    gone = await ask("health", "--target", target, "--timeout", "2")
     assert gone.returncode == 1 and "TRANSPORT" in gone.stderr and "Traceback" not in gone.stderr
 
 
 async def test_a_server_whose_log_nobody_reads_any_more_still_drains_and_exits_0() -> None:
     """A log line is no reason to stop: the reader of standard error is gone, and every line fails."""
-    with serving() as process:
-        assert process.popen.stderr is not None
+    async with serving() as process:
         async with dial(process.target) as client:
-            process.popen.stderr.close()
+            process.stop_reading()
             handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
-            process.popen.send_signal(signal.SIGTERM)
-            watch = client.health.Watch(health_pb2.HealthCheckRequest())
+            process.signal(signal.SIGTERM)
+            health: Any = health_pb2_grpc.HealthStub(client.channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
             while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
                 pass
             await client.executor.Release(pb.ReleaseRequest(handle=handle))
-        assert await asyncio.to_thread(process.popen.wait, 20) == 0
+        assert await process.ended() == 0

@@ -79,6 +79,11 @@ class ServerProcess:
             await asyncio.wait([self.reading])
         return status
 
+    def stop_reading(self) -> None:
+        """Close this end of its standard error."""
+        reader: Any = self._process.stderr
+        reader._transport.close()
+
     def rss_bytes(self) -> int:
         """Resident memory."""
         return self._memory("VmRSS")
