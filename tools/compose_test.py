@@ -3,7 +3,7 @@
 `make compose-test`. It asks the running containers, not the files: the executor is healthy and has no way out, a
 scheduler job runs through, the root filesystem refuses writes, no process has a capability, SIGTERM ends with status 0,
 nothing is left behind. Before the stack is asked, the same questions go to a container that has none of this: a probe
-that finds nothing wrong there proves nothing.
+that finds nothing wrong there proves nothing. A second job has a second executor for its prompts.
 
 Without a Docker engine it says SKIPPED and why, with exit status 0. A failed check is exit status 1.
 
@@ -193,9 +193,9 @@ class Stack:
         require(state["Health"]["Status"] == "healthy" and state["Running"], f"state of the executor: {state}")
         return f"healthy by its own `{' '.join(found['Config']['Healthcheck']['Test'][1:3])}`"
 
-    def job(self) -> str:
+    def job(self, service: str = "scheduler") -> str:
         """Run the scheduler to its end against the executor."""
-        output = self.compose("run", "--rm", "--no-TTY", "scheduler", timeout=300)
+        output = self.compose("run", "--rm", "--no-TTY", service, timeout=300)
         print(tail(output, 30))
         served = re.search(r"^requests +(\d+) of (\d+)$", output, re.MULTILINE)
         generated = re.search(r"^generated +([\d,]+) tokens", output, re.MULTILINE)
@@ -204,7 +204,9 @@ class Stack:
         tokens = int(generated[1].replace(",", ""))
         done = f"{served[1]} of {served[2]} requests, {generated[1]} tokens"
         require(served[1] == served[2] != "0" and tokens >= 1, f"the job served {done}")
-        return f"exit 0, {done}"
+        moved = re.search(r"^moves +(\d+) sequences", output, re.MULTILINE)
+        require((moved is not None) == (service == "disaggregated"), "sequences move where there is a second executor")
+        return f"exit 0, {done}" + (f", {moved[1]} moves" if moved else "")
 
     def containers_are_closed(self) -> str:
         """Ask both containers from the inside, and the engine about ports, limits and the network."""
@@ -281,7 +283,7 @@ class Stack:
 
     def remove(self) -> None:
         """`docker compose down`."""
-        self.compose("--profile", "job", "down", "--volumes", "--remove-orphans")
+        self.compose("--profile", "job", "--profile", "disaggregated", "down", "--volumes", "--remove-orphans")
 
 
 def main() -> int:
@@ -297,6 +299,7 @@ def main() -> int:
         ("gpu file", stack.gpu_file_adds_only_the_gpu),
         ("up", stack.up),
         ("job", stack.job),
+        ("disaggregated", lambda: stack.job("disaggregated")),
         ("containers", stack.containers_are_closed),
         ("stop", stack.stop),
         ("down", stack.down),

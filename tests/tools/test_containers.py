@@ -144,6 +144,16 @@ def test_scheduler_is_a_job_that_waits_for_a_healthy_executor() -> None:
     assert job["command"][:2] == ["--target", "executor:50051"]
 
 
+def test_second_executor_is_as_the_first_and_its_job_waits_for_both() -> None:
+    profile = ["disaggregated"]
+    assert service("prefill") == {**service("executor"), "profiles": profile}
+    job = service("disaggregated")
+    command = ["--target", "executor:50051", "--prefill-target", "prefill:50051", *service("scheduler")["command"][2:]]
+    healthy = {"condition": "service_healthy"}
+    waits = {"profiles": profile, "command": command, "depends_on": {"executor": healthy, "prefill": healthy}}
+    assert job == {**service("scheduler"), **waits}
+
+
 def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:
     assert service("executor")["environment"]["FERRUM_DEVICE"] == "cpu"
     assert "reservations" not in service("executor")["deploy"]["resources"]
