@@ -2,6 +2,9 @@
 
 What an earlier process left there is deleted: its handles are of another life. A lock keeps two processes from sharing
 a folder.
+
+A file is deleted beside the event loop, and no answer waits for it: a name is used once, and what is left when the
+process ends is deleted by the next one, so no file is read that is no sequence's.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import InvalidRequest, SequencesExhausted
 from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
+
+log = structlog.get_logger("ferrum_rpc.parking")
 
 PREFIX: Final = "ferrum-parked-"
 LOCK: Final = "ferrum-parked.lock"
@@ -106,9 +113,21 @@ class ParkedFiles:
         if parked is not None:
             self.sequences -= 1
             self.give(record.account, parked.size)
-            parked.path.unlink(missing_ok=True)
+            self.delete(parked.path)
+
+    def delete(self, path: Path) -> None:
+        """The file is not needed, if it is there."""
+        self.start(_delete(path))
 
     def _delete_all(self) -> None:
         assert self._folder is not None  # noqa: S101 - it is open
         for path in self._folder.glob(f"{PREFIX}*"):
             path.unlink(missing_ok=True)
+
+
+async def _delete(path: Path) -> None:
+    try:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+    except OSError as error:
+        action = "look at the disk of --kv-park-dir; the file is deleted when the executor ends or starts again"
+        log.warning("parked_file_left", path=str(path), error=repr(error), action=action)

@@ -141,7 +141,7 @@ class Park(Moving):
             self._check()
         except BaseException:
             files.give(account, most)
-            path.unlink(missing_ok=True)
+            files.delete(path)
             raise
         files.keep(record, parked, most)
         state.quotas.settle(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,8 +55,11 @@ async def served(whole: Served) -> AsyncIterator[Served]:
     await nothing_left(whole)
 
 
-def files(served: Served) -> list[Path]:
-    folder = served.server.state.parked._folder
+async def files(served: Served) -> list[Path]:
+    """Those that stay."""
+    parked = served.server.state.parked
+    await until(lambda: not parked._jobs)
+    folder = parked._folder
     assert folder is not None
     return sorted(folder.glob("ferrum-parked-*"))
 
@@ -64,7 +68,7 @@ async def nothing_left(served: Served) -> None:
     state = served.server.state
     await until(lambda: not state.parked._jobs and not state.unnamed)
     await served.check()
-    assert (files(served), state.parked.bytes, state.parked.sequences) == ([], 0, 0)
+    assert (await files(served), state.parked.bytes, state.parked.sequences) == ([], 0, 0)
     assert not served.runner._imports and served.runner.kv.free_blocks == served.runner.kv.total_blocks
     for account in state.quotas._accounts.values():  # the lease of a session that was cancelled waits for its time
         assert not any(held for each, held in zip(Resource, account.held, strict=True) if each is not Resource.LEASES)
@@ -93,7 +97,7 @@ async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Se
     before = (await status(served)).counters.sequences_parked
     answer = await park(served, handle)
     assert (answer.handle, answer.freed_blocks, answer.pressure.free_blocks) == (handle, 8, 56)
-    [file] = files(served)
+    [file] = await files(served)
     assert file.stat().st_mode & 0o777 == 0o600
     told = await status(served)
     assert (told.blocks.parked_sequences, told.blocks.parked_bytes) == (1, file.stat().st_size)
@@ -104,10 +108,10 @@ async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Se
     listed = (await served.control.ListSequences(executor_control_pb2.ListSequencesRequest())).sequences
     assert [(each.parked, each.blocks, each.seq_len) for each in listed] == [(True, 0, 31), (False, 8, 31)]
     again = await park(served, handle)
-    assert (again.handle, again.freed_blocks, files(served)) == (handle, 0, [file])
+    assert (again.handle, again.freed_blocks, await files(served)) == (handle, 0, [file])
     await served.check()
     assert await row(served, handle) == await row(served, twin)
-    assert (files(served), (await status(served)).blocks.parked_bytes) == ([], 0)
+    assert (await files(served), (await status(served)).blocks.parked_bytes) == ([], 0)
     labels = [
         each.label
         for each in (await served.control.ListSequences(executor_control_pb2.ListSequencesRequest())).sequences
@@ -221,7 +225,7 @@ async def test_every_call_brings_it_back(served: Served, call: str) -> None:
     handle = await parked(served)
     ours, theirs = [await NEXT[call](served, each) for each in (handle, twin)]
     assert [(each.seq_len, each.version) for each in ours] == [(each.seq_len, each.version) for each in theirs]
-    assert not files(served)
+    assert not await files(served)
     await served.check()
     for mine, other in zip(ours, theirs, strict=True):
         assert await row(served, mine) == await row(served, other)
@@ -254,18 +258,46 @@ async def test_an_item_that_follows_one_that_is_refused_is_answered(served: Serv
         answers = [(await stream.read()).forward.results[0].error for _ in range(2)]
     reasons = [error_from_status(each).reason for each in answers]
     assert reasons == [Reason.KV_BLOCKS_EXHAUSTED, Reason.CHAIN_BROKEN]
-    assert hogs and len(files(served)) == 1
+    assert hogs and len(await files(served)) == 1
 
 
 async def test_to_release_it_nothing_comes_back(served: Served) -> None:
     for any_version in (False, True):
         handle = await parked(served)
-        [file] = files(served)
+        [file] = await files(served)
         file.unlink()
         request = pb.ReleaseRequest(handle=handle, any_version=any_version)
         await served.executor.Release(request)
         again = served.executor.Release(pb.ReleaseRequest(handle=handle))
         await refused(again, Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+
+
+async def test_a_release_does_not_wait_for_the_disk(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        begun.set()
+        assert done.wait(30)
+        unlink(path, missing_ok)
+
+    handle = await parked(served)
+    [file] = await files(served)
+    monkeypatch.setattr(Path, "unlink", slow)
+    await served.executor.Release(pb.ReleaseRequest(handle=handle))
+    assert await asyncio.to_thread(begun.wait, 30)
+    assert file.exists() and not served.server.state.parked.bytes
+    await refused(decode(served, handle), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+    done.set()
+    assert not await files(served)
+
+
+async def test_a_file_that_cannot_be_deleted_ends_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = await parked(served)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        assert len(await decode(served, handle)) == 1
+        [file] = await files(served)
+    file.unlink()
 
 
 async def test_what_the_prefix_cache_has_is_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +349,7 @@ async def test_without_blocks_it_stays_parked_and_unharmed(served: Served, call:
         await served.executor.Release(pb.ReleaseRequest(handle=answer.results[-1].output.handle))
     else:
         await refused(NEXT[call](served, handle), Reason.KV_BLOCKS_EXHAUSTED, EXHAUSTED)
-    assert len(files(served)) == 1
+    assert len(await files(served)) == 1
     await served.check()
     for each in hogs:
         await served.executor.Release(pb.ReleaseRequest(handle=each))
@@ -352,7 +384,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("harm", HARM)
 async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: str, call: str) -> None:
     handle = await parked(served)
-    [file] = files(served)
+    [file] = await files(served)
     HARM[harm](file)
     other = await parked(served)
     if call == "step_fork":
@@ -365,7 +397,7 @@ async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: s
         await refused(NEXT[call](served, handle), Reason.KV_CORRUPT, LOST)
     await refused(decode(served, handle), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
     await decode(served, other)
-    assert not files(served)
+    assert not await files(served)
 
 
 async def test_a_claim_and_what_cannot_be_parked_is_refused(served: Served) -> None:
@@ -379,7 +411,7 @@ async def test_a_claim_and_what_cannot_be_parked_is_refused(served: Served) -> N
     stale = types_pb2.KvHandle(id=handle.id, seq_len=handle.seq_len - 1, version=handle.version)
     for call in (park(served, stale), decode(served, stale)):
         await refused(call, Reason.SEQUENCE_VERSION_MISMATCH, grpc.StatusCode.ABORTED)
-    assert len(files(served)) == 1
+    assert len(await files(served)) == 1
     assert len(await decode(served, handle)) == 1
 
 
@@ -400,11 +432,11 @@ async def test_only_so_many_bytes_are_parked(tmp_path: Path) -> None:
         first, second = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
         await park(served, first)
         error = await refused(park(served, second), Reason.SEQUENCES_EXHAUSTED, EXHAUSTED)
-        size = files(served)[0].stat().st_size
+        size = (await files(served))[0].stat().st_size
         assert (error.number("kv_park_bytes"), error.number("parked_bytes")) == (30_000, size)
         await served.executor.Release(pb.ReleaseRequest(handle=first))
         await park(served, second)
-        assert len(files(served)) == 1
+        assert len(await files(served)) == 1
 
 
 async def test_the_blocks_of_a_parked_sequence_count_on_no_quota(tmp_path: Path) -> None:
@@ -418,7 +450,7 @@ async def test_the_blocks_of_a_parked_sequence_count_on_no_quota(tmp_path: Path)
             else:
                 call = NEXT[name](served, handle)
             await refused(call, Reason.QUOTA_EXCEEDED, EXHAUSTED)
-            assert len(files(served)) == 1
+            assert len(await files(served)) == 1
         await served.executor.Release(pb.ReleaseRequest(handle=other))
         await decode(served, handle)
         await refused(prefill(served, PROMPT), Reason.QUOTA_EXCEEDED, EXHAUSTED)
@@ -437,7 +469,7 @@ async def test_a_failure_while_it_is_read_leaves_it_in_the_cache(
     async with serving(tmp_path, failpoints=Failpoints(parse_failpoints(f"export=error@{at}"))) as served:
         handle, twin = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
         await refused(park(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
-        assert not files(served) and not served.server.state.parked.bytes
+        assert not await files(served) and not served.server.state.parked.bytes
         await served.check()
         assert await row(served, handle) == await row(served, twin)
 
@@ -451,7 +483,7 @@ async def test_a_full_disk_leaves_it_in_the_cache(served: Served, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(parking, "_append", fails)
         await refused(park(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
-    assert not files(served)
+    assert not await files(served)
     assert await row(served, handle) == await row(served, twin)
 
 
@@ -476,7 +508,7 @@ async def test_a_failure_on_the_way_back_leaves_it_parked(tmp_path: Path, at: in
         else:
             failing = NEXT[call](served, handle)
         await refused(failing, Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
-        assert len(files(served)) == 1
+        assert len(await files(served)) == 1
         await served.check()
         assert await row(served, handle) == await row(served, twin)
         await served.control.Reset(executor_control_pb2.ResetRequest())
@@ -524,7 +556,7 @@ async def test_while_it_is_being_parked(tmp_path: Path, how: str) -> None:
         await asyncio.wait([call])
         await until(lambda: not jobs)
         if how in {"cancelled", "busy"}:
-            assert len(files(served)) == (how == "busy")
+            assert len(await files(served)) == (how == "busy")
             assert (await row(served, handle)) and not record.parked
             await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
         else:
@@ -575,7 +607,7 @@ async def test_while_it_comes_back(tmp_path: Path, how: str, call: str) -> None:
         gate.open()
         await asyncio.wait([ours])
         await until(lambda: not jobs and not record.busy)
-        assert not files(served)
+        assert not await files(served)
         if how == "cancelled":
             assert (record.version, record.length) == (handle.version, len(PROMPT)), "back, and not fed"
             assert await row(served, handle) == expected
@@ -592,7 +624,7 @@ async def test_a_file_goes_with_its_sequence(served: Served, how: str) -> None:
     state = served.server.state
     lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
     await parked(served, **({"lease_id": lease} if how in {"lease", "expired"} else {}))
-    assert len(files(served)) == 1
+    assert len(await files(served)) == 1
     if how == "lease":
         await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
     elif how == "reset":
@@ -604,7 +636,7 @@ async def test_a_file_goes_with_its_sequence(served: Served, how: str) -> None:
         for each in state.leases._live.values():
             each.expires = -1e9 if how == "expired" else each.expires
         await until(lambda: not state.handles.live)
-    assert not files(served)
+    assert not await files(served)
     if how not in {"lease", "expired"}:
         await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
 
@@ -628,11 +660,11 @@ async def test_the_folder_is_one_process_s_and_left_empty(tmp_path: Path) -> Non
     (folder / "ferrum-parked-7").write_bytes(b"of an earlier process")
     (folder / "somebody's").write_bytes(b"")
     async with serving(folder) as served:
-        assert not files(served)
+        assert not await files(served)
         await parked(served)
         with pytest.raises(InvalidRequest, match="another executor's"):
             ParkedFiles(folder, LIMITS).open()
-        assert len(files(served)) == 1
+        assert len(await files(served)) == 1
     assert {each.name for each in folder.iterdir()} == {"somebody's", "ferrum-parked.lock"}
     with pytest.raises(InvalidRequest, match="kv_park_dir"):
         ParkedFiles(folder / "somebody's", LIMITS).open()
@@ -660,12 +692,12 @@ async def test_idle_sequences_are_parked_where_blocks_are_short(tmp_path: Path) 
         for age, each in zip((3, 4, 0, 5), handles, strict=True):
             live[each.id].used -= 1000.0 * age
         await turn(served)
-        assert not files(served), "blocks are plenty"
+        assert not await files(served), "blocks are plenty"
         await fill(served, 3)
         await turn(served)
         assert [bool(live[each.id].parked) for each in handles] == [False, False, False, True], "the oldest first"
         await turn(served)
-        assert len(files(served)) == 1, "enough is free"
+        assert len(await files(served)) == 1, "enough is free"
         long = served.executor.Prefill(pb.PrefillRequest(item=item([1] * 60, create=BYPASS)))
         await refused(long, Reason.KV_BLOCKS_EXHAUSTED, EXHAUSTED)
         await turn(served)
@@ -699,6 +731,6 @@ async def test_a_call_on_a_sequence_that_is_being_parked_for_idleness_goes_ahead
             gate.open()
             await call
             await until(lambda: not served.server.state.parked._jobs)
-            assert not files(served) and not served.server.state.parked.bytes
+            assert not await files(served) and not served.server.state.parked.bytes
             gate.reached.clear(), gate.opened.clear()
             await served.check()
