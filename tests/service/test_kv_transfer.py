@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import pytest_asyncio
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, kv_transfer_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from ferrum_rpc.service.lifecycle import Sweeper
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
@@ -69,12 +71,16 @@ async def nothing_left(served: Served) -> None:
 
 
 async def grown_old(served: Served) -> None:
-    """What transfers hold was not used for long; until it is swept."""
-    unnamed = served.server.state.unnamed
-    while unnamed:
-        for record in unnamed:
+    """What transfers hold was not used for long, and is swept."""
+    state = served.server.state
+
+    def swept() -> bool:
+        for record in state.unnamed:
             record.used = -1e9
-        await asyncio.sleep(0.01)
+        Sweeper(state).sweep(time.monotonic())
+        return not state.unnamed
+
+    await until(swept)
 
 
 async def export_of(source: Served, **fields: Any) -> list[kt.ExportKvResponse]:
