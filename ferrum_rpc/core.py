@@ -637,8 +637,8 @@ class DeviceInfo:
 class Limits:
     """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place. ``max_transfers`` and what is of parking are not told by GetInfo. ``exact_span_tokens`` is no setting:
-    the engine knows it (`DeviceInfo`), GetInfo reports it here."""
+    in its place. What is of parking is not told by GetInfo. ``exact_span_tokens`` is no setting: the engine knows it
+    (`DeviceInfo`), GetInfo reports it here."""
 
     max_batch_items: int
     max_batch_tokens: int

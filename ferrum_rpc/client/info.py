@@ -208,7 +208,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits, max_transfers=0, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
+        limits=from_proto(Limits, proto.limits, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,

@@ -456,6 +456,7 @@ async def test_an_export_claims_its_sequence_as_every_call_does(source: Served) 
 
 async def test_so_many_transfers_are_under_way_and_no_more() -> None:
     async with serving(max_transfers=1) as served:
+        assert (await served.executor.GetInfo(pb.GetInfoRequest())).limits.max_transfers == 1
         handle = await prefill(served, PROMPT)
         layout = (await exported(served, handle))[0].layout
         stream = served.transfer.ImportKv()

@@ -137,7 +137,7 @@ class KvCacheInfo(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases")
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers")
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class Limits(_message.Message):
     MAX_DRAFT_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     MAX_BIASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     max_batch_items: int
     max_batch_tokens: int
     max_top_tokens: int
@@ -202,7 +203,8 @@ class Limits(_message.Message):
     max_draft_candidates: int
     max_token_masks: int
     max_biases: int
-    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ...) -> None: ...
+    max_transfers: int
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ..., max_transfers: _Optional[int] = ...) -> None: ...
 
 class DeviceInfo(_message.Message):
     __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")
