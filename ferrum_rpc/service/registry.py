@@ -51,7 +51,7 @@ def _bodies(in_all: int, share: int) -> Bodies:
 class Registry(grpc.GenericRpcHandler):
     """A grpc server as far as registering is concerned, and the generic handler that a real one asks. ``handlers`` are
     by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted; a method that is not registered
-    is refused like any other call."""
+    is refused like any other call. ``budget``: what a request may unfold into."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
         async def unknown(_: Any, context: Context) -> None:
@@ -59,7 +59,7 @@ class Registry(grpc.GenericRpcHandler):
 
         self._calls = calls
         self._guard = guard
-        self._budget = Budget.of(limits)
+        self.budget = Budget.of(limits)
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
         self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
         self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
@@ -134,7 +134,7 @@ class Registry(grpc.GenericRpcHandler):
 
     def _parser(self, parse: Callable[[bytes], Any] | None, most: int) -> Callable[[bytes], Any]:
         """Bytes to a message. Raises `InvalidRequest` for what is none, or too large in bytes or in what it holds."""
-        message, budget = getattr(parse, "__self__", None), self._budget
+        message = getattr(parse, "__self__", None)
 
         def parsed(data: bytes) -> Any:
             if len(data) > most:
@@ -144,7 +144,7 @@ class Registry(grpc.GenericRpcHandler):
             if parse is None:
                 return data
             if message is not None and len(data) > UNCOUNTED_BYTES:
-                check(data, message, budget)
+                check(data, message, self.budget)
             try:
                 return parse(data)
             except DecodeError:

@@ -46,6 +46,7 @@ from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.wire.unfolding import Budget
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -150,7 +151,7 @@ class ExecutorServer:
                 ("grpc.http2.bdp_probe", 0),
             )
         )
-        registry = self.methods()
+        self._methods = registry = self.methods()
         server.add_generic_rpc_handlers((registry,))
         acceptors = Acceptors(server, registry.handlers)
         supervisor = self.state.supervisor
@@ -242,6 +243,7 @@ class ExecutorServer:
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)
+        self._methods.budget = Budget.of(self._limits, runner.info.max_context)
         # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.state.supervisor.every(Background.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
         if self.state.parked.offered and self._limits.kv_park_idle_s:

@@ -38,11 +38,11 @@ class Budget:
     elements: int
 
     @classmethod
-    def of(cls, limits: Limits) -> Budget:
-        """What the largest call needs that the limits allow."""
+    def of(cls, limits: Limits, max_context: int = 0) -> Budget:
+        """What the largest call needs that the limits allow, and the header of an import of ``max_context`` tokens."""
         return cls(
             fields=FIELDS_PER_ITEM * (limits.max_batch_items + 8) + BIAS_FIELDS,
-            elements=limits.max_batch_tokens + limits.max_selected_tokens_of_a_call,
+            elements=max(limits.max_batch_tokens + limits.max_selected_tokens_of_a_call, max_context),
         )
 
 

@@ -470,6 +470,21 @@ async def test_so_many_transfers_are_under_way_and_no_more() -> None:
         await exported(served, handle)
 
 
+async def test_a_sequence_as_long_as_the_context_arrives() -> None:
+    """Its header unfolds into more token ids than the largest call."""
+    length = 1 << 15
+    async with serving(max_context=length, kv_blocks=length // 64, block_size=64, layers=1) as served:
+        frames = await export_of(served)
+        layout = frames[0].layout
+        for tokens, reason in ((length, None), (length + 1, Reason.INVALID_REQUEST)):
+            _tokens(layout, [200] * tokens)
+            call = imported(served, header(layout, f" of {tokens}"))
+            if reason is None:
+                assert (await call).next_token == 0 and served.server.state.pressure().free_blocks == 0
+            else:
+                await refused(call, reason, grpc.StatusCode.INVALID_ARGUMENT)
+
+
 async def test_the_copy_and_the_import_count_on_their_callers_blocks() -> None:
     async with serving(max_blocks_per_caller=15) as served:
         handle = await prefill(served, PROMPT)
