@@ -145,12 +145,15 @@ class KvManager:
         size, table, pool = self.block_size, state.table, self._pool
         displaced: list[tuple[int, int]] = []
         idle = pool.free_blocks
+        place = start // size
+        if found and place < len(table) and table[place] == found[0]:  # it went back into a block of its own, and stays
+            place, found = place + 1, found[1:]
         if found:  # the first of them perhaps in place of a block that is full in part
-            displaced = [(start // size, block) for block in table.cut(start // size)]
+            displaced = [(place, block) for block in table.cut(place)]
             pool.reuse(found)
             table.extend(found)
         idle -= pool.free_blocks  # of those that were found, nobody else held so many
-        first, before, after = start // size + len(found), len(table), blocks_for(end, size)
+        first, before, after = place + len(found), len(table), blocks_for(end, size)
         touched = [(index, table[index]) for index in range(first, min(before, after))]
         published = [block for _, block in touched if pool.has_one_holder(block)]
         replaced = [each for each in touched if not pool.is_writable(each[1]) and each[1] not in published]
@@ -170,7 +173,7 @@ class KvManager:
             taken = self._capacity.take(needed - spared + extra)
         except KvBlocksExhausted:
             if found:
-                table.cut(start // size)
+                table.cut(place)
                 table.extend([block for _, block in displaced])
                 pool.release(found)
                 # raises, with the numbers before anything was found
@@ -201,7 +204,7 @@ class KvManager:
             spared,
             extra if hold else None,
             found,
-            (first + len(loaded)) * size - start if found or loaded else 0,
+            max(0, (first + len(loaded)) * size - start),
             [(table[first + place], content) for place, content in enumerate(loaded)],
         )
 

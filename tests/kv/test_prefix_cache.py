@@ -123,6 +123,27 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     assert there.loaded == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sequence_that_went_back_finds_the_block_that_it_stands_in(shared: bool) -> None:
+    there = World(9, SIZE, alphabet=1)
+    there.write(0, 3 * SIZE, prefix=USE)
+    if shared:
+        there.fork(0, 1)
+    blocks = there.blocks(0)
+    there.truncate(0, SIZE + 1)
+    before = everything(there.kv)
+    write = there.reserve(0, SIZE + 1, 2 * SIZE)
+    there.check({0})
+    there.rollback(write)
+    assert everything(there.kv) == before
+    write = there.reserve(0, SIZE + 1, 2 * SIZE)
+    assert write.reservation.cached == 2 * SIZE - 1
+    there.run(write)
+    there.commit(write)
+    assert there.blocks(0)[:3] == blocks
+    there.check()
+
+
 @pytest.mark.parametrize("back", [0, 1])
 def test_what_a_fork_published_of_a_promise_takes_no_block_when_the_fork_is_gone(back: int) -> None:
     """The parent filled a block of its promise, and perhaps went back into it since."""
