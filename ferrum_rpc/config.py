@@ -186,6 +186,10 @@ class ServeSettings:
         ge=0,
         description="seconds after which an unused sequence is parked where blocks are short; 0: only when asked",
     )
+    kv_transport: Literal["grpc", "nixl"] = Field(
+        default="grpc",
+        description="what moves sequences between executors; nixl: as well as gRPC, in a network that is trusted",
+    )
     max_leases: int = Field(default=1024, ge=1, description="leases at a time")
     max_sessions: int = Field(default=4096, ge=1, description="open sessions")
     max_transfers: int = Field(default=4, ge=1, description="exports and imports of sequences under way")

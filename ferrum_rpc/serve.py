@@ -27,6 +27,7 @@ from ferrum_rpc.service import control
 from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.bind import PortInUse
 from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.nixl import make_agent
 from ferrum_rpc.service.server import ExecutorServer
 from ferrum_rpc.service.telemetry import Tracing, TracingError, connect
 from ferrum_rpc.service.watched_file import SecurityError
@@ -69,6 +70,7 @@ async def _serve(settings: ServeSettings) -> int:
         port=settings.port,
         grace_s=settings.grace_s,
         park_dir=settings.kv_park_dir,
+        nixl_agent=make_agent if settings.kv_transport == "nixl" else None,
         keepalive_time_s=settings.keepalive_time_s,
         keepalive_timeout_s=settings.keepalive_timeout_s,
         max_streams=settings.max_streams,

@@ -110,6 +110,7 @@ async def serve_model(
     security: Security | None = None,
     program: Program | None = None,
     park_dir: Path | None = None,
+    nixl_agent: Callable[[str], Any] | None = None,
     **limits: int,
 ) -> AsyncIterator[Served]:
     """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``. ``program``: the engine is a process that
@@ -119,7 +120,12 @@ async def serve_model(
     build = program or partial(build_runner, config, stage=stage)
     security = security or Security()
     server = ExecutorServer(
-        build, replace(LIMITS, **limits), park_dir=park_dir, failpoints=failpoints, security=security
+        build,
+        replace(LIMITS, **limits),
+        park_dir=park_dir,
+        nixl_agent=nixl_agent,
+        failpoints=failpoints,
+        security=security,
     )
     await server.start()
     try:
@@ -150,6 +156,7 @@ async def serve_identity(
     block_order: tuple[int, ...] | None = None,
     kv_dtype: Literal["auto", "int8"] = "auto",
     park_dir: Path | None = None,
+    nixl_agent: Callable[[str], Any] | None = None,
     program: Callable[[ModelSettings], Program | None] = lambda config: None,
     **options: Any,
 ) -> AsyncIterator[Served]:
@@ -167,6 +174,6 @@ async def serve_identity(
         **{f"identity_{name}": value for name, value in options.items()},
     )
     about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}
-    about["park_dir"] = park_dir
+    about |= {"park_dir": park_dir, "nixl_agent": nixl_agent}
     async with serve_model(config, **about, **limits) as served:
         yield served

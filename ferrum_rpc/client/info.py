@@ -45,6 +45,7 @@ class Capability(enum.Enum):
     STEP_FORK = 29
     STEP_FRAMES = 30
     PARK = 31
+    KV_TRANSPORT_NIXL = 32
 
 
 class _Open(enum.Enum):

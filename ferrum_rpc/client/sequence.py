@@ -369,26 +369,32 @@ class Sequence:
             layout = await asyncio.to_thread(transfer.read_layout, source)
             await self._import(layout, lambda first: transfer.file_frames(source, first), deadline)
 
-    async def move_to(self, target: Sequence, *, timeout_s: float | None = None) -> None:
+    async def move_to(
+        self, target: Sequence, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None
+    ) -> None:
         """Make ``target``, a new sequence of another client, of this one, and release this one when it is there. A
         stream that breaks on either side goes on where it stopped; after an error this one is as it was, and the same
         call again goes on. Raises as `import_from`, and what the export is refused with.
+
+        ``transport``: what carries the cache. With "nixl" the other executor reads it out of this one's memory, and
+        this client has only the checksums: both must offer it (`Capability.KV_TRANSPORT_NIXL`; `NotSupported`) and
+        reach each other.
 
         Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
         deadline = self._context.deadline(timeout_s)
         with self._claim("move_to", keeps_prompt=True), target._claim_new("move_to"):
             for context in (self._context, target._context):
-                await transfer.check_offered(context, deadline)
-            await self._recovering(lambda: self._move(target, deadline), deadline)
+                await transfer.check_offered(context, deadline, transport)
+            await self._recovering(lambda: self._move(target, transport, deadline), deadline)
         await self.__aexit__()  # a release that fails changes nothing of the move
 
-    async def _move(self, target: Sequence, deadline: Deadline) -> None:
+    async def _move(self, target: Sequence, transport: transfer.Transport, deadline: Deadline) -> None:
         context, handle = self._context, self._handle()
         layout = await transfer.layout_of(context, handle, deadline)
         size = await transfer.chunk_tokens(target._context, layout, deadline)
 
         async def frames(first: int) -> AsyncGenerator[bytes, None]:
-            async with aclosing(transfer.exported(context, handle, first, size, deadline)) as every:
+            async with aclosing(transfer.exported(context, handle, first, size, deadline, transport)) as every:
                 async for frame in every:
                     if not frame.startswith(transfer.LAYOUT):
                         yield frame

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -36,6 +36,12 @@ LAYOUT: Final = b"\x0a"
 _OVERHEAD: Final = 4 << 10
 """Bytes of a chunk's message beside its tensors, generously."""
 
+Transport = Literal["grpc", "nixl"]
+TRANSPORTS: Final[dict[str, pb.KvTransport]] = {
+    "grpc": pb.KV_TRANSPORT_UNSPECIFIED,
+    "nixl": pb.KV_TRANSPORT_NIXL,
+}
+
 ATTEMPTS: Final = 5
 """Times that a stream may break without having brought anything, before its error is raised."""
 
@@ -43,10 +49,13 @@ Frames = Callable[[int], AsyncGenerator[bytes, None]]
 """``frames(first)``: the frames behind the layout, of the tokens from ``first`` on, and their trailer."""
 
 
-async def check_offered(context: Context, deadline: Deadline) -> None:
-    """Raise `NotSupported` where the executor moves no sequences."""
-    if Capability.KV_TRANSFER not in (await context.info(deadline)).capabilities:
+async def check_offered(context: Context, deadline: Deadline, transport: Transport = "grpc") -> None:
+    """Raise `NotSupported` where the executor moves no sequences, or not so."""
+    offered = (await context.info(deadline)).capabilities
+    if Capability.KV_TRANSFER not in offered:
         raise NotSupported("the executor does not move sequences (capability KV_TRANSFER)")
+    if TRANSPORTS[transport] and Capability.KV_TRANSPORT_NIXL not in offered:
+        raise NotSupported("an executor of the two does not move sequences by NIXL (capability KV_TRANSPORT_NIXL)")
 
 
 async def layout_of(context: Context, handle: HandleRef, deadline: Deadline) -> pb.KvLayout:
@@ -57,12 +66,22 @@ async def layout_of(context: Context, handle: HandleRef, deadline: Deadline) -> 
     raise AssertionError("an export has a layout")
 
 
-async def exported(
-    context: Context, handle: HandleRef, first_token: int, chunk_tokens: int, deadline: Deadline
+async def exported(  # noqa: PLR0917
+    context: Context,
+    handle: HandleRef,
+    first_token: int,
+    chunk_tokens: int,
+    deadline: Deadline,
+    transport: Transport = "grpc",
 ) -> AsyncGenerator[bytes, None]:
     """The frames of an export. Raises the `ExecutorError` that its end stands for."""
     call: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)(
-        pb.ExportKvRequest(handle=handle_to_proto(handle), first_token=first_token, chunk_tokens=chunk_tokens),
+        pb.ExportKvRequest(
+            handle=handle_to_proto(handle),
+            first_token=first_token,
+            chunk_tokens=chunk_tokens,
+            transport=TRANSPORTS[transport],
+        ),
         timeout=deadline.remaining(),
         metadata=context.metadata,
     )
@@ -83,27 +102,35 @@ async def imported(
     call: Any = context.channel.stream_unary(
         f"{_SERVICE}ImportKv", response_deserializer=pb.ImportKvResponse.FromString
     )(timeout=deadline.remaining(), metadata=context.metadata)
+    sending = asyncio.create_task(_send(call, header, frames))
+    call.add_done_callback(lambda _: sending.cancel())  # an exporter may wait for what this importer reads no more
     try:
-        try:
-            await call.write(pb.ImportKvRequest(header=header).SerializeToString())
-            if frames is not None:
-                async with aclosing(frames):
-                    async for frame in frames:
-                        await call.write(frame)
-            await call.done_writing()
-        except asyncio.InvalidStateError:  # it has ended: why, its answer says
-            pass
-        except ExecutorError:  # of the frames: what has been sent is to arrive, and the next stream goes on behind it
-            await call.done_writing()
+        await asyncio.wait({sending})
+        error = None if sending.cancelled() else sending.exception()
+        if isinstance(error, ExecutorError):  # what has been sent is to arrive, and the next stream goes on behind it
+            if not call.done():
+                await call.done_writing()
             await call
-            raise
-        answer: pb.ImportKvResponse = await call
+        if error is not None and not isinstance(error, asyncio.InvalidStateError):
+            raise error
+        answer: pb.ImportKvResponse = await call  # why it has ended, if it has
     except grpc.aio.AioRpcError as error:
         raise context.note_error(error_from_rpc(error)) from None
     finally:
+        sending.cancel()
         call.cancel()
+        await asyncio.wait({sending})
     context.note_pressure(answer.pressure)
     return answer
+
+
+async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None) -> None:
+    await call.write(pb.ImportKvRequest(header=header).SerializeToString())
+    if frames is not None:
+        async with aclosing(frames):
+            async for frame in frames:
+                await call.write(frame)
+    await call.done_writing()
 
 
 async def brought(  # noqa: PLR0917

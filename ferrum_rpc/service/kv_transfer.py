@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any, cast
@@ -16,6 +16,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.kv_events import KvEvents
+from ferrum_rpc.service.nixl import Reader
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 from ferrum_rpc.service.replay import scope_of
@@ -59,9 +60,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                 raise InvalidRequest("an import begins with its header", field="header")
             answer, found = pb.ImportKvResponse(), self._find(caller, layout, frame.header)
             if isinstance(found, Import):
-                with found.stream():
+                with found.stream(), closing(Reader(state.nixl)) as reader:
                     await found.begin()
-                    handle = await found.receive(context.read)
+                    handle = await found.receive(context.read, reader)
                 answer.next_token = found.next_token
             else:
                 (handle,), answer.replayed = found, True

@@ -17,11 +17,12 @@ from ferrum_rpc.core import HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.nixl import Reader, Staging
 from ferrum_rpc.service.records import SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import Layout, chunk_from_proto, chunk_to_proto
+from ferrum_rpc.wire.transfer import Layout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
 
 CHUNK_BYTES: Final = 512 << 10
 """Of the tensors of a chunk: a message of the default limit has room for one."""
@@ -75,9 +76,12 @@ class Moving:
         if self.renews:
             self.record.touch()
 
-    async def _frames(self, first: int, length: int, size: int) -> AsyncIterator[tuple[int, list[bytes]]]:
+    async def _frames(
+        self, first: int, length: int, size: int, staging: Staging | None = None
+    ) -> AsyncIterator[tuple[int, list[bytes]]]:
         """The chunks of the tokens ``first .. length``, of ``size`` tokens each, and the trailer: as many frames at a
-        time as are read by one operation, with the first token of those chunks."""
+        time as are read by one operation, with the first token of those chunks. With ``staging`` one at a time: their
+        data wait there, and the trailer until all of it has been read."""
         layout, number, digest = self._layout, self.record.sequence, sha256()
         for start in range(first, length, size):
             end = min(start + size, length)
@@ -85,9 +89,17 @@ class Moving:
             for layer in range(0, layout.layers, step):
                 layers = range(layer, min(layer + step, layout.layers))
                 pieces = await self._ask(Command("read_kv", (number, start, end, layers)))
-                args = (layout, digest, layers, start, end, pieces)
                 large = layout.chunk_bytes(end - start) * len(layers) > INLINE_BYTES
-                yield start, await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
+                if staging is None:
+                    args = (layout, digest, layers, start, end, pieces)
+                    yield start, await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
+                    continue
+                for each, parts in zip(layers, pieces, strict=True):
+                    found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
+                    remote = await staging.put(parts)
+                    yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, found)]
+        if staging is not None:
+            await staging.emptied()
         yield length, [pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()]
 
     def _tokens_of_a_chunk(self, wanted: int = 0) -> int:
@@ -107,9 +119,9 @@ class Incoming(Moving, ABC):
     next_token = 0
     _tokens: TokenArray
 
-    async def receive(self, read: Callable[[], Awaitable[Any]]) -> HandleRef | None:
-        """Take the frames behind the header. Returns the handle of the sequence, or None where something is missing.
-        Raises `InvalidRequest` and `KvCorrupt`."""
+    async def receive(self, read: Callable[[], Awaitable[Any]], reader: Reader | None = None) -> HandleRef | None:
+        """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of
+        the sequence, or None where something is missing. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
         layers, digest, before = self._layout.layers, sha256() if self.digests else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
         layer = 0
@@ -124,6 +136,9 @@ class Incoming(Moving, ABC):
                         field="trailer.sha256",
                     )
                 return await self._commit()
+            if kind == "source" and reader is not None and group is None:
+                reader.connect(frame.source)
+                continue
             if kind != "chunk":
                 raise InvalidRequest("behind the header come chunks and the trailer", field="frame")
             chunk = frame.chunk
@@ -139,6 +154,8 @@ class Incoming(Moving, ABC):
             if end > len(self._tokens):
                 raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
             group = start, end
+            if chunk.HasField("remote"):
+                parts = await self._read(reader, chunk.remote, tokens)
             large = sum(map(len, parts)) > INLINE_BYTES
             found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
             if found != chunk.crc32c:
@@ -154,6 +171,16 @@ class Incoming(Moving, ABC):
         if self.ended is not None:
             raise self.ended
         return None
+
+    async def _read(self, reader: Reader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
+        """The parts of a chunk that the stream does not bring."""
+        if reader is None:
+            raise InvalidRequest("a chunk has no data", field="chunk.remote")
+        data, parts, at = await reader.read(remote, self.next_token), [], 0
+        for *_, size in self._layout.parts(tokens):
+            parts.append(data[at : at + size])
+            at += size
+        return tuple(parts)
 
     async def _write(self, layer: int, start: int, end: int, parts: tuple[bytes, ...]) -> None:
         """Write what is missing of a chunk."""
@@ -174,12 +201,10 @@ def _chunks(  # noqa: PLR0917
     layout: Layout, digest: Any, layers: Sequence[int], start: int, end: int, pieces: Sequence[tuple[Any, ...]]
 ) -> list[bytes]:
     """The frames of what was read of the positions ``start .. end``. They go into the digest."""
-    frames = []
-    for layer, parts in zip(layers, pieces, strict=True):
-        for part in parts:
-            digest.update(part)
-        frames.append(chunk_to_proto(layout, layer, start, end - start, parts, checksum(parts)))
-    return frames
+    return [
+        chunk_to_proto(layout, layer, start, end - start, parts, _summed(digest, parts))
+        for layer, parts in zip(layers, pieces, strict=True)
+    ]
 
 
 def checksum(parts: Sequence[Any]) -> int:

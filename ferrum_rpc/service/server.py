@@ -40,6 +40,7 @@ from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.kv_transfer import KvTransferServicer
 from ferrum_rpc.service.lifecycle import SWEEP_EVERY_S, Drain, Sweeper
 from ferrum_rpc.service.meters import StepMeter
+from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parking import IDLE_TURN_S, IdleParking
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
@@ -68,6 +69,7 @@ class ExecutorServer:
     """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
     does so in a process of its own. A client without a byte for ``keepalive_time_s`` is pinged, and given up when the
     ping is not answered within ``keepalive_timeout_s``. ``park_dir``: for parked sequences; None: there are none.
+    ``nixl_agent``: makes the agent of a name for transfers by NIXL; None: there are none.
 
     ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
     the event loop its turns, and other calls wait behind it; gRPC itself refuses what is above the limit, for next to
@@ -88,11 +90,13 @@ class ExecutorServer:
         max_streams: int = 4096,
         grace_s: float = 30.0,
         park_dir: Path | None = None,
+        nixl_agent: Callable[[str], Any] | None = None,
         security: Security = Security(),  # noqa: B008 - frozen
         liveness: Liveness | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
-        self.state = ServerState(limits, failpoints, park_dir)
+        nixl = Nixl(limits.max_transfers, nixl_agent) if nixl_agent is not None else None
+        self.state = ServerState(limits, failpoints, park_dir, nixl)
         self.idle_parking = IdleParking(self.state)
         self.calls = CallLog()
         self.steps = StepMeter()
@@ -120,8 +124,10 @@ class ExecutorServer:
 
     async def start(self) -> None:
         """Bind, answer health checks, and begin to load. Raises `PortInUse`, `SecurityError`, and `InvalidRequest` for
-        the folder of parked sequences."""
+        the folder of parked sequences and for NIXL."""
         self.state.parked.open()
+        if self.state.nixl is not None:
+            await self.state.nixl.start()
         keepalive_ms, keepalive_timeout_ms = self._keepalive
         server = grpc.aio.server(
             options=(
@@ -239,6 +245,8 @@ class ExecutorServer:
         if not await self.state.engine.stop():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
         await self.state.parked.close()
+        if self.state.nixl is not None:
+            await self.state.nixl.stop()
         log.info("stopped", target=self.target, sequences=len(self.state.handles))
 
     def _on_ready(self, runner: Described) -> None:

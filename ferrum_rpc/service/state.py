@@ -18,11 +18,12 @@ from typing import Any, Final
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
-from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_PARK
+from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
+from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
@@ -69,7 +70,13 @@ class ServerState:
 
     engine: Engine
 
-    def __init__(self, limits: Limits, failpoints: Failpoints = NO_FAILPOINTS, park_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        failpoints: Failpoints = NO_FAILPOINTS,
+        park_dir: Path | None = None,
+        nixl: Nixl | None = None,
+    ) -> None:
         self.limits = limits
         self.failpoints = failpoints
         self.supervisor = Supervisor()
@@ -80,7 +87,12 @@ class ServerState:
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.parked = ParkedFiles(park_dir, limits)
-        self.capabilities = (*CAPABILITIES, CAPABILITY_PARK) if self.parked.offered else CAPABILITIES
+        self.nixl = nixl
+        self.capabilities = (
+            *CAPABILITIES,
+            *((CAPABILITY_PARK,) if self.parked.offered else ()),
+            *((CAPABILITY_KV_TRANSPORT_NIXL,) if nixl is not None else ()),
+        )
         """What GetInfo says, and an item may need."""
         self.sessions = 0
         self.unnamed: dict[SequenceRecord, None] = {}

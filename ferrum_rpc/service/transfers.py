@@ -27,6 +27,7 @@ from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
 from ferrum_rpc.service.moving import Incoming, Moving
+from ferrum_rpc.service.nixl import Staging, offered
 from ferrum_rpc.service.records import Account, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
@@ -40,6 +41,7 @@ class Export(Moving):
 
     _copied = False
     _closed = False
+    _staging: Staging | None = None
 
     def __init__(self, state: ServerState, account: Account, layout: Layout) -> None:
         super().__init__(state, layout)
@@ -50,6 +52,9 @@ class Export(Moving):
         """The frames of the stream."""
         state, layout = self._state, self._layout
         handle, first = handle_from_proto(request.handle), request.first_token
+        size = self._tokens_of_a_chunk(request.chunk_tokens)
+        if request.transport:
+            self._staging = Staging(offered(state.nixl, request.transport), layout.chunk_bytes(size))
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
         if first > length:
@@ -60,13 +65,17 @@ class Export(Moving):
             )
         tokens: TokenArray = await self._ask(Command("token_ids", (self.record.sequence,)))
         yield pb.ExportKvResponse(layout=layout.to_proto(tokens, state.engine.cache.block_size))
-        async for _, frames in self._frames(first, length, self._tokens_of_a_chunk(request.chunk_tokens)):
+        if self._staging is not None:
+            yield pb.ExportKvResponse(source=self._staging.source)
+        async for _, frames in self._frames(first, length, size, self._staging):
             for frame in frames:
                 yield frame
 
     def close(self) -> None:
         """The stream is over: let go of the copy."""
         self._closed = True
+        if self._staging is not None:
+            self._staging.close(self.ended)
         if self._copied:
             self._copied = False
             self._state.drop(self.record)

@@ -130,19 +130,35 @@ def chunk_to_proto(  # noqa: PLR0917
     return framed_chunk(layer, first_token, named, crc32c)
 
 
+def remote_chunk_to_proto(  # noqa: PLR0917
+    layout: Layout, layer: int, first_token: int, tokens: int, remote: kv_transfer_pb2.KvRemote, crc32c: int
+) -> bytes:
+    """The same of a chunk whose data are read from elsewhere."""
+    chunk = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c, remote=remote)
+    for name, dtype, shape, _ in layout.parts(tokens):
+        getattr(chunk, name).MergeFrom(types_pb2.Tensor(dtype=dtype, shape=shape))
+    return kv_transfer_pb2.ExportKvResponse(chunk=chunk).SerializeToString()
+
+
 def chunk_from_proto(layout: Layout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
-    """How many tokens a chunk has, and its parts. Raises `InvalidRequest` where they are not what the layout says."""
+    """How many tokens a chunk has, and its parts, which are empty where they are to be read from elsewhere. Raises
+    `InvalidRequest` where they are not what the layout says."""
     tokens = chunk.keys.shape[0] if chunk.keys.shape else 0
     if not tokens:
         raise InvalidRequest("a chunk has no tokens", field="chunk.keys")
-    found = []
+    found, elsewhere = [], chunk.HasField("remote")
     for name, dtype, shape, size in layout.parts(tokens):
         tensor = getattr(chunk, name)
         data = tensor.data
+        size = 0 if elsewhere else size  # noqa: PLW2901
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or len(data) != size:
             raise InvalidRequest(
                 f"{name} of a chunk are {size} bytes of shape {[*shape]}, not {len(data)} of {[*tensor.shape]}",
                 field=f"chunk.{name}",
             )
         found.append(data)
+    if elsewhere and chunk.remote.size != (expected := layout.chunk_bytes(tokens)):
+        raise InvalidRequest(
+            f"the tensors of a chunk are {expected} bytes, not {chunk.remote.size}", field="chunk.remote.size"
+        )
     return tokens, tuple(found)

@@ -25,6 +25,8 @@ from ferrum_rpc.errors import (
     NotSupported,
     TransportError,
 )
+from ferrum_rpc.service import nixl
+from tests.service.nixl import Fabric
 from tests.serving import Served, serve_identity
 
 PROMPT = [*range(60, 103)]
@@ -223,6 +225,28 @@ async def test_another_model_refuses_it_and_an_older_executor_is_not_asked(there
         with pytest.raises(NotSupported):
             await source.move_to(other.sequence())
     await nothing_left(here)
+
+
+async def test_another_transport_carries_it_where_both_offer_it(there: There) -> None:
+    """Also when its importer gives up while the export waits for room: what was read stays, and the rest follows."""
+    _, plain, *_ = there
+    fabric = Fabric()
+    with mock.patch.object(nixl, "SLOT_BYTES", 4096), mock.patch.object(transfer, "chunk_tokens", of_seven):
+        async with (
+            dialled(nixl_agent=fabric.agent) as (here, client),
+            dialled(nixl_agent=fabric.agent) as (away, other),
+        ):
+            assert Capability.KV_TRANSPORT_NIXL in (await client.info()).capabilities
+            source, target = await fed(client), other.sequence()
+            with pytest.raises(NotSupported, match="KV_TRANSPORT_NIXL"):
+                await source.move_to(plain.sequence(), transport="nixl")
+            assert not source.released
+            fabric.spoil_at = 5
+            async with asyncio.timeout(10), target:
+                await source.move_to(target, transport="nixl")
+                assert source.released and fabric.reads == 5 + 2 * 7 - 4
+                np.testing.assert_array_equal(await row(target), await expected(other))
+            await nothing_left(here, away)
 
 
 async def test_threads_have_files_too(there: There, tmp_path: Path) -> None:

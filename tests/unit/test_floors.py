@@ -72,7 +72,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",
-        "crc32c google grpc grpc_health grpc_reflection numpy opentelemetry prometheus_client structlog",
+        "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
     # programs

@@ -44,6 +44,7 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_STEP_FORK: _ClassVar[Capability]
     CAPABILITY_STEP_FRAMES: _ClassVar[Capability]
     CAPABILITY_PARK: _ClassVar[Capability]
+    CAPABILITY_KV_TRANSPORT_NIXL: _ClassVar[Capability]
 
 class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -84,6 +85,7 @@ CAPABILITY_FOLLOW: Capability
 CAPABILITY_STEP_FORK: Capability
 CAPABILITY_STEP_FRAMES: Capability
 CAPABILITY_PARK: Capability
+CAPABILITY_KV_TRANSPORT_NIXL: Capability
 EXECUTOR_STATE_UNSPECIFIED: ExecutorState
 EXECUTOR_STATE_STARTING: ExecutorState
 EXECUTOR_STATE_SERVING: ExecutorState

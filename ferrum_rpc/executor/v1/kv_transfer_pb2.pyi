@@ -1,12 +1,20 @@
 from ferrum_rpc.executor.v1 import forward_pb2 as _forward_pb2
 from ferrum_rpc.executor.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TRANSPORT_UNSPECIFIED: _ClassVar[KvTransport]
+    KV_TRANSPORT_NIXL: _ClassVar[KvTransport]
+KV_TRANSPORT_UNSPECIFIED: KvTransport
+KV_TRANSPORT_NIXL: KvTransport
 
 class KvLayout(_message.Message):
     __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size")
@@ -31,7 +39,7 @@ class KvLayout(_message.Message):
     def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class KvChunk(_message.Message):
-    __slots__ = ("layer", "first_token", "keys", "values", "crc32c", "key_scales", "value_scales")
+    __slots__ = ("layer", "first_token", "keys", "values", "crc32c", "key_scales", "value_scales", "remote")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +47,7 @@ class KvChunk(_message.Message):
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     layer: int
     first_token: int
     keys: _types_pb2.Tensor
@@ -46,7 +55,26 @@ class KvChunk(_message.Message):
     crc32c: int
     key_scales: _types_pb2.Tensor
     value_scales: _types_pb2.Tensor
-    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ..., key_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    remote: KvRemote
+    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ..., key_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., remote: _Optional[_Union[KvRemote, _Mapping]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("transport", "agent")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    transport: KvTransport
+    agent: bytes
+    def __init__(self, transport: _Optional[_Union[KvTransport, str]] = ..., agent: _Optional[bytes] = ...) -> None: ...
+
+class KvRemote(_message.Message):
+    __slots__ = ("address", "size", "notification")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NOTIFICATION_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    size: int
+    notification: bytes
+    def __init__(self, address: _Optional[int] = ..., size: _Optional[int] = ..., notification: _Optional[bytes] = ...) -> None: ...
 
 class KvTrailer(_message.Message):
     __slots__ = ("sha256",)
@@ -55,34 +83,40 @@ class KvTrailer(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ...) -> None: ...
 
 class ExportKvRequest(_message.Message):
-    __slots__ = ("handle", "first_token", "chunk_tokens")
+    __slots__ = ("handle", "first_token", "chunk_tokens", "transport")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     handle: _types_pb2.KvHandle
     first_token: int
     chunk_tokens: int
-    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., first_token: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    transport: KvTransport
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., first_token: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., transport: _Optional[_Union[KvTransport, str]] = ...) -> None: ...
 
 class ExportKvResponse(_message.Message):
-    __slots__ = ("layout", "chunk", "trailer")
+    __slots__ = ("layout", "chunk", "trailer", "source")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     layout: KvLayout
     chunk: KvChunk
     trailer: KvTrailer
-    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ...) -> None: ...
+    source: KvSource
+    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class ImportKvRequest(_message.Message):
-    __slots__ = ("header", "chunk", "trailer")
+    __slots__ = ("header", "chunk", "trailer", "source")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     header: ImportKvHeader
     chunk: KvChunk
     trailer: KvTrailer
-    def __init__(self, header: _Optional[_Union[ImportKvHeader, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ...) -> None: ...
+    source: KvSource
+    def __init__(self, header: _Optional[_Union[ImportKvHeader, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class ImportKvHeader(_message.Message):
     __slots__ = ("layout", "create", "request_id")

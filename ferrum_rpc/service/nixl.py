@@ -1,0 +1,409 @@
+"""The data of transfers by NIXL: an importer reads them out of its exporter's memory, and the streams have the rest.
+
+One buffer is registered with the agent, with a slot for each transfer that may be under way. An export puts its chunks
+into its slot, where each stays until the importer's notification says that it was read; an import reads into its own.
+
+All calls of NIXL are made in one thread, which sleeps between two looks: without a thread of its own NIXL goes on only
+while it is asked, and one that spins would take a core from the model. While nothing is read it looks once a second, so
+that connections of peers that have gone are closed.
+
+What is read of a peer may come late, after the read was given up. The buffer stays where it is for the life of the
+process, so that it overwrites nothing but slots, and there the checksums find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import structlog
+
+from ferrum_rpc.errors import Cancelled, ExecutorError, InvalidRequest, KvCorrupt, NotSupported, QueueFull
+from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.records import RETRY_AFTER_S
+
+log = structlog.get_logger("ferrum_rpc.nixl")
+
+CAPABILITY: Final = "KV_TRANSPORT_NIXL"
+SLOT_BYTES: Final = 4 << 20
+"""What one transfer may have in the buffer: some chunks that are under way."""
+
+POLL_S: Final = 0.001
+IDLE_POLL_S: Final = 1.0
+UNREAD_S: Final = 30.0
+"""How long an export waits for its importer to read something."""
+
+READ_S: Final = 10.0
+"""How long the read of one chunk may take."""
+
+AGENT_BYTES: Final = 64 << 10
+"""Of an agent's metadata. They have some hundreds."""
+
+DONE, UNDER_WAY, FAILED = "DONE", "PROC", "ERR"
+"""What NIXL says of a transfer."""
+
+PEERS: Final = 256
+"""Executors whose agents are known at a time. Their connections stay open, for NIXL does not close those of living
+peers."""
+
+
+def make_agent(name: str) -> Any:
+    """An agent of the nixl package. Raises `InvalidRequest` where that is not installed, or cannot start."""
+    devices = os.environ.setdefault("UCX_NET_DEVICES", "lo")  # what reaches the agent can read this process's memory
+    try:
+        api = importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise InvalidRequest(
+            f"kv_transport nixl needs the nixl package: pip install 'ferrum-rpc[nixl]' ({error})", field="kv_transport"
+        ) from None
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        if "UCX" not in agent.backends:
+            raise RuntimeError("there is no UCX")
+    except Exception as error:
+        message = f"NIXL does not start with UCX_NET_DEVICES={devices}: {error!r}"
+        raise InvalidRequest(message, field="kv_transport") from None
+    log.info("chosen", choice=f"NIXL agent {name}", reason=f"UCX_NET_DEVICES is {devices}")
+    return agent
+
+
+class Nixl:
+    """The agent of one server, its buffer of ``slots``, and its thread. Bound to the event loop that calls `start`."""
+
+    def __init__(self, slots: int, agent: Callable[[str], Any] = make_agent, unread_s: float = UNREAD_S) -> None:
+        self.unread_s = unread_s
+        self.metadata = b""
+        self.buffer = np.zeros(0, np.uint8)
+        self.waiting: dict[bytes, Callable[[], None]] = {}
+        """What to call when a notification comes."""
+        self._loop: asyncio.AbstractEventLoop
+        self._slots = slots
+        self._free: list[int] = []
+        self._make = agent
+        self._agent: Any = None
+        self._peers: OrderedDict[bytes, str] = OrderedDict()
+        self._reads: list[_Read] = []
+        self._new: list[_Read] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Make the agent. Raises `InvalidRequest`."""
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="ferrum-nixl", daemon=True)
+        self._thread.start()
+        await started
+
+    async def stop(self) -> None:
+        """End the thread, and with it the agent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, READ_S)
+
+    def take(self) -> int:
+        """A slot: where it begins in the buffer. Raises `QueueFull`."""
+        if not self._free:
+            raise QueueFull("the buffer of transfers by NIXL is full; nothing was started", retry_after_s=RETRY_AFTER_S)
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def expect(self, notification: bytes, call: Callable[[], None]) -> None:
+        """Call it when the notification comes, unless it is out of ``waiting`` by then."""
+        with self._wake:
+            self.waiting[notification] = call
+            self._wake.notify()
+
+    def read(self, read: _Read) -> None:
+        """Begin it; its ``done`` is called in the event loop."""
+        with self._wake:
+            self._new.append(read)
+            self._wake.notify()
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self, started: asyncio.Future[None]) -> None:
+        try:
+            self._agent = self._make(f"ferrum-{secrets.token_hex(8)}")
+            buffer = np.zeros(self._slots * SLOT_BYTES, np.uint8)
+            self._agent.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], "DRAM")
+            self.buffer, self.metadata = buffer, self._agent.get_agent_metadata()
+            self._free = [*range(0, buffer.nbytes, SLOT_BYTES)]
+        except ExecutorError as error:
+            self._tell(started.set_exception, error)
+            return
+        except Exception as error:
+            self._tell(started.set_exception, InvalidRequest(f"NIXL: {error!r}", field="kv_transport"))
+            return
+        self._tell(started.set_result, None)
+        while not self._closing:
+            with self._wake:
+                if not self._new:
+                    self._wake.wait(POLL_S if self._reads or self.waiting else IDLE_POLL_S)
+                new, self._new = self._new, []
+            for read in new:
+                self._begin(read)
+            self._reads = [read for read in (*self._reads, *new) if not self._finished(read)]
+            self._collect()
+        self._agent = None
+
+    def _begin(self, read: _Read) -> None:
+        agent, remote = self._agent, read.remote
+        try:
+            here = agent.get_xfer_descs([(self.buffer.ctypes.data + read.slot, remote.size, 0)], "DRAM")
+            there = agent.get_xfer_descs([(remote.address, remote.size, 0)], "DRAM")
+            read.handle = agent.initialize_xfer("READ", here, there, self._peer(read.peer), remote.notification)
+        except Exception as error:  # such memory or such an agent there is not
+            read.why = repr(error)
+        else:
+            self._ask(read, agent.transfer)
+
+    def _ask(self, read: _Read, about: Callable[[Any], str]) -> None:
+        try:
+            read.state = about(read.handle)
+        except Exception as error:
+            read.state, read.why = FAILED, repr(error)
+        if read.state == FAILED:
+            self._forget(read.peer)
+
+    def _finished(self, read: _Read) -> bool:
+        """Whether it is over and NIXL has let go of it."""
+        if read.state == UNDER_WAY:
+            self._ask(read, self._agent.check_xfer_state)
+        if read.state == UNDER_WAY:
+            if not read.given_up and time.monotonic() < read.until:
+                return False
+            read.why = f"not within {READ_S:.0f} s"
+        released = True
+        try:
+            if read.handle is not None:
+                self._agent.release_xfer_handle(read.handle)
+        except Exception:
+            released = False  # it is looked at again
+        why = None if read.state == DONE else read.why or read.state
+        if released or (why is not None and not read.told):
+            read.told = True
+            self._tell(read.done, why, released)
+        return released
+
+    def _peer(self, metadata: bytes) -> str:
+        """The name of the agent with that metadata."""
+        name = self._peers.get(metadata)
+        if name is None:
+            if len(self._peers) >= PEERS:
+                self._forget(next(iter(self._peers)))
+            name = self._peers[metadata] = _text(self._agent.add_remote_agent(metadata))
+        self._peers.move_to_end(metadata)
+        return name
+
+    def _forget(self, metadata: bytes) -> None:
+        """So that the next read connects anew."""
+        name = self._peers.pop(metadata, None)
+        if name is not None and name not in self._peers.values():
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:
+                log.debug("nixl_peer_not_removed", error=repr(error))
+
+    def _collect(self) -> None:
+        try:
+            told = self._agent.get_new_notifs()
+        except Exception as error:
+            log.warning("nixl_failed", error=repr(error), action="restart the executor, if it stays")
+            time.sleep(IDLE_POLL_S)
+            return
+        came = [each for every in told.values() for each in every]
+        if came:
+            self._tell(self._notified, came)
+
+    def _tell(self, call: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop has ended
+            self._closing = True
+
+    def _notified(self, came: Sequence[bytes]) -> None:
+        for each in came:
+            call = self.waiting.pop(each, None)
+            if call is not None:
+                call()
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One chunk that is read of a peer. ``done`` is called with None or why not, and with whether the slot is free: of
+    what fails it may be called again when it is."""
+
+    peer: bytes
+    remote: pb.KvRemote
+    slot: int
+    done: Callable[[str | None, bool], object]
+    until: float = field(default_factory=lambda: time.monotonic() + READ_S)
+    handle: Any = None
+    state: str = FAILED
+    why: str = ""
+    told: bool = False
+    given_up: bool = False
+
+
+# --- on both ends of a transfer ---------------------------------------------------------------------------------------
+
+
+def offered(nixl: Nixl | None, transport: pb.KvTransport) -> Nixl:
+    """What carries data so. Raises `NotSupported`."""
+    if nixl is None or transport != pb.KV_TRANSPORT_NIXL:
+        name = pb.KvTransport.Name(transport) if transport in pb.KvTransport.values() else str(transport)
+        raise NotSupported(
+            f"transport {name} is not offered (capability {CAPABILITY}): the executor has no --kv-transport nixl",
+            field="transport",
+            metadata={"capability": CAPABILITY},
+        )
+    return nixl
+
+
+class Staging:
+    """The chunks of one export that were not read yet, of ``size`` bytes at most each. Raises `QueueFull`, and
+    `NotSupported` where not one has room."""
+
+    def __init__(self, nixl: Nixl, size: int) -> None:
+        if size > SLOT_BYTES:
+            raise NotSupported(f"a chunk of {size} bytes does not fit into the {SLOT_BYTES} of a transfer by NIXL")
+        self._nixl = nixl
+        self._slot = nixl.take()
+        self._free = [*range(self._slot, self._slot + SLOT_BYTES - size + 1, size)]
+        self._unread: dict[bytes, int] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended: ExecutorError | None = None
+
+    @property
+    def source(self) -> pb.KvSource:
+        """What the importer needs to know first."""
+        return pb.KvSource(transport=pb.KV_TRANSPORT_NIXL, agent=self._nixl.metadata)
+
+    async def put(self, parts: Sequence[Any]) -> pb.KvRemote:
+        """Lay a chunk there, uint8 [bytes] each. Waits for room; raises `QueueFull` where the importer reads nothing,
+        and what `close` was called with."""
+        while not self._free:
+            await self._something_read()
+        if self._ended is not None:
+            raise self._ended
+        buffer, at, notification = self._nixl.buffer, self._free.pop(), secrets.token_bytes(16)
+        end = at
+        for part in parts:
+            buffer[end : end + len(part)] = part
+            end += len(part)
+        self._unread[notification] = at
+        self._nixl.expect(notification, lambda: self._was_read(notification))
+        return pb.KvRemote(address=buffer.ctypes.data + at, size=end - at, notification=notification)
+
+    async def emptied(self) -> None:
+        """Wait until all was read. Raises as `put` does."""
+        while self._unread:
+            await self._something_read()
+
+    def close(self, error: ExecutorError | None = None) -> None:
+        """The stream is over: everything is free again."""
+        if self._ended is not None:
+            return
+        self._ended = error or Cancelled("the export has ended")
+        for notification in self._unread:
+            del self._nixl.waiting[notification]
+        self._nixl.give(self._slot)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _was_read(self, notification: bytes) -> None:
+        self._free.append(self._unread.pop(notification))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _something_read(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._nixl.unread_s):
+                await self._waiter
+        except TimeoutError:
+            raise QueueFull(
+                f"the importer has read nothing for {self._nixl.unread_s:.0f} s, and {len(self._unread)} chunks wait",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        if self._ended is not None:
+            raise self._ended
+
+
+class Reader:
+    """Reads the chunks of one import from its exporter. ``nixl``: None where that is not offered."""
+
+    def __init__(self, nixl: Nixl | None) -> None:
+        self._nixl = nixl
+        self._peer = b""
+        self._slot: int | None = None
+        self._now: _Read | None = None
+        self._closed = False
+
+    def connect(self, source: pb.KvSource) -> None:
+        """Chunks come from there. Raises `NotSupported`, `InvalidRequest` and `QueueFull`."""
+        nixl = offered(self._nixl, source.transport)
+        if self._peer or not 0 < len(source.agent) <= AGENT_BYTES:
+            raise InvalidRequest(
+                f"a stream has one source, with its agent's metadata of {AGENT_BYTES} bytes at most", field="source"
+            )
+        self._slot = nixl.take()
+        self._peer = source.agent
+
+    async def read(self, remote: pb.KvRemote, next_token: int) -> bytes:
+        """The data of a chunk. Raises `InvalidRequest`, and `KvCorrupt` where they cannot be had."""
+        nixl, slot = self._nixl, self._slot
+        if nixl is None or slot is None:
+            raise InvalidRequest("a chunk has no data, and its stream has no source", field="chunk.remote")
+        if remote.size > SLOT_BYTES or remote.address + remote.size >= 1 << 64:
+            raise InvalidRequest(
+                f"a chunk of {remote.size} bytes at {remote.address:#x}: it may have {SLOT_BYTES} bytes",
+                field="chunk.remote",
+            )
+        answered: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+        def done(why: str | None, released: bool) -> None:
+            if released:
+                self._now = None
+                if self._closed:
+                    nixl.give(slot)
+            if not answered.done():
+                answered.set_result(why)
+
+        self._now = _Read(self._peer, remote, slot, done)
+        nixl.read(self._now)
+        why = await answered
+        if why is not None:
+            raise KvCorrupt(
+                f"a chunk could not be read from its exporter by NIXL ({why}); nothing of it was kept",
+                metadata={"next_token": next_token},
+                field="chunk.remote",
+            )
+        return nixl.buffer[slot : slot + remote.size].tobytes()
+
+    def close(self) -> None:
+        """The stream is over. The slot is free when NIXL has let go of it."""
+        self._closed = True
+        if self._now is not None:
+            self._now.given_up = True
+        elif self._slot is not None and self._nixl is not None:
+            self._nixl.give(self._slot)

@@ -1,0 +1,372 @@
+"""Transfers whose data another transport carries: the same checks and the same ends, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from ferrum_rpc.errors import InvalidRequest, Reason
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, types_pb2
+from ferrum_rpc.service import nixl
+from ferrum_rpc.wire.transfer import Layout
+from tests.service.nixl import Fabric
+from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row
+from tests.serving import Served, serve_identity
+from tests.wiring import pb, prefill, refused, until
+
+PROMPT = [*range(100, 131)]
+NIXL = kt.KV_TRANSPORT_NIXL
+CHUNK, ROOM = 2048, 2
+"""Bytes of a chunk of 8 tokens, and how many of them a slot has room for."""
+BYPASS = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
+INVALID, LOSS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@asynccontextmanager
+async def serving(fabric: Fabric | None, **options: Any) -> AsyncIterator[Served]:
+    agent = None if fabric is None else fabric.agent
+    about = {"kv_blocks": 64, "max_context": 128, "nixl_agent": agent, **options}
+    async with serve_identity(positional=True, **about) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers() -> AsyncIterator[tuple[Fabric, Served, Served]]:
+    fabric = Fabric()
+    with mock.patch.object(nixl, "SLOT_BYTES", ROOM * CHUNK):
+        async with serving(fabric) as source, serving(fabric) as target:
+            assert Layout.of(source.server.state.model).chunk_bytes(8) == CHUNK
+            yield fabric, source, target
+
+
+@pytest.fixture
+def fabric(servers: tuple[Fabric, Served, Served]) -> Iterator[Fabric]:
+    yield servers[0]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def source(servers: tuple[Fabric, Served, Served]) -> AsyncIterator[Served]:
+    yield servers[1]
+    await nothing_left(servers[1])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def target(servers: tuple[Fabric, Served, Served], request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    Names.present = f"{abs(hash(request.node.name))} "
+    fabric, _, target = servers
+    with mock.patch.object(nixl, "READ_S", 30.0):
+        yield target
+    fabric.stuck = fabric.held = False
+    fabric.dead.clear()
+    await nothing_left(target)
+
+
+async def nothing_left(served: Served) -> None:
+    """Nor are slots taken, or notifications expected."""
+    await served.control.Reset(executor_control_pb2.ResetRequest())
+    state, carrier = served.server.state, carrier_of(served)
+    await until(lambda: not state.unnamed and len(carrier._free) == carrier._slots)
+    await served.check()
+    assert served.runner.kv.free_blocks == served.runner.kv.total_blocks
+    assert not carrier.waiting and not carrier._reads
+
+
+def carrier_of(served: Served) -> nixl.Nixl:
+    carrier = served.server.state.nixl
+    assert carrier is not None
+    return carrier
+
+
+async def fed(served: Served) -> types_pb2.KvHandle:
+    return await prefill(served, PROMPT, create=BYPASS)
+
+
+def exporting(source: Served, handle: types_pb2.KvHandle, first_token: int = 0) -> Any:
+    about = {"chunk_tokens": 8, "transport": NIXL, "first_token": first_token}
+    return source.transfer.ExportKv(kt.ExportKvRequest(handle=handle, **about))
+
+
+async def relayed(source: Served, target: Served, **about: Any) -> tuple[kt.ImportKvResponse, list[Any]]:
+    """What is exported, imported as it comes; the answer, and the frames."""
+    handle = await fed(source)
+    export = exporting(source, handle, about.pop("first_token", 0))
+    seen: list[Any] = []
+    layout = (await export.read()).layout
+
+    async def frames() -> AsyncIterator[kt.ImportKvRequest]:
+        yield header(layout, **about)
+        while (frame := await export.read()) is not grpc.aio.EOF:
+            seen.append(frame)
+            yield kt.ImportKvRequest.FromString(frame.SerializeToString())
+
+    try:
+        return await target.transfer.ImportKv(frames()), seen
+    finally:
+        export.cancel()
+        await source.executor.Release(pb.ReleaseRequest(handle=handle))
+
+
+async def staged(source: Served) -> tuple[Any, kt.KvLayout, list[kt.ImportKvRequest]]:
+    """An export that waits for room, its layout, and the source and chunks that came of it."""
+    export = exporting(source, await fed(source))
+    layout = (await export.read()).layout
+    frames = [await export.read() for _ in range(1 + ROOM)]
+    return export, layout, [kt.ImportKvRequest.FromString(each.SerializeToString()) for each in frames]
+
+
+async def expected_row(served: Served) -> bytes:
+    return await row(served, await fed(served))
+
+
+# --- whole ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_data_go_another_way_and_all_else_is_as_in_the_stream(source: Served, target: Served) -> None:
+    answer, frames = await relayed(source, target)
+    chunks = chunks_of(frames)
+    assert len(chunks) == 8 > ROOM
+    assert all(chunk.HasField("remote") and not chunk.keys.data and not chunk.values.data for chunk in chunks)
+    plain = await exported(source, await fed(source), chunk_tokens=8)
+    assert frames[-1] == plain[-1], "the trailer"
+    for one, other in zip(chunks, chunks_of(plain), strict=True):
+        assert (one.crc32c, one.layer, one.first_token) == (other.crc32c, other.layer, other.first_token)
+        assert (one.keys.shape, one.keys.dtype) == (other.keys.shape, other.keys.dtype)
+    assert (answer.handle.seq_len, answer.handle.version) == (len(PROMPT), 1)
+    assert await row(target, answer.handle) == await expected_row(target)
+    info = await target.executor.GetInfo(pb.GetInfoRequest())
+    assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL in info.capabilities
+
+
+async def test_an_eight_bit_cache_goes_with_its_scales(fabric: Fabric) -> None:
+    async with serving(fabric, kv_dtype="int8") as source, serving(fabric, kv_dtype="int8") as target:
+        answer, frames = await relayed(source, target)
+        assert chunks_of(frames)[0].HasField("key_scales")
+        assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_what_is_there_need_not_travel_and_the_rest_may_come_in_either_way(
+    source: Served, target: Served
+) -> None:
+    plain = await exported(source, await fed(source), chunk_tokens=8)
+    first = brought(chunks_of(plain)[:4])[:-1]
+    assert (await imported(target, header(plain[0].layout), *first)).next_token == 16
+    answer, frames = await relayed(source, target, first_token=16)
+    assert {chunk.first_token for chunk in chunks_of(frames)} == {16, 24}
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_export_waits_for_room_and_not_for_ever(source: Served, target: Served) -> None:
+    carrier = carrier_of(source)
+    with mock.patch.object(carrier, "unread_s", 0.05):
+        export, *_ = await staged(source)
+        assert len(carrier.waiting) == ROOM
+        error = await refused(export.read(), Reason.QUEUE_FULL, FULL)
+    assert error.retry_after_s and "read nothing" in error.message
+    await nothing_left(source)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "reset"])
+async def test_an_export_that_is_ended_while_it_waits_frees_its_slot(source: Served, how: str) -> None:
+    export, *_ = await staged(source)
+    if how == "cancelled":
+        export.cancel()
+    else:
+        await source.control.Reset(executor_control_pb2.ResetRequest())
+        await refused(export.read(), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+    await nothing_left(source)
+
+
+async def test_the_trailer_comes_when_all_was_read(source: Served) -> None:
+    handle = await fed(source)
+    export = exporting(source, handle, first_token=24)
+    frames = [await export.read() for _ in range(4)]
+    trailer = asyncio.ensure_future(export.read())
+    carrier = carrier_of(source)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not trailer.done()
+    for chunk in chunks_of(frames):
+        carrier._notified([b"of another program", chunk.remote.notification, chunk.remote.notification])
+    assert (await trailer).HasField("trailer")
+    assert await export.read() is grpc.aio.EOF
+
+
+# --- broken and taken up again ----------------------------------------------------------------------------------------
+
+
+def lying(**fields: Any) -> Any:
+    def lie(chunk: kt.KvChunk) -> None:
+        for name, value in fields.items():
+            setattr(chunk.remote, name, value)
+
+    return lie
+
+
+def with_data(chunk: kt.KvChunk) -> None:
+    chunk.keys.data = bytes(CHUNK // 2)
+
+
+def larger(chunk: kt.KvChunk) -> None:
+    for tensor in (chunk.keys, chunk.values):
+        tensor.shape[0] = 31
+    chunk.remote.size = 31 * CHUNK // 8
+
+
+LIES: dict[str, tuple[Any, Reason]] = {
+    "less": (lying(size=CHUNK - 4), Reason.INVALID_REQUEST),
+    "more": (lying(size=CHUNK + 1), Reason.INVALID_REQUEST),
+    "data as well": (with_data, Reason.INVALID_REQUEST),
+    "more than a slot has": (larger, Reason.INVALID_REQUEST),
+    "beyond all memory": (lying(address=(1 << 64) - 8), Reason.INVALID_REQUEST),
+    "elsewhere": (lying(address=4096), Reason.KV_CORRUPT),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_lie_about_the_memory_is_refused_and_nothing_is_read(
+    fabric: Fabric, source: Served, target: Served, lie: str
+) -> None:
+    change, reason = LIES[lie]
+    export, layout, [first, chunk, *_] = await staged(source)
+    change(chunk.chunk)
+    before = fabric.reads
+    code = INVALID if reason is Reason.INVALID_REQUEST else LOSS
+    await refused(imported(target, header(layout), first, chunk), reason, code)
+    assert fabric.reads == before
+    export.cancel()
+    answer, _ = await relayed(source, target)
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_a_stream_has_one_source_before_its_chunks(source: Served, target: Served) -> None:
+    export, layout, [first, chunk, *_] = await staged(source)
+    nowhere = kt.ImportKvRequest(source=kt.KvSource(transport=NIXL))
+    unknown = kt.ImportKvRequest(source=kt.KvSource(transport=NIXL, agent=b"unknown"))
+    for frames in ((chunk,), (first, first), (first, chunk, first), (nowhere,)):
+        await refused(imported(target, header(layout), *frames), Reason.INVALID_REQUEST, INVALID)
+    await refused(imported(target, header(layout), unknown, chunk), Reason.KV_CORRUPT, LOSS)
+    export.cancel()
+
+
+async def broken(target: Served, *frames: kt.ImportKvRequest) -> None:
+    error = await refused(imported(target, *frames), Reason.KV_CORRUPT, LOSS)
+    assert error.number("next_token") == 0
+
+
+async def test_what_was_changed_on_its_way_is_found(fabric: Fabric, source: Served, target: Served) -> None:
+    export, layout, frames = await staged(source)
+    fabric.spoil_at = fabric.reads + 1
+    await broken(target, header(layout), *frames)
+    export.cancel()
+    answer, _ = await relayed(source, target)
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_an_exporter_that_dies_is_forgotten_and_the_next_one_goes_on(
+    fabric: Fabric, source: Served, target: Served
+) -> None:
+    export, layout, frames = await staged(source)
+    assert (await imported(target, header(layout), *frames)).next_token == 8, "two layers of one chunk"
+    export.cancel()
+    export, layout, frames = await staged(source)
+    fabric.dead.add(carrier_of(source).metadata.decode())
+    error = await refused(imported(target, header(layout), *frames), Reason.KV_CORRUPT, LOSS)
+    assert (error.number("next_token"), "Disconnect" in error.message) == (8, True)
+    assert not carrier_of(target)._peers
+    export.cancel()
+    async with serving(fabric) as other:
+        answer, _ = await relayed(other, target)
+        assert await row(target, answer.handle) == await expected_row(target)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+@pytest.mark.parametrize("held", [False, True])
+async def test_a_read_that_does_not_end_is_given_up_and_its_slot_when_it_is_free(
+    fabric: Fabric, source: Served, target: Served, how: str, held: bool
+) -> None:
+    export, layout, frames = await staged(source)
+    fabric.stuck, fabric.held = True, held
+    carrier = carrier_of(target)
+    if how == "late":
+        with mock.patch.object(nixl, "READ_S", 0.02):
+            await broken(target, header(layout), *frames)
+    else:
+        stream = target.transfer.ImportKv()
+        for frame in (header(layout), *frames):
+            await stream.write(frame)
+        await until(lambda: bool(carrier._reads))
+        stream.cancel()
+    await until(lambda: len(carrier._free) == carrier._slots - held and len(carrier._reads) == held)
+    fabric.stuck = fabric.held = False
+    await until(lambda: len(carrier._free) == carrier._slots)
+    export.cancel()
+    answer, _ = await relayed(source, target)
+    assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_without_a_free_slot_nothing_is_started(source: Served, target: Served) -> None:
+    """Slots of reads that NIXL did not let go of."""
+    export, layout, frames = await staged(source)
+    for served in (source, target):
+        carrier = carrier_of(served)
+        free, carrier._free = carrier._free, []
+        call = exported(source, await fed(source), chunk_tokens=8, transport=NIXL) if served is source else None
+        await refused(call or imported(target, header(layout), *frames), Reason.QUEUE_FULL, FULL)
+        carrier._free = free
+    export.cancel()
+
+
+# --- where it is not offered ------------------------------------------------------------------------------------------
+
+
+async def test_where_it_is_not_offered_both_ends_say_so(source: Served) -> None:
+    export, layout, frames = await staged(source)
+    async with serving(None) as plain:
+        handle = await fed(plain)
+        for call in (
+            exported(plain, handle, transport=NIXL),
+            exported(plain, handle, transport=99),
+            imported(plain, header(layout), *frames),
+        ):
+            error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+            assert error.metadata["capability"] == nixl.CAPABILITY
+        await refused(imported(plain, header(layout, "other"), frames[1]), Reason.INVALID_REQUEST, INVALID)
+        info = await plain.executor.GetInfo(pb.GetInfoRequest())
+        assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL not in info.capabilities
+    export.cancel()
+
+
+async def test_a_server_does_not_start_with_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+    async def start(import_module: Any, said: str) -> None:
+        patched = mock.patch.object(nixl.importlib, "import_module", import_module)
+        with patched, pytest.raises(InvalidRequest, match=said):
+            async with serve_identity(nixl_agent=nixl.make_agent):
+                pass
+
+    await start(missing, r"ferrum-rpc\[nixl\]")
+
+    class Api:
+        nixl_agent_config = dict
+
+        def nixl_agent(self, name: str, config: Any) -> Any:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+    await start(lambda _: Api(), "UCX_NET_DEVICES=lo")
