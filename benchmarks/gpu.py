@@ -212,9 +212,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Check, write, exit."""
     options = parse(argv)
-    configure_logging(level="warning")
     if not options.quick and not torch.cuda.is_available():
         sys.exit("gpu-check: torch finds no CUDA device; nothing was checked")
+    configure_logging(level="warning")
     device = "cpu" if options.quick else "cuda"
     here = Contest(options, "gpu, rehearsed" if options.quick else "gpu", "qwen3-8b", device)
     record, values = here.record, here.record.values

@@ -60,9 +60,7 @@ def test_every_type(device, dtype):
     assert attend(step).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (1, None), (8, 5.0), (16, None), (33, None), (33, 5.0), (None, 5.0)]
-)
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (8, 5.0), (16, None), (33, None), (33, 5.0), (None, 5.0)])
 def test_windows_and_caps_across_blocks_and_tiles(device, window, softcap):
     step = paged_step(replace(SMALL, window=window, softcap=softcap), [*MIX, (61, 40)], device=device, block_size=8)
     assert step.error(attend(step, kernels(step, 8, FINE))) <= TOLERANCE[torch.float32]
@@ -103,7 +101,7 @@ def test_few_long_sequences_beside_a_short_one(device):
     assert step.error(attend(step, kernels(step, 8))) <= TOLERANCE[torch.float32]
 
 
-@TYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_split_and_unsplit_are_one_answer(device, dtype):
     step = paged_step(replace(SMALL, window=75), [(100, 1), (50, 18), (3, 1)], device=device, dtype=dtype)
     whole, split = kernels(step, 1, FINE), kernels(step, 16, FINE)
@@ -130,15 +128,14 @@ def test_where_blocks_lie_does_not_change_a_bit(device):
 @pytest.mark.parametrize(
     ("dtype", "dim", "block_size", "layer"),
     [
-        (torch.float32, 16, 16, {}),
         (torch.bfloat16, 20, 3, {"window": 33, "softcap": 5.0}),
-        (torch.float16, 64, 8, {"window": 50}),
+        (torch.float16, 64, 16, {}),
     ],
     ids=str,
 )
 def test_a_cache_in_fp8_is_read_as_torch_reads_it_wherever_it_lies(device, dtype, dim, block_size, layer):
     """Prefill, pieces behind a cache, and decode that is split; near what an exact cache answers."""
-    spec, spans = AttentionSpec(8, 2, dim, dim**-0.5, **layer), [(0, 5), (37, 1), (16, 16), (0, 33), (100, 1)]
+    spec, spans = AttentionSpec(8, 2, dim, dim**-0.5, **layer), [(0, 5), (37, 1), (16, 16), (0, 21), (90, 1)]
     one, other = (
         rounded(paged_step(spec, spans, device=device, dtype=dtype, block_size=block_size, order=order))
         for order in (1, 2)
@@ -161,7 +158,7 @@ def test_a_cache_in_fp8_is_read_as_torch_reads_it_wherever_it_lies(device, dtype
     block_size=st.sampled_from([2, 5, 16]),
     processors=st.sampled_from([1, 3, 12]),
 )
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mix_of_spans(device, spans, heads, window, softcap, block_size, processors):  # noqa: PLR0917
     spec = AttentionSpec(*heads, 24, 0.2, window, softcap)
     step = paged_step(spec, spans, device=device, block_size=block_size)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import gpu, report, tables
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
@@ -22,9 +22,11 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path):
+def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path, quick_run):
     out = tmp_path / "gpu.json"
-    python("-m", "benchmarks.gpu", "--quick", "--out", str(out))
+    with pytest.raises(SystemExit) as ended:
+        quick_run(gpu, "--out", str(out))
+    assert not ended.value.code
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["failed"] == [] and [cell["cell"] for cell in found["cells"]] == [cell.name for cell in QUICK_CELLS]
     for cell in found["cells"]:
@@ -41,17 +43,16 @@ def test_without_a_device_the_check_fails():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1 and "no CUDA device" in done.stderr
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu.main([])
 
 
 def test_the_kernels_are_timed_beside_those_of_torch():
     pytest.importorskip("triton")
     program = (
         "from tests.kernels.interpreter import interpret; interpret();"
-        "import asyncio, json, torch; from benchmarks.gpu import Load, attention;"
+        "import asyncio, json, torch; from benchmarks import gpu; from benchmarks.gpu import Load, attention;"
+        "gpu.LLAMA = gpu.AttentionSpec(4, 1, 128, 0.1);"
         "loads = (Load('decode', 2, 19, 1), Load('prefill', 1, 0, 24));"
         "limits = {'read_gb_s': 10.0, 'bf16_tflops': 1.0};"
         "print(json.dumps(asyncio.run(attention(torch.device('cpu'), loads, limits, rounds=1))))"
