@@ -85,7 +85,7 @@ def contents(wheel: Path) -> set[str]:
 def run(python: Path, *installed: str | Path) -> list[str]:
     """What the program prints where these are installed; what they require is this environment's."""
     folder = python.parents[2]
-    pip("--python", python, "install", *OFFLINE, *installed)
+    pip("--python", python, "install", "--no-compile", *OFFLINE, *installed)
     required = [each for each in sys.path if each.endswith("-packages")]
     command = [python, "-I", "-c", PROGRAM, folder, *required]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
