@@ -872,6 +872,8 @@ class ExecutorMachine(RuleBasedStateMachine):
             request = messages.RevokeLeaseRequest(lease_id=options["lease_id"])
             assert self.send("RevokeLease", request).released_sequences == begun
             return
+        if isinstance(expected, frozenset):
+            rest = []  # gRPC may lose the refusal of the header to what is written behind it
         answer = self.run(self.transfer(imported(self.served, first, *rest)))
         note(f"import with {options} -> {answer}; expected {expected}")
         if isinstance(expected, frozenset):
