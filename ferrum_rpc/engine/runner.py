@@ -66,6 +66,9 @@ when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each chi
 ``export`` (each piece), ``import`` (its begin, each piece, its end).
 """
 
+FETCH_BYTES: Final = 16 << 20
+"""What one operation reads of the second tier, at most, but for one block: a step waits for it."""
+
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
 
@@ -324,13 +327,16 @@ class TorchRunner:
     def _use_tier(self, reservations: Iterable[Reservation]) -> None:
         """Save what had to leave the prefix cache, and load what was found in the second tier. Before anything else is
         written."""
+        self._save_leaving()
+        for reservation in reservations:
+            for block, content in reservation.loaded:
+                self.store.write_block(block, content)
+
+    def _save_leaving(self) -> None:
         assert self._tier is not None  # noqa: S101 - the callers looked
         for block, hashed in self.kv.take_leaving():
             if self._tier.write(hashed, partial(self.store.read_block, block)):
                 self.kv.note_tier(hashed, there=True)
-        for reservation in reservations:
-            for block, content in reservation.loaded:
-                self.store.write_block(block, content)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
@@ -419,6 +425,24 @@ class TorchRunner:
             self.kv.forget_prefixes()
             if self._tier is not None:
                 self._tier.clear()
+
+    def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
+        """Bring a piece of what the second tier has for ``prompt``, which a step is to write at ``start``, to where the
+        step finds it. Returns how many blocks; 0: it has no more."""
+        if self._tier is None:
+            return 0
+        most = max(1, FETCH_BYTES // self.store.block_bytes)
+        with self._operation("read of the second tier"):
+            self._settle()
+            try:
+                fetched = self.kv.fetch(sequence, start, prompt, prefix, most)
+                self._save_leaving()
+                for block, content in fetched:
+                    self.store.write_block(block, content)
+            except BaseException:
+                self.kv.forget_prefixes()  # some may lack their content
+                raise
+        return len(fetched)
 
     def watch_prefixes(self) -> list[BlockChange]:
         """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""

@@ -349,6 +349,20 @@ class KvManager:
                     else:
                         self._sharing_ended = True
 
+    def fetch(
+        self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, most: int
+    ) -> list[tuple[int, bytes]]:
+        """Have the second tier's blocks for ``prompt``, which is to be written at ``start``, in the prefix cache: up to
+        ``most`` of them, which are returned with what must be written to them. ``prefix``: see `reserve`."""
+        state = self._sequences.get(sequence)
+        if state is None:
+            state = SequenceState()
+            if prefix is not None:
+                self._prefixes.begin(state, prefix)
+        if state.root is None or state.open is not None or start != state.length:
+            return []
+        return self._prefixes.fetch(state, prompt, most)
+
     def forget_prefixes(self) -> None:
         """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""
         blocks = self._prefixes.published().tolist()

@@ -79,13 +79,44 @@ class PrefixCache:
             if block is not None:
                 found.append(block)
                 continue
-            if self.tier is None or not (found or loaded or not len(rest)):
+            if self.tier is None or not (found or loaded or not len(rest)) or len(loaded) == self._pool.free_blocks:
                 break
             content = self.tier.read(hashed)
             if content is None:
                 break
             loaded.append(content)
         return found, loaded
+
+    def fetch(self, state: SequenceState, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
+        """Publish blocks for what the tier has of ``prompt`` behind what is published: up to ``most``, of those that
+        are free. Returns them with their content, which must be written there. For a sequence that uses the cache."""
+        size, length, pool = self._size, state.length, self._pool
+        parent = state.chain if state.chained else b""
+        held, fetched = list[int](), list[tuple[int, bytes]]()
+        tokens = np.concatenate([state.history.upto(length)[state.chained * size :], prompt])
+        for place, hashed in enumerate(chained(state.chain, tokens, size), state.chained):
+            block = self._blocks.get(hashed)
+            if place < length // size:  # the sequence's own
+                parent = hashed
+                continue
+            if block is not None:
+                pool.reuse([block])
+            else:
+                content = None if self.tier is None or len(fetched) == most else self.tier.read(hashed)
+                taken = None if content is None else pool.allocate(1)
+                if content is None or taken is None:
+                    break
+                [block] = taken
+                self._blocks[hashed], self._hashes[block], self._parents[block] = block, hashed, parent
+                self._since[block] = time.monotonic()
+                pool.keep(taken)
+                fetched.append((block, content))
+                if self._changes is not None:
+                    self._note([BlockChange(hashed, parent)])
+            held.append(block)
+            parent = hashed
+        pool.release(held)
+        return fetched
 
     def publish(self, state: SequenceState) -> None:
         """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``."""

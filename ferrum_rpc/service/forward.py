@@ -32,7 +32,7 @@ from ferrum_rpc.core import (
     WorkItem,
     named,
 )
-from ferrum_rpc.engine.api import Submission
+from ferrum_rpc.engine.api import Command, Operation, Submission
 from ferrum_rpc.errors import (
     Cancelled,
     ChainBroken,
@@ -89,6 +89,7 @@ class ForwardCall(Transaction["ForwardCall"]):
     _abandoned = False  # its caller was cancelled after the point of no return
     _returning = 0  # parked sequences that are brought back before it is submitted
     _refused: Exception | None = None  # what refuses it when they are back
+    _fetched = False  # its prompts were looked for in the second tier
     _culprit: int | None = None  # the item whose refusal refused the others, where the engine refused an atomic group
     timing: StepTiming | None = None
     give_back: Callable[[], object] | None = None
@@ -237,6 +238,8 @@ class ForwardCall(Transaction["ForwardCall"]):
         elif not self._following and not self._returning and not (self._all_or_nothing and self._waits):
             if self._state.parked.sequences and self._bring_back():
                 return
+            if self._state.engine.cache.tier_bytes and not self._fetched and self._fetch():
+                return
             state, account = self._state, self._account
             submission = Submission(
                 tuple(self._spans),
@@ -270,6 +273,32 @@ class ForwardCall(Transaction["ForwardCall"]):
         for record in parked:
             bring_back(self._state, record, partial(self.settle, self._on_back, record, record.sequence))
         return bool(parked)
+
+    def _fetch(self) -> bool:
+        """Whether prompts are looked for in the second tier: it goes on when what is there is in the prefix cache. A
+        step that read it would hold up all that are in it; here other steps run between two pieces."""
+        self._fetched = True
+        size = self._state.engine.cache.block_size
+        fetching = [each for each in self._admitted if each.record.prefix and len(each.span.tokens) > size]
+        fetching = [each for each in fetching if each.span.parent is None and each.span.prompt is not None]
+        self._returning = len(fetching)
+        self._waits += len(fetching)
+        for _, record, span, _ in fetching:
+            command = Command("fetch_prefix", (span.sequence, span.start, span.prompt, span.prefix))
+            self._fetch_piece(command, record, len(span.tokens) // size)
+        return bool(fetching)
+
+    def _fetch_piece(self, command: Command, record: SequenceRecord, left: int) -> None:
+        done = partial(self.settle, self._on_piece, command, record, left)
+        self._state.engine.submit(Operation(command, done))
+
+    def _on_piece(self, command: Command, record: SequenceRecord, left: int, fetched: object) -> None:
+        """Of ``left`` blocks so many were ``fetched``; a tier that cannot be read has none."""
+        found = fetched if isinstance(fetched, int) else 0
+        if found and found < left and self._refused is None:
+            self._fetch_piece(command, record, left - found)
+        else:
+            self._on_back(record, record.sequence, None)
 
     def _on_back(self, record: SequenceRecord, number: int, refusal: ExecutorError | None) -> None:
         """A sequence is back, or was refused, and with it the items that feed or fork it."""

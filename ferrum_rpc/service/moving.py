@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 import grpc
 
-from ferrum_rpc.core import HandleRef, TokenArray
+from ferrum_rpc.core import HandleRef, PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
@@ -118,6 +118,14 @@ class Incoming(Moving, ABC):
     digests: ClassVar[bool] = True
     next_token = 0
     _tokens: TokenArray
+
+    async def _fetch(self, prefix: PrefixUse | None) -> None:
+        """Have what the second tier has of it in the prefix cache."""
+        if prefix is not None and self._state.engine.cache.tier_bytes:
+            command = Command("fetch_prefix", (self.record.sequence, 0, self._tokens, prefix))
+            left = len(self._tokens) // self._state.engine.cache.block_size
+            while left > 0 and (fetched := await self._ask(command)):
+                left -= fetched
 
     async def receive(self, read: Callable[[], Awaitable[Any]], reader: Reader | None = None) -> HandleRef | None:
         """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of

@@ -228,6 +228,7 @@ class _Return(Incoming):
             layout = pb.ExportKvResponse.FromString(first).layout
             self._tokens = np.fromiter(layout.token_ids, np.int32, len(layout.token_ids))
             ahead = max(0, record.held_to - record.length)
+            await self._fetch(record.prefix)
             arguments = (record.sequence, self._tokens, ahead, record.prefix)
             self.next_token = await self._ask(Command("begin_import", arguments))
             self._begun = True

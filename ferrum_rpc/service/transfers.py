@@ -158,6 +158,7 @@ class Import(Incoming):
     async def begin(self) -> None:
         """Take its blocks, unless it has them. Raises `KvBlocksExhausted`, and is over then."""
         if not self._begun:
+            await self._fetch(self._options.prefix)
             self._asking = True
             arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self._options.prefix)
             await self._ask(Command("begin_import", arguments), self._on_begun)

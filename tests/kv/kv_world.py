@@ -112,6 +112,15 @@ class World:
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
         return Write(reservation, tokens, base)
 
+    def fetch(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, most: int) -> None:
+        """What the runner does before a step that is to write ``tokens`` behind what is there."""
+        start = len(self.tokens.get(sequence, []))
+        fetched = self.kv.fetch(sequence, start, np.array(tokens, np.int32), prefix, most)
+        assert len(fetched) <= most
+        self.save_leaving()
+        for block, content in fetched:
+            self.content[self._block(block)] = np.frombuffer(content, np.int64)
+
     def _draw(self, count: int) -> list[int]:
         first = self._next_token
         self._next_token += count

@@ -223,10 +223,10 @@ class KvMachine(RuleBasedStateMachine):
         create = sequence == 0
         sequence = sequence or self.new()
         start = 0 if create else self.length(sequence)
+        tokens, prefix = self.world._draw(blocks * self.kv.block_size + more), use if create else None
+        self.world.fetch(sequence, tokens, prefix, data.draw(st.integers(0, 3), label="blocks of the tier"))
         try:
-            write = self.world.reserve(
-                sequence, start, blocks * self.kv.block_size + more, create, prefix=use if create else None
-            )
+            write = self.world.reserve(sequence, start, len(tokens), create, prefix=prefix, tokens=tokens)
         except KvBlocksExhausted:
             return
         self.forked |= {sequence}

@@ -108,6 +108,30 @@ def test_one_that_only_reads_publishes_nothing_and_a_fork_does_as_its_parent() -
     there.check()
 
 
+def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room() -> None:
+    there = World(7, SIZE, alphabet=1, tier=True)
+    there.write(0, 5 * SIZE, prefix=USE)
+    tokens = there.tokens[0]
+    there.release(0)
+    there.write(1, 6 * SIZE)  # all blocks
+    there.release(1)
+    assert there.tier is not None and len(there.tier.there) == 5
+    there.fetch(2, tokens, None, 9)
+    assert there.kv.state().cached_blocks == 0, "one without the prefix cache finds nothing"
+    for expected in (2, 4, 5, 5):
+        there.fetch(2, tokens, USE, 2)
+        assert there.kv.state().cached_blocks == expected
+        there.check()
+    there.write(2, 5 * SIZE + 1, prefix=USE)
+    assert (there.cached, there.loaded) == (5 * SIZE, 0)
+    there.check()
+    there.release(2)
+    there.write(3, 4 * SIZE)
+    there.fetch(4, tokens, USE, 9)
+    assert there.kv.state().cached_blocks == 2, "the others are in use"
+    there.check()
+
+
 def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     """The table would have them in the wrong order."""
     there = World(9, SIZE, alphabet=1, tier=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
 from tests.service.test_kv_events import Router
 from tests.serving import Served, serve_model
-from tests.wiring import item, pb
+from tests.wiring import item, pb, until
 
 BLOCK = 4
 PROMPT = [(7 * i + 3) % 251 for i in range(5 * BLOCK + 2)]
@@ -70,6 +72,50 @@ async def test_blocks_that_gave_way_come_back_with_their_bits(tmp_path: Path) ->
             await router.read()
         router.leave()
         assert (await seen(served, PROMPT, create=SALTED))[0] == 0, "a salt keeps apart here too"
+
+
+async def test_a_step_reads_nothing_and_an_operation_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ferrum_rpc.engine.runner.FETCH_BYTES", 1)
+    async with tiered(tmp_path) as served:
+        _, expected = await seen(served, PROMPT)
+        await seen(served, OTHER)
+        runner, read = served.runner, list[str]()
+        fetch, begin, tier = runner.fetch_prefix, runner.begin, runner._tier
+        assert tier is not None
+        content = tier.read
+        monkeypatch.setattr(runner, "fetch_prefix", lambda *about: read.append("piece") or fetch(*about))
+        monkeypatch.setattr(runner, "begin", lambda step: read.append("step") or begin(step))
+        monkeypatch.setattr(tier, "read", lambda hashed: read.append("read") or content(hashed))
+        cached, row = await seen(served, PROMPT)
+        assert (cached, read) == (5 * BLOCK, [*["piece", "read"] * 3, "piece", "step"]), "two blocks had not to leave"
+        np.testing.assert_array_equal(row, expected)
+        await served.check()
+
+
+async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tiered(tmp_path) as served:
+        for tokens in (PROMPT, OTHER):
+            await seen(served, tokens)
+        begun, go, fetch = threading.Event(), threading.Event(), served.runner.fetch_prefix
+
+        def held(*about: Any) -> int:
+            begun.set()
+            assert go.wait(30)
+            return fetch(*about)
+
+        monkeypatch.setattr(served.runner, "fetch_prefix", held)
+        steps = served.server.state.engine.counters.steps
+        call = served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT)))
+        await asyncio.to_thread(begun.wait, 30)
+        call.cancel()
+        await until(lambda: not served.server.calls.in_flight)
+        go.set()
+        await until(served.server.state.empty.is_set)
+        await served.check()
+        assert served.server.state.engine.counters.steps == steps
+        assert (await seen(served, PROMPT))[0] == 5 * BLOCK
 
 
 async def test_a_chunk_goes_on_with_what_the_disk_has(tmp_path: Path) -> None:
