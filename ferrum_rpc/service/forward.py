@@ -32,7 +32,7 @@ from ferrum_rpc.core import (
     WorkItem,
     named,
 )
-from ferrum_rpc.engine.api import Command, Operation, Submission
+from ferrum_rpc.engine.api import Command, Submission
 from ferrum_rpc.errors import (
     Cancelled,
     ChainBroken,
@@ -289,8 +289,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         return bool(fetching)
 
     def _fetch_piece(self, command: Command, record: SequenceRecord, left: int) -> None:
-        done = partial(self.settle, self._on_piece, command, record, left)
-        self._state.engine.submit(Operation(command, done))
+        self._state.read_piece(command, partial(self.settle, self._on_piece, command, record, left))
 
     def _on_piece(self, command: Command, record: SequenceRecord, left: int, fetched: object) -> None:
         """Of ``left`` blocks so many were ``fetched``; a tier that cannot be read has none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,6 +105,7 @@ class ServerState:
         self.started = time.monotonic()
         self.empty.set()
         self._creating: set[SequenceRecord] = set()
+        self._pieces = deque[Operation]()
         self._closed = False
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -265,6 +267,19 @@ class ServerState:
             asyncio.get_running_loop().call_later(RETRY_AFTER_S, self.free, numbers, then)
         else:
             then(result)
+
+    def read_piece(self, command: Command, done: Callable[[object], object]) -> None:
+        """Have the engine read a piece of the second tier: one at a time of all calls, so that a step waits for one."""
+
+        def read(result: object) -> None:
+            self._pieces.popleft()
+            if self._pieces:
+                self.engine.submit(self._pieces[0])
+            done(result)
+
+        self._pieces.append(Operation(command, read))
+        if len(self._pieces) == 1:
+            self.engine.submit(self._pieces[0])
 
     def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""

@@ -106,10 +106,18 @@ async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
             return fetch(*about)
 
         monkeypatch.setattr(served.runner, "fetch_prefix", held)
+        asked: list[str] = []
+        submit = served.server.state.engine.submit
+        monkeypatch.setattr(
+            served.server.state.engine, "submit", lambda work: asked.append(type(work).__name__) or submit(work)
+        )
         steps = served.server.state.engine.counters.steps
-        call = served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT)))
+        calls = [served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT))) for _ in range(2)]
         await asyncio.to_thread(begun.wait, 30)
-        call.cancel()
+        await until(lambda: len(served.server.state._pieces) == 2)
+        assert asked == ["Operation"], "the second waits until the first is read"
+        for call in calls:
+            call.cancel()
         await until(lambda: not served.server.calls.in_flight)
         go.set()
         await until(served.server.state.empty.is_set)
