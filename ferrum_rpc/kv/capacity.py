@@ -68,7 +68,7 @@ class Capacity:
         given_up = max(0, before - table) - self._pool.count_shared(state.table.view(before)[table:])
         lowest = self._promise_with(state, start, end)[0] // size
         shared = self._pool.count_shared(state.table.view(min(state.shared, start // size))[lowest:])
-        return max(0, blocks_for(end, size) - table - given_up - max(0, spares - shared))
+        return max(0, blocks_for(end, size) - table - given_up + shared - spares)
 
     def hold(self, state: SequenceState, start: int, end: int) -> None:
         """Promise writes from ``start`` up to ``end`` until `end_hold`, besides what was promised before."""

@@ -179,6 +179,26 @@ def test_a_fork_that_a_promise_has_no_spares_for_is_refused():
     w.check()
 
 
+def test_a_hold_behind_a_promise_takes_copies_of_what_a_fork_shares_between_them():
+    for free in (2, 3):
+        w = World(7 + free, 1)
+        w.write(A, 1, ahead=1)
+        w.write(A, 2)
+        w.fork(A, B)
+        w.write(HOG, w.kv.free_blocks - free)
+        if free < 3:  # of the step, of the hold, and of the block behind the promise
+            with pytest.raises(KvBlocksExhausted) as refusal:
+                w.reserve(A, 3, 1, hold=1)
+            assert refusal.value.metadata == {"needed_blocks": "3", "free_blocks": "2"}
+            continue
+        held = w.reserve(A, 3, 1, hold=1)
+        w.run(held)
+        w.commit(held)
+        assert w.kv.free_blocks == 0
+        w.write(A, 1)
+        w.check()
+
+
 def test_what_a_fork_took_for_a_promise_goes_back_with_the_fork():
     w = world()
     w.write(A, 8)

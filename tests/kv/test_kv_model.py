@@ -107,7 +107,10 @@ class KvMachine(RuleBasedStateMachine):
                 return None
             assert everything(self.kv) == before
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
-            most = blocks_of(start + count + max(ahead, hold), size) - start // size
+            lowest = start
+            if hold and sequence in self.promised and sequence in self.forked:  # what lies between is held as well
+                lowest = min(start, self.promised[sequence][0])
+            most = blocks_of(start + count + max(ahead, hold), size) - lowest // size
             assert free == self.kv.free_blocks < needed <= most
             promised = () if hold else self.promised.get(sequence, ())
             if promised and (start >= promised[0] or sequence not in self.forked):
