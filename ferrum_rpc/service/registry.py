@@ -51,7 +51,8 @@ def _bodies(in_all: int, share: int) -> Bodies:
 class Registry(grpc.GenericRpcHandler):
     """A grpc server as far as registering is concerned, and the generic handler that a real one asks. ``handlers`` are
     by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted; a method that is not registered
-    is refused like any other call. ``budget``: what a request may unfold into."""
+    is refused like any other call. ``budgets``: what a request of some types may unfold into, which is more than what
+    others may."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
         async def unknown(_: Any, context: Context) -> None:
@@ -59,7 +60,8 @@ class Registry(grpc.GenericRpcHandler):
 
         self._calls = calls
         self._guard = guard
-        self.budget = Budget.of(limits)
+        self._budget = Budget.of(limits)
+        self.budgets: dict[Any, Budget] = {}
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
         self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
         self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
@@ -144,7 +146,7 @@ class Registry(grpc.GenericRpcHandler):
             if parse is None:
                 return data
             if message is not None and len(data) > UNCOUNTED_BYTES:
-                check(data, message, self.budget)
+                check(data, message, self.budgets.get(message, self._budget))
             try:
                 return parse(data)
             except DecodeError:

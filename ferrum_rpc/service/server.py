@@ -26,6 +26,7 @@ from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2_grpc,
+    kv_transfer_pb2,
     kv_transfer_pb2_grpc,
     model_executor_pb2_grpc,
 )
@@ -251,7 +252,7 @@ class ExecutorServer:
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)
-        self._methods.budget = Budget.of(self._limits, runner.info.max_context)
+        self._methods.budgets[kv_transfer_pb2.ImportKvRequest] = Budget.of(self._limits, runner.info.max_context)
         # not before: while torch is imported the loop is late, and there is nothing to sweep
         self.state.supervisor.every(Background.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
         if self.state.parked.offered and self._limits.kv_park_idle_s:
