@@ -328,7 +328,8 @@ class Driver:
                 decode=sum(len(each.tokens) for each in answers),
                 sequences=len(answers),
                 seconds=now - began,
-                executor_seconds=0.0 if timing is None else timing.forward_s,
+                # runs that end one after the other share steps
+                executor_seconds=0.0 if timing is None else min(timing.forward_s, now - began),
             )
             self._run.saw(answers[-1].pressure)
         for (request, item), result in results:

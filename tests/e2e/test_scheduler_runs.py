@@ -88,7 +88,9 @@ async def schedule(
             run_tokens=run_tokens,
             chains=session,
         )
-        return await driver.run(work)
+        run = await driver.run(work)
+    assert run.executor_seconds <= run.prefill_seconds + run.decode_seconds
+    return run
 
 
 async def one_at_a_time(target: str, texts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
