@@ -52,6 +52,9 @@ QUICK_SEEN: Final = Cell(PREFILL, 1, 24, most=4, shared=16)
 CALL_TOKENS: Final = 8192
 """Of the prompts of a call, at most."""
 
+ALONE: Final = 200
+"""Sequences, where a call has one prompt."""
+
 SAMPLE: Final = 16
 """Sequences of a round without the cache, of a model for which all would take too long."""
 
@@ -61,7 +64,7 @@ TURN: Final = 24
 """Tokens that a turn of the conversation adds."""
 
 DECODED: Final = Cell(DECODE, 32, 256)
-MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (Cell(PREFILL, 1, 2048), 4), (DECODED, 8))
+MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (DECODED, 8))
 QUICK_DECODED: Final = Cell(DECODE, 3, 8, most=4)
 QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (QUICK_DECODED, 2))
 """Cells, and pairs of rounds of each."""
@@ -374,6 +377,8 @@ async def run(options: argparse.Namespace) -> Record:
 
     async def crowds(model: str, at: Session, most: int, sample: int | None = None) -> None:
         prompts = seen.fresh(at[1], most, options.sequences - 1).tolist()
+        if most == 1:
+            prompts = prompts[:ALONE]
         taken = await crowd(at[0], prompts, most, rounds, sample)
         record.values["crowds"].append(crowd_figures(model, most, options.sequences, taken))
         record.save()
