@@ -169,7 +169,6 @@ def _prefix() -> Iterator[Target]:
     yield Target(what, "prefix", ("talk", "of_to_compute"), 1.0, least=False)
     for model, cell in (
         ("qwen3-0.6b", "prefill 512"),
-        ("qwen3-0.6b", "prefill 2048"),
         ("qwen3-0.6b", "decode b32 @256"),
         ("identity", "decode b32 @256"),
     ):
