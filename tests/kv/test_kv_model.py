@@ -108,8 +108,8 @@ class KvMachine(RuleBasedStateMachine):
             assert everything(self.kv) == before
             needed, free = refusal.number("needed_blocks"), refusal.number("free_blocks")
             lowest = start
-            if hold and sequence in self.promised and sequence in self.forked:  # what lies between is held as well
-                lowest = min(start, self.promised[sequence][0])
+            if hold:  # behind a promise: what lies between is held as well
+                lowest = 0
             most = blocks_of(start + count + max(ahead, hold), size) - lowest // size
             assert free == self.kv.free_blocks < needed <= most
             promised = () if hold else self.promised.get(sequence, ())
