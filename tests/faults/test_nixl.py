@@ -40,11 +40,9 @@ class Side:
     async def empty(self, blocks: int, descriptors: int) -> None:
         """Nothing is held any more, and no connection to what has gone."""
         await self.stubs.control.Reset(executor_control_pb2.ResetRequest())
-        for _ in range(1_000):
-            if await self.free() == blocks:
-                break
-            await asyncio.sleep(0.02)
-        assert await self.free() == blocks
+        async with asyncio.timeout(30):
+            while await self.free() != blocks:  # each look is a call
+                pass
         await until(lambda: self.process.descriptors() <= descriptors, 30)
 
 
