@@ -6,18 +6,13 @@ import numpy as np
 
 from benchmarks.cache import EXACT, divergence
 from benchmarks.report import TARGETS, cache
+from tests.tools.conditions import conditions
 
 RESULT = {
     "cells": [],
     "answers": [{"model": "demo", "context": 288, "rows": 2, "kl_mean": 1e-4, "kl_largest": 2e-4, "same_tokens": 0.5}],
     "settings": {"threads": 2, "rounds": 5, "lead_in_steps": 2, "seed": 0},
-    "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.4, "flags": [], "huge_pages": "never"},
-    "commit": {"id": "0123456789abcdef0123", "dirty": False},
-    "versions": {},
-    "others_cpu": 0.0,
-    "began": "2026-11-21T06:00:00+00:00",
-    "ended": "2026-11-21T06:10:00+00:00",
-    "command": "python -m benchmarks.cache",
+    **conditions("cache"),
 }
 
 

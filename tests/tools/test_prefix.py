@@ -17,19 +17,14 @@ from benchmarks.report import prefix as page
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.models.spec import ModelSpec
 from tests.serving import serve_identity
+from tests.tools.conditions import conditions
 
 PROMPT = Cell(PREFILL, 1, 40, shared=32)
 CONDITIONS = {
     "settings": {"rounds": 3, "round_s": 2.0, "openmp_waits": "", "output": "greedy", "seed": 0},
     "model": {"name": "qwen3-0.6b", "parameters": 596e6, "dtype": "bfloat16"},
     "sides": {},
-    "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.4, "flags": [], "huge_pages": "never"},
-    "commit": {"id": "0123456789abcdef0123", "dirty": False},
-    "versions": {},
-    "others_cpu": 0.0,
-    "began": "2026-11-21T06:00:00+00:00",
-    "ended": "2026-11-21T06:10:00+00:00",
-    "command": "python -m benchmarks.prefix",
+    **conditions("prefix"),
 }
 
 

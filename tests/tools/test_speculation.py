@@ -10,16 +10,11 @@ from clients.scheduler.report import Run
 from clients.scheduler.request import Request
 from ferrum_rpc.client import ExecutorClient
 from tests.serving import serve_identity
+from tests.tools.conditions import conditions
 
 SETTINGS = {"model": "demo", "draft": "demo-draft", "rounds": 2, "tokens": 8, "run_tokens": 16, "seed": 0}
 CONDITIONS = {
-    "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.4, "flags": [], "huge_pages": "never"},
-    "commit": {"id": "0123456789abcdef0123", "dirty": False},
-    "versions": {},
-    "others_cpu": 0.0,
-    "began": "2026-11-21T06:00:00+00:00",
-    "ended": "2026-11-21T06:10:00+00:00",
-    "command": "python -m benchmarks.speculation",
+    **conditions("speculation"),
 }
 
 
