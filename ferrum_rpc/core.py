@@ -579,7 +579,8 @@ class StepResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (tokens that a query sees,
-    itself included; None is all) and logit soft cap (None is none)."""
+    itself included; None is all), logit soft cap (None is none), and whether every head has a sink: a logit that the
+    softmax counts like a score, without a value to it."""
 
     heads: int
     kv_heads: int
@@ -587,6 +588,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ path in use needs to know why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from ferrum_rpc.attention import triton_probe
 from ferrum_rpc.attention.eight_bits import LARGEST
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
+from ferrum_rpc.attention.sinks import Sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
@@ -26,7 +27,8 @@ from ferrum_rpc.selection import AUTO, Candidate, select
 
 class AttentionBackend(Protocol):
     """Paged attention over one store. Constructed with ``(specs, keys, values)``, one entry per layer; ``keys[l]`` and
-    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim], or where that is asked for rows of `eight_bits`."""
+    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim], or where that is asked for rows of `eight_bits`.
+    ``sinks``: see `Sinks`."""
 
     name: str
 
@@ -79,7 +81,14 @@ class StagedAttention(AttentionBackend, Protocol):
         """Compile what any step may launch."""
 
 
-Factory = Callable[[Sequence[AttentionSpec], list[Tensor], list[Tensor]], AttentionBackend]
+class Factory(Protocol):
+    """What makes a backend over a store."""
+
+    def __call__(
+        self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], /, *, sinks: Sinks = ()
+    ) -> AttentionBackend:
+        """See `AttentionBackend`."""
+
 
 NATIVE: Final = NativePagedAttention.name
 TORCH: Final = TorchPagedAttention.name

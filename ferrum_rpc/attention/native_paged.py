@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.eight_bits import to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.sinks import Sinks, drawn, held
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import cpu, library
@@ -83,12 +84,15 @@ class NativePagedAttention:
         values: list[Tensor],
         isa: str | None = None,
         dtype: torch.dtype = torch.float32,
+        *,
+        sinks: Sinks = (),
     ) -> None:
         self._dtypes = [dtype if key.dtype == torch.int8 else key.dtype for key in keys]
         for key, computed in zip(keys, self._dtypes, strict=True):
             cpu.require(key.device, computed, *DTYPES)
         self._library = library.load()
-        self._torch = TorchPagedAttention(specs, keys, values, dtype)
+        self._torch = TorchPagedAttention(specs, keys, values, dtype, sinks=sinks)
+        self._sinks = held(specs, sinks, keys[0].device)
         self._kernels: dict[int, int] = {}
         name = None if isa is None else isa.encode()
         for spec in specs:
@@ -107,6 +111,7 @@ class NativePagedAttention:
                     self._prefill,
                     key.data_ptr(),
                     value.data_ptr(),
+                    None if sink is None else sink.data_ptr(),
                     spec.heads,
                     spec.kv_heads,
                     spec.head_dim,
@@ -116,7 +121,7 @@ class NativePagedAttention:
                     spec.scale,
                     spec.softcap or 0.0,
                 )
-                for spec, key, value, computed in zip(specs, keys, values, self._dtypes, strict=True)
+                for spec, key, value, sink, computed in zip(specs, keys, values, self._sinks, self._dtypes, strict=True)
             )
         )
         self._addresses = [ctypes.addressof(layer) for layer in self._layers]
@@ -206,8 +211,9 @@ def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dty
         keys, values = ([to_rows(each) for each in layers] for layers in (keys, values))
     tables: list[Any] = [np.array(each, dtype=np.int32) for each in ((5, 1), (3, 2, 4))]
     geometry = BatchGeometry.build(4, [6, 9], [1, 3], tables)
-    native = NativePagedAttention(specs, keys, values, dtype=dtype)
-    oracle = TorchPagedAttention(specs, keys, values, dtype)
+    sinks = drawn(specs, generator)
+    native = NativePagedAttention(specs, keys, values, dtype=dtype, sinks=sinks)
+    oracle = TorchPagedAttention(specs, keys, values, dtype, sinks=sinks)
     ours, expected = native.plan(geometry), oracle.plan(geometry)
     tolerance = 8 * torch.finfo(dtype).eps
     for layer in {spec: layer for layer, spec in enumerate(specs)}.values():

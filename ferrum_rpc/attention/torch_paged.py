@@ -9,7 +9,7 @@ in the cache, and SDPA reads them there. Three facts shape the code:
   because a NaN in a masked slot would leak through 0 * NaN.
 - SDPA's ``is_causal`` aligns at the top left: right only where a span starts at position 0. Elsewhere the mask of a
   tile of query rows is a view of one matrix that depends on nothing but ``key - query``: no step builds a mask.
-- A logit soft cap has no fused kernel: it takes the explicit path, in float32.
+- A logit soft cap and a sink have no fused kernel: they take the explicit path, in float32.
 
 Blocks are gathered exactly: nothing beyond ``ceil(length / block_size)`` is ever read. This file knows integers and
 tensors; it must not know sequences, handles or models.
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.eight_bits import LARGEST, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.sinks import Sinks, held
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
 
@@ -45,17 +46,20 @@ class TorchPagedAttention:
         keys: list[Tensor],
         values: list[Tensor],
         dtype: torch.dtype = torch.float32,
+        *,
+        sinks: Sinks = (),
     ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
         self._specs = tuple(specs)
         self._patterns = [
-            MaskPattern(spec.window, spec.softcap is None, dtype if key.dtype in LARGEST else key.dtype)
+            MaskPattern(spec.window, _fused(spec), dtype if key.dtype in LARGEST else key.dtype)
             for spec, key in zip(specs, keys, strict=True)
         ]
         self._keys, self._values = keys, values
         self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in zip(keys, values, strict=True)]
         device = keys[0].device
+        self._sinks = held(specs, sinks, device)
         self._planner = Planner(keys[0].shape[1], max(key[0].nbytes for key in keys), device)
         self._masks = {pattern: BandMask(pattern, device) for pattern in self._patterns}
         self._scratch: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -92,7 +96,7 @@ class TorchPagedAttention:
         folded = query.index_select(0, work.rows).view(group, spec.kv_heads, -1, spec.head_dim)
         key = key.view(group, -1, spec.kv_heads, spec.head_dim).transpose(1, 2)
         value = value.view(group, -1, spec.kv_heads, spec.head_dim).transpose(1, 2)
-        result = _sdpa(spec, folded, key, value, work.mask)
+        result = _sdpa(spec, folded, key, value, work.mask, sinks=self._sinks_of(layer, 1))
         output.index_copy_(0, work.rows, result.reshape(group, spec.heads, spec.head_dim))
 
     def _attend_long(self, spec: AttentionSpec, layer: int, query: Tensor, work: LongSpan, output: Tensor) -> None:
@@ -103,14 +107,20 @@ class TorchPagedAttention:
         shape = (spec.kv_heads, grouped.shape[1], -1, spec.head_dim)
         for tile in work.tiles:
             rows, keys = tile.last - tile.first, tile.high - tile.low
-            plain = rows == keys and spec.softcap is None and (spec.window is None or rows <= spec.window)
+            plain = rows == keys and _fused(spec) and (spec.window is None or rows <= spec.window)
             out[:, :, tile.first : tile.last] = _sdpa(
                 spec,
                 grouped[:, :, tile.first : tile.last],
                 key[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
                 value[tile.low : tile.high].transpose(0, 1)[:, None].expand(shape),
                 None if plain else self._masks[self._patterns[layer]].view(rows, keys),
+                sinks=self._sinks_of(layer, 2),
             )
+
+    def _sinks_of(self, layer: int, axes: int) -> Tensor | None:
+        """[kv_heads, group] and so many axes of one."""
+        sinks = self._sinks[layer]
+        return None if sinks is None else sinks.view(self._specs[layer].kv_heads, -1, *[1] * axes)
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of ``blocks`` in the scratch buffers, as [slots, kv_heads, head_dim]; valid until the next gather."""
@@ -138,7 +148,7 @@ def scratch_bytes(
     ``dtype`` where it is rounded, and what SDPA returns of a tile."""
     seen = context if spec.window is None else min(context, spec.window + tokens)
     exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
-    whole = tokens == context and spec.softcap is None and (spec.window is None or context <= spec.window)
+    whole = tokens == context and _fused(spec) and (spec.window is None or context <= spec.window)
     rows = tokens if whole else min(tokens, TILE_ROWS)
     mask = 0 if whole else TILE_ROWS * (TILE_ROWS + seen) * dtype.itemsize
     widened = 0 if slot_bytes == exact else seen * exact
@@ -146,14 +156,26 @@ def scratch_bytes(
     return seen * slot_bytes + mask, widened + max(result, widened // 2)  # values are widened in two steps
 
 
-def _sdpa(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention over the last two axes; without a mask causal where there are several queries (as many as keys)."""
-    if spec.softcap is None:
+def _fused(spec: AttentionSpec) -> bool:
+    """Whether SDPA computes it, and no scores are written out."""
+    return spec.softcap is None and not spec.sinks
+
+
+def _sdpa(
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sinks: Tensor | None
+) -> Tensor:
+    """Attention over the last two axes; without a mask causal where there are several queries (as many as keys).
+    ``sinks``: as the scores, but for the last axis, which is one."""
+    if _fused(spec):
         causal = mask is None and query.shape[-2] > 1
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale)
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(exact) @ key.to(exact).transpose(-1, -2)) * spec.scale
-    scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if mask is not None:
         scores = scores + mask
-    return (scores.softmax(-1) @ value.to(exact)).to(query.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(exact).expand(*scores.shape[:-1], 1)), -1)
+    weights = scores.softmax(-1)[..., : value.shape[-2]]
+    return (weights @ value.to(exact)).to(query.dtype)

@@ -24,6 +24,8 @@ Triton reads this file's functions as source: names in capitals are compile-time
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def attend_kernel(
@@ -32,6 +34,7 @@ def attend_kernel(
     values: tl.tensor,  # as keys
     key_scales: tl.tensor,  # float32, with a quarter of the strides; see ROUNDED
     value_scales: tl.tensor,
+    sinks: tl.tensor,  # float32 [heads]; see HAS_SINKS
     output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
     sums: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, HEAD_DIM]: where split items leave their sums
     stats: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, 2]: their maximum (of base-2 exponents) and denominator
@@ -48,6 +51,7 @@ def attend_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,  # each row starts with its head's sink; those of a split tile when they are merged
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -102,6 +106,10 @@ def attend_kernel(
     total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        alone = part < 0
+        maximum = tl.where(alone, tl.load(sinks + query_head_of_row) * LOG2_E, maximum)
+        denominator = tl.where(alone, 1.0, denominator)
     for phase in tl.static_range(3):
         begin = low
         end = inner
@@ -165,11 +173,13 @@ def merge_kernel(
     output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
     sums: tl.tensor,  # as in attend_kernel
     stats: tl.tensor,
+    sinks: tl.tensor,
     merges: tl.tensor,  # int32 [merges, 8]: see triton_plan
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
@@ -189,6 +199,9 @@ def merge_kernel(
     total = tl.zeros([PADDED_DIM], tl.float32)
     denominator = 0.0
     maximum = float("-inf")
+    if HAS_SINKS:
+        denominator = 1.0
+        maximum = tl.load(sinks + head * GROUP + row % GROUP) * LOG2_E
     for step in tl.range(0, count, PARTS):
         part = step + tl.arange(0, PARTS)
         slot = ((first + part).to(tl.int64) * KV_HEADS + head) * ROWS + index

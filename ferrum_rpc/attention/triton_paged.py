@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.sinks import Sinks, held
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import (
@@ -84,6 +85,7 @@ class TritonPagedAttention:
         *,
         processors: int | None = None,
         tiles: tuple[TileShape, TileShape] | None = None,
+        sinks: Sinks = (),
     ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("one spec, one key tensor and one value tensor per layer")
@@ -102,6 +104,7 @@ class TritonPagedAttention:
             self._scales = list(zip(*words, strict=True))
             self._keys, self._values = ([e.view(torch.float8_e4m3fn) for e in layers] for layers in (keys, values))
         self._device = keys[0].device
+        self._sinks = held(specs, sinks, self._device)
         device_processors, shared_bytes = _device_facts(self._device)
         self._tiles = tiles or tile_shapes(self._head_dim, self._dtype.itemsize, shared_bytes)
         self._limits = [
@@ -205,11 +208,14 @@ class TritonPagedAttention:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         factor, cap = _exponent(spec)
+        sinks = self._sinks[layer]
+        behind = self._stats if sinks is None else sinks  # not read where there are none
         common = {
             "KV_HEADS": self._kv_heads,
             "GROUP": spec.heads // spec.kv_heads,
             "HEAD_DIM": self._head_dim,
             "PADDED_DIM": padded_dim(self._head_dim),
+            "HAS_SINKS": sinks is not None,
         }
         for work in plan.work[self._kinds[layer]]:
             tile = work.tile
@@ -218,6 +224,7 @@ class TritonPagedAttention:
                 key,
                 value,
                 *self._scales[layer],
+                behind,
                 output,
                 self._sums,
                 self._stats,
@@ -240,7 +247,14 @@ class TritonPagedAttention:
             )
             if len(work.merges):
                 merge_kernel[(len(work.merges) * self._kv_heads * tile.rows,)](
-                    output, self._sums, self._stats, work.merges, **common, ROWS=tile.rows, PARTS=MERGED_AT_ONCE
+                    output,
+                    self._sums,
+                    self._stats,
+                    behind,
+                    work.merges,
+                    **common,
+                    ROWS=tile.rows,
+                    PARTS=MERGED_AT_ONCE,
                 )
         return output
 

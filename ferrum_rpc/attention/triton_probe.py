@@ -18,6 +18,7 @@ import torch
 
 from ferrum_rpc.attention.eight_bits import FP8, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.sinks import drawn
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.selection import Unsuited
@@ -91,8 +92,9 @@ def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch
     if cached == FP8:
         keys, values = (to_rows(each, FP8) for each in (keys, values))
     known = [from_rows(each, dtype) if cached == FP8 else each for each in (keys, values)]
-    exact = TorchPagedAttention([spec], [known[0].float()], [known[1].float()])
+    sinks = drawn([spec], generator)
+    exact = TorchPagedAttention([spec], [known[0].float()], [known[1].float()], sinks=sinks)
     expected = exact.attend(0, query.float(), exact.plan(geometry))
-    kernels = backend([spec], [keys.to(device)], [values.to(device)], dtype)
+    kernels = backend([spec], [keys.to(device)], [values.to(device)], dtype, sinks=sinks)
     found = kernels.attend(0, query.to(device), kernels.plan(geometry))
     return float((found.cpu().float() - expected).abs().max())

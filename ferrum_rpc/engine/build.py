@@ -86,7 +86,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         for buffer in store.buffers:
             library.prefer_huge_pages(buffer)
     name, factory = parts.attention
-    attention = factory(model.attention_specs, store.keys, store.values)
+    attention = factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)
     if rounded:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"

@@ -6,7 +6,7 @@ in order, with that layer's query, key and value. Where K and V are kept and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +47,10 @@ class Model(Protocol):
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per layer. All layers share ``kv_heads`` and ``head_dim``."""
+
+    @property
+    def sinks(self) -> Sequence[Tensor | None]:
+        """For every layer its heads' sinks [heads], or None where its spec has none; empty where none has any."""
 
     @property
     def rowwise(self) -> bool:

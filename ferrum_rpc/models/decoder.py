@@ -137,6 +137,11 @@ class Decoder:
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     @property
+    def sinks(self) -> tuple[()]:
+        """No family here has any."""
+        return ()
+
+    @property
     def rowwise(self) -> bool:
         """Only the native products give this."""
         return self.native

@@ -64,6 +64,11 @@ class IdentityModel:
         self.attention_specs = (spec,) * config.layers
 
     @property
+    def sinks(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    @property
     def rowwise(self) -> bool:
         return True
 

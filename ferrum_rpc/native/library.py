@@ -67,7 +67,7 @@ class AttentionLayer(ctypes.Structure):
     """``struct attention_layer`` of attention.h: a layer's kernels, its cache, and what its rows see of it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("decode", "prefill", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("decode", "prefill", "keys", "values", "sinks")),
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "wide", "rounded", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -107,7 +107,7 @@ class RowMask(ctypes.Structure):
 
 
 STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask)
-ABI_VERSION: Final = 9
+ABI_VERSION: Final = 10
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"

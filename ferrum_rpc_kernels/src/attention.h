@@ -23,11 +23,13 @@ struct span_arrays {
 /* A layer's kernels (prefill NULL: it gets no long spans), its cache, and what its rows see of it: the last `window`
  * positions, or all where it is 0. Queries and answers are bfloat16 or, where `wide`, float32. So is the cache, [blocks,
  * block_size, kv_heads, head_dim]; or, where `rounded`, it is int8, and behind the numbers of each head lies their scale,
- * a float (ferrum_rpc/attention/eight_bits.py). Scores are bent to less than `softcap` where that is not 0. */
+ * a float (ferrum_rpc/attention/eight_bits.py). Scores are bent to less than `softcap` where that is not 0. `sinks`, a
+ * logit for every head or NULL: the softmax counts it like a score, but there is no value to it. */
 struct attention_layer {
     struct ferrum_decode *decode;
     struct ferrum_prefill *prefill;
     char *keys, *values;
+    const float *sinks;
     int32_t heads, kv_heads, head_dim, wide, rounded, window;
     float scale, softcap;
 };

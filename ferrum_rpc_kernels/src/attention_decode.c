@@ -44,6 +44,7 @@ struct unit {
 struct work {
     const struct span_arrays *step;
     const char *query, *keys, *values;
+    const float *sinks;
     char *output;
     size_t query_bytes, block_bytes, slot_bytes;
     float scale, softcap;
@@ -212,6 +213,7 @@ int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct s
         .query = query,
         .keys = layer->keys,
         .values = layer->values,
+        .sinks = layer->sinks,
         .output = output,
         .query_bytes = (size_t)query_stride * element,
         .block_bytes = slot_bytes * step->block_size,

@@ -196,8 +196,9 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
             high[token * group + g] = position + 1;
         }
     }
-    for (int r = 0; r < count; r++)
-        state[r] = (struct row){-__builtin_inff(), 0.0f};
+    for (int r = 0; r < count; r++) /* a sink is in the first chunk: once in all */
+        state[r] = work->sinks && unit->chunks ? (struct row){work->sinks[(head + r / rows) * group + r % group], 1.0f}
+                                               : (struct row){-__builtin_inff(), 0.0f};
     memset(acc, 0, (size_t)count * dim * sizeof(float));
 
     const int whole = head == 0 && head_end == work->kv_heads;

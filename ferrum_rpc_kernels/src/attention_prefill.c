@@ -56,6 +56,7 @@ GEMM_ENTRY(prefill_entry, gemm_pairs, AVX512_BF16)
 struct job {
     const struct span_arrays *step;
     const char *query, *keys, *values;
+    const float *sinks;
     char *output;
     size_t query_bytes, row_bytes, slot_bytes;
     float scale, softcap;
@@ -264,8 +265,8 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
         memcpy(to, job->query + (size_t)(row + r / group) * job->query_bytes + ((size_t)head * group + r % group) * dim * 2,
                (size_t)dim * 2);
         memset(to + (size_t)dim * 2, 0, (size_t)(job->wide_dim - dim) * 2);
-        own->most[r] = -__builtin_inff();
-        own->total[r] = 0.0f;
+        own->most[r] = job->sinks ? job->sinks[head * group + r % group] : -__builtin_inff();
+        own->total[r] = job->sinks ? 1.0f : 0.0f;
     }
     memset(own->sums, 0, (size_t)planes * rows * GEMM_WIDTH * sizeof(float));
     const int seen = job->window > 0 && position + 1 > job->window ? position + 1 - job->window : 0;
@@ -334,6 +335,7 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
         .query = query,
         .keys = layer->keys,
         .values = layer->values,
+        .sinks = layer->sinks,
         .output = output,
         .query_bytes = (size_t)query_stride * 2,
         .row_bytes = cached_bytes(layer),

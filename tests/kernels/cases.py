@@ -35,6 +35,7 @@ class PagedStep:
     values: Tensor
     query: Tensor
     expected: Tensor
+    sinks: Tensor | None = None
 
     def error(self, output: Tensor) -> float:
         """Largest difference of ``output`` from the expected one; NaN where it has any."""
@@ -61,6 +62,7 @@ def paged_step(
     keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
     expected = torch.empty(query.shape, dtype=torch.float64)
+    sinks = 2 * torch.randn(spec.heads, generator=generator) if spec.sinks else None
     for index, table in enumerate(tables):
         length = int(geometry.lengths[index])
         rows = slice(geometry.query_start[index], geometry.query_start[index + 1])
@@ -68,11 +70,11 @@ def paged_step(
         at = torch.from_numpy(table[position // block_size].astype(np.int64)), torch.from_numpy(position % block_size)
         new = [torch.randn(length, spec.kv_heads, spec.head_dim, generator=generator).to(dtype) for _ in range(2)]
         keys[at], values[at] = new
-        expected[rows] = dense(spec, query[rows], *new)
-    return PagedStep(spec, geometry, keys.to(device), values.to(device), query.to(device), expected)
+        expected[rows] = dense(spec, query[rows], *new, sinks)
+    return PagedStep(spec, geometry, keys.to(device), values.to(device), query.to(device), expected, sinks)
 
 
-def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
     """Causal attention written out, in float64: the last ``len(query)`` positions of ``key`` and ``value``."""
     group = spec.heads // spec.kv_heads
     key, value = (each.double().repeat_interleave(group, 1) for each in (key, value))
@@ -83,7 +85,10 @@ def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Ten
     seen = distance >= 0
     if spec.window is not None:
         seen &= distance < spec.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 MIX: Final[Spans] = [(0, 5), (37, 1), (0, 1), (16, 1), (15, 1), (31, 1), (30, 7), (16, 16), (0, 33), (100, 1)]
@@ -106,5 +111,6 @@ SPECS: Final = {
     "window": replace(LLAMA, window=40),
     "soft cap": replace(LLAMA, softcap=5.0),
     "window and soft cap": replace(LLAMA, window=100, softcap=20.0),
+    "sinks": replace(LLAMA, sinks=True, window=40),
 }
 """What layers of real models differ in."""

@@ -32,7 +32,7 @@ per compute capability)."""
 
 FP8 = dict.fromkeys(("keys", "values"), "*fp8e4nv")
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales"), "*fp32")
+POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales", "sinks"), "*fp32")
 POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"}
 FLOATS = ("factor", "cap", "eps")
 STRIDES = ("query_", "kv_", "key_", "value_")
@@ -59,12 +59,14 @@ def usage(
     group: int = 4,
     window: int = 0,
     cap: bool = False,
+    sinks: bool = False,
     block_size: int = 16,
     rounded: bool = False,
     tiles: tuple[TileShape, ...] | None = None,
 ) -> list[Usage]:
     """Compile every launch shape of layers like this one for ``capability`` (90 is Hopper)."""
     common = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim(head_dim)}
+    common["HAS_SINKS"] = sinks
     found = []
     for tile in tiles or tile_shapes(head_dim, dtype.itemsize, SHARED_BYTES[capability]):
         constants: dict[str, Any] = common | {

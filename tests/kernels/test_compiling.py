@@ -19,7 +19,7 @@ def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     program = (
         "import json, torch; from dataclasses import asdict;"
         "from tests.kernels.compiling import SHARED_BYTES, row_usage, usage;"
-        "found = usage(90, 128, torch.bfloat16, window=4096, cap=True);"
+        "found = usage(90, 128, torch.bfloat16, window=4096, cap=True, sinks=True);"
         "found += usage(90, 128, torch.bfloat16, rounded=True) + row_usage(90, torch.bfloat16);"
         "print(json.dumps([SHARED_BYTES[90], *map(asdict, found)]))"
     )

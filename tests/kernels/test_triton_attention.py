@@ -34,7 +34,10 @@ TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[TileShape, TileShape] | None = None):
     dtype = step.query.dtype
-    return TritonPagedAttention([step.spec], [step.keys], [step.values], dtype, processors=processors, tiles=tiles)
+    sinks = [step.sinks]
+    return TritonPagedAttention(
+        [step.spec], [step.keys], [step.values], dtype, processors=processors, tiles=tiles, sinks=sinks
+    )
 
 
 def rounded(step: PagedStep) -> PagedStep:
@@ -101,9 +104,10 @@ def test_few_long_sequences_beside_a_short_one(device):
     assert step.error(attend(step, kernels(step, 8))) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_split_and_unsplit_are_one_answer(device, dtype):
-    step = paged_step(replace(SMALL, window=75), [(100, 1), (50, 18), (3, 1)], device=device, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "sinks"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_split_and_unsplit_are_one_answer(device, dtype, sinks):
+    spec = replace(SMALL, window=75, sinks=sinks)
+    step = paged_step(spec, [(100, 1), (50, 18), (3, 1)], device=device, dtype=dtype)
     whole, split = kernels(step, 1, FINE), kernels(step, 16, FINE)
     assert not any(len(work.merges) for [*works] in whole.plan(step.geometry).work.values() for work in works[1:])
     assert all(len(work.merges) for works in split.plan(step.geometry).work.values() for work in works)

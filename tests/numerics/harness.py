@@ -89,7 +89,7 @@ class Executor:
         self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
         factory = select_backend(model.device, model.attention_specs, model.dtype, cached=ROUNDED.get(kv_dtype))[2]
-        self.backend = factory(model.attention_specs, self.store.keys, self.store.values)
+        self.backend = factory(model.attention_specs, self.store.keys, self.store.values, sinks=model.sinks)
         self.compute = Compute(model, self.backend)
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from ferrum_rpc.native import library
 CPU = torch.device("cpu")
 
 
-def dense(spec, query, key, value, start):
+def dense(spec, query, key, value, start, *, sinks=None):
     """float64 [n, heads, dim]: row r of the span sees positions ``.. start + r`` of key and value [length, ...]."""
     group = spec.heads // spec.kv_heads
     key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
@@ -32,21 +33,24 @@ def dense(spec, query, key, value, start):
     visible = torch.arange(len(key))[None] <= position
     if spec.window is not None:
         visible &= torch.arange(len(key))[None] > position - spec.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
-def backends(specs, store, dtype=torch.float32):
+def backends(specs, store, dtype=torch.float32, sinks=()):
     """The torch path, and where it takes such a cache our kernel in every instruction set of this machine; with queries
     of ``dtype`` where the cache does not say."""
-    yield TorchPagedAttention(specs, store.keys, store.values, dtype)
-    yield from isas(specs, store, dtype)
+    yield TorchPagedAttention(specs, store.keys, store.values, dtype, sinks=sinks)
+    yield from isas(specs, store, dtype, sinks)
 
 
-def isas(specs, store, dtype=torch.float32):
+def isas(specs, store, dtype=torch.float32, sinks=()):
     """Of `backends` our kernels."""
     for isa in ("avx512", "avx2", "portable"):
         with suppress(OSError):
-            yield NativePagedAttention(specs, store.keys, store.values, isa, dtype)
+            yield NativePagedAttention(specs, store.keys, store.values, isa, dtype, sinks=sinks)
 
 
 def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):
@@ -69,17 +73,18 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
         )
         position = np.arange(length)
         slots = torch.from_numpy(table[position // block_size].astype(np.int64) * block_size + position % block_size)
-        TorchPagedAttention([spec], store.keys, store.values).write(
+        TorchPagedAttention([replace(spec, sinks=False)], store.keys, store.values).write(
             0, slots.to(device), key.to(device), value.to(device)
         )
         content.append((key, value))
     query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
-    for backend in backends([spec], store):
+    sinks = 2 * torch.randn(spec.heads, generator=generator).to(dtype) if spec.sinks else None
+    for backend in backends([spec], store, sinks=[sinks]):
         for _ in range(2):  # the second time with warm scratch and masks
             output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
         for span, (start, _) in enumerate(spans):
             rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
-            expected = dense(spec, query[rows], *content[span], start)
+            expected = dense(spec, query[rows], *content[span], start, sinks=sinks)
             torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=atol)
 
 
@@ -107,6 +112,34 @@ def test_softcap_in_long_spans():
 def test_many_single_tokens_fill_several_groups():
     spec = AttentionSpec(4, 2, 64, 0.125)
     compare(spec, [(start, 1) for start in np.random.default_rng(1).integers(0, 400, size=60)], block_size=8)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_sinks_in_every_mix_of_spans(window, softcap):
+    """And in sequences that are split over several units."""
+    spec = AttentionSpec(8, 2, 16, 0.25, window, softcap, sinks=True)
+    compare(spec, [*MIX, (1100, 1), (600, 9), (5, TILE_ROWS + 30)])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_in_sixteen_bits(window):
+    spec = AttentionSpec(6, 2, 32, 0.2, window, sinks=True)
+    compare(spec, [*LONG, (1100, 1), (0, 1)], dtype=torch.bfloat16, atol=0.03)
+
+
+def test_sinks_that_are_not_what_the_layers_say_are_refused():
+    specs = [AttentionSpec(4, 2, 8, 0.3, sinks=True), AttentionSpec(4, 2, 8, 0.3)]
+    store = KvStore([CacheSpec(2, 8, torch.float32)] * 2, 3, 4, CPU)
+    for sinks in ((), [None, None], [torch.zeros(3), None], [torch.zeros(4), torch.zeros(4)], [torch.zeros(4)]):
+        for backend in (TorchPagedAttention, NativePagedAttention):
+            with pytest.raises(ValueError, match=r"sinks|shorter"):
+                backend(specs, store.keys, store.values, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_backend_with_sinks_passes_its_probe(dtype):
+    assert select_backend(CPU, [AttentionSpec(4, 2, 32, 0.3, sinks=True)], dtype)[0] == "native"
 
 
 LONG = [(0, 33), (0, 150), (3, 64), (61, 70), (200, 129), (130, 1)]
