@@ -119,7 +119,7 @@ class ModelSettings:
     )
     kv_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
     kv_tier_dir: Path | None = Field(
-        default=None, description="folder for what must leave the prefix cache, on a CPU; it outlives the process"
+        default=None, description="folder for what must leave the prefix cache; it outlives the process"
     )
     kv_tier_bytes: Bytes = Field(default=8 << 30, description="what that folder may hold, e.g. 50GiB")
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens of a cache block")

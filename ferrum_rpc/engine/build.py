@@ -91,7 +91,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
         choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
-    tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store, device)
+    tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store)
     compute, depth = Compute(model, attention), 1
     cuda = device.type == "cuda"
     if cuda:
@@ -126,10 +126,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     )
 
 
-def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore, device: torch.device) -> BlockFiles:
+def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:
     """The second tier, in a folder of its own for what this model keeps of a block."""
-    if device.type != "cpu":
-        raise InvalidRequest("a second tier is offered on a CPU only", field="kv_tier_dir")
     name = sha256(repr((info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes)).encode()).hexdigest()
     try:
         return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes)

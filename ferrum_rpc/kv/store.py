@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,11 @@ class KvStore:
         pairs = [next(unused[spec]) for spec in layers]
         self.keys: list[Tensor] = [pair[KEY] for pair in pairs]
         self.values: list[Tensor] = [pair[VALUE] for pair in pairs]
+        self.staging: Tensor | None = None
+        """Where blocks pass on their way between a device and the host, uint8 [block_bytes], page-locked: one copy a
+        buffer, at the speed of the bus. None where the memory is the host's."""
+        if device.type == "cuda":
+            self.staging = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2], where the store is), in all layers. All reads
@@ -127,20 +132,32 @@ class KvStore:
 
     def read_block(self, block: int) -> npt.NDArray[np.uint8]:
         """The content of a block in all layers, uint8 [block_bytes], on the host."""
+        if self.staging is not None:
+            for place, staged in self._staged(self.staging, block):
+                staged.copy_(place)
+            return self.staging.numpy().copy()
         parts = [_bytes(each[:, :, block]).flatten() for each in self.buffers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_block(self, block: int, content: bytes) -> None:
         """Put back what `read_block` returned."""
+        data, at = np.frombuffer(content, np.uint8), 0
+        if self.staging is not None:
+            self.staging.numpy()[...] = data
+            for place, staged in self._staged(self.staging, block):
+                place.copy_(staged)
+            return
+        for each in self.buffers:
+            there = _bytes(each[:, :, block])
+            there[...] = data[at : at + there.nbytes].reshape(there.shape)
+            at += there.nbytes
+
+    def _staged(self, staging: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each buffer the block's place, and its part of ``staging`` in the same shape."""
         at = 0
         for each in self.buffers:
             place = each[:, :, block]
-            data = np.frombuffer(content, np.uint8, place.nbytes, at)
-            if place.is_cpu:
-                there = _bytes(place)
-                there[...] = data.reshape(there.shape)
-            else:
-                place.copy_(torch.from_numpy(data.copy()).view(each.dtype).view(place.shape))
+            yield place, staging[at : at + place.nbytes].view(place.dtype).view(place.shape)
             at += place.nbytes
 
     def fill_slots(self, slots: Tensor, value: float) -> None:

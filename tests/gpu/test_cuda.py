@@ -15,6 +15,7 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    PREFIX,
     FullLogits,
     Greedy,
     OutputKind,
@@ -251,3 +252,21 @@ def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits() -> None:
             torch.cuda.set_sync_debug_mode("default")
         found.append(rows_on.cpu())
     assert torch.equal(*found) and torch.equal(found[0][1], logits[1])
+
+
+def test_blocks_come_back_from_the_second_tier(tmp_path: Path) -> None:
+    """A prompt whose blocks had to give way is found in files, and answered as it was at first."""
+    last = OutputSpec(Positions.LAST, FullLogits())
+    prompt, other = np.array(TOKENS[:41], dtype=np.int32), np.array(TOKENS[41:85], dtype=np.int32)
+    settings = ModelSettings(path="identity", device="cuda", kv_blocks=12, block_size=4, kv_tier_dir=tmp_path)
+    runner, answers = build_runner(settings), []
+    with runner.context():
+        for number, tokens in enumerate((prompt, other, prompt), start=1):
+            while runner.fetch_prefix(number, 0, tokens[:-1], PREFIX):
+                pass
+            [outcome] = runner.forward(Step((Span(number, tokens, 0, last, create=True, prefix=PREFIX),))).outcomes
+            assert isinstance(outcome, SpanResult) and outcome.rows is not None
+            answers.append((outcome.cached_tokens, outcome.rows.block["logits"][outcome.rows.first]))
+            runner.release([number])
+    assert [cached for cached, _ in answers] == [0, 0, 40]
+    np.testing.assert_allclose(answers[0][1], answers[2][1], atol=1e-5)

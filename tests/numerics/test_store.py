@@ -91,3 +91,16 @@ def test_what_is_read_is_written_elsewhere_bit_for_bit(store):
     for now, then in zip(snapshot(store), before, strict=True):
         assert torch.equal(now.flatten(0, 1)[there], then.flatten(0, 1)[here])
         assert torch.equal(now[1:5], then[1:5])
+
+
+def test_a_block_comes_back_bit_for_bit_also_through_staging(store):
+    """Page-locked memory is CUDA's; ordinary memory in its place shows where each buffer's bytes go."""
+    before = snapshot(store)
+    content = store.read_block(1)
+    store.staging = torch.empty(store.block_bytes, dtype=torch.uint8)
+    assert bytes(store.read_block(1)) == bytes(content)
+    store.write_block(4, bytes(content))
+    store.staging = None
+    store.write_block(5, bytes(content))
+    for now, then in zip(snapshot(store), before, strict=True):
+        assert torch.equal(now, then[[0, 1, 2, 3, 1, 1]])
