@@ -16,6 +16,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.api import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.hub import fetched, is_hub_name
 from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
 
@@ -29,9 +30,10 @@ log = structlog.get_logger("ferrum_rpc.serve")
 
 
 def model_folder(model: str) -> str:
-    """Where a model lies; ``identity`` lies nowhere and is answered as it is. Raises `InvalidRequest` with the whole
-    path where no model can be there: before torch is loaded, which takes seconds."""
-    if model == IDENTITY:
+    """Where a model lies; ``identity`` lies nowhere, a name on the hub is fetched later: both are answered as they are.
+    Raises `InvalidRequest` with the whole path where no model can be there, before torch is loaded: that takes seconds.
+    """
+    if model == IDENTITY or is_hub_name(model):
         return model
     path = _demo_folder(model) if model in DEMO else str(Path(model).absolute())
     try:
@@ -61,7 +63,8 @@ def found(settings: ModelSettings) -> ModelSettings:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)  # this process is ours
     name = settings.path if settings.path in BUILT_IN else ""
-    return replace(settings, path=model_folder(settings.path), name=name)
+    folder = model_folder(settings.path)
+    return replace(settings, path=fetched(folder) if is_hub_name(folder) else folder, name=name)
 
 
 def build(

@@ -57,8 +57,9 @@ def _fingerprint(parts: Parts, model: Model, quantize: str) -> bytes:
 
 def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | None) -> TorchRunner:
     device, choices = parts.device, list(parts.choices)
+    named = parts.model.checkpoint.name if isinstance(parts.model, Pretrained) else config.path
     info = replace(
-        model.info(config.name or Path(config.path).name),
+        model.info(config.name or named),
         max_context=parts.max_context,
         kv_bytes_per_token=parts.slot_bytes,
         fingerprint=_fingerprint(parts, model, config.quantize),

@@ -56,7 +56,7 @@ class Checkpoint:
         if config is None:
             raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
         generation = _read_json(folder, GENERATION_CONFIG) or {}
-        return cls(folder.name, config, generation, _entries(folder))
+        return cls(_name(folder), config, generation, _entries(folder))
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +86,13 @@ class Checkpoint:
                 files.setdefault(entry.file, {})[name] = entry
         for file in sorted(files):
             yield from stream(file, files[file])
+
+
+def _name(folder: Path) -> str:
+    """What to call the model: of a snapshot in the Hugging Face cache it is the repository, not the commit."""
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
 
 
 def _entries(folder: Path) -> dict[str, TensorEntry]:

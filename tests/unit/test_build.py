@@ -181,7 +181,7 @@ def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("no/such", "model folder {here}/no/such: No such file or directory"),
+        ("no/such/model", "model folder {here}/no/such/model: No such file or directory"),
         ("demmo", "model folder {here}/demmo: No such file or directory (did you mean 'demo'?)"),
         ("empty", "model folder {here}/empty has no config.json"),
         ("file", "model folder {here}/file: Not a directory"),

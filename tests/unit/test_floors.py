@@ -78,7 +78,10 @@ FLOORS: dict[str, Floor] = {
     # programs
     "ferrum_rpc.runtime": Floor("usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
-    "ferrum_rpc.building": Floor("errors failpoints models engine engine.api config usage terminal", "structlog torch"),
+    "ferrum_rpc.hub": Floor("errors terminal", "huggingface_hub structlog"),
+    "ferrum_rpc.building": Floor(
+        "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
+    ),
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
