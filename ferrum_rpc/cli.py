@@ -2,7 +2,7 @@
 
 The parser is built from the settings model, so that a flag, its variable and its entry in a file are one thing. What a
 subcommand needs is imported when it runs: `--help` loads neither torch nor grpc, and where only the client is installed
-every command but `serve` and `plan` works.
+every command but `serve`, `plan` and `doctor` works.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     for name, text, own in (
         ("serve", "serve a model", ""),
         ("plan", "whether a model fits the memory; takes the settings of `serve`", " [--memory BYTES] [--json]"),
+        ("doctor", "whether a model can be served here, how, and right; takes the settings of `serve`", " [--json]"),
     ):
         usage = f"ferrum-rpc {name} [-h] [--config CONFIG]{own} [--SETTING VALUE ...] model"
         command = named[name] = commands.add_parser(name, help=text, allow_abbrev=False, usage=usage)
@@ -76,7 +77,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file: its key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("plan", "info", "status", "sequences", "drain", "reset", "warmup"):
+    for name in ("plan", "doctor", "info", "status", "sequences", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
     named["drain"].add_argument(
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _command(arguments: list[str]) -> NoReturn:
-    parser, commands = build_parser(settings=arguments[:1] in (["serve"], ["plan"]))
+    parser, commands = build_parser(settings=arguments[:1] in (["serve"], ["plan"], ["doctor"]))
     if not arguments:
         parser.print_help(sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -160,7 +161,7 @@ def _command(arguments: list[str]) -> NoReturn:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if parsed.command in ("serve", "plan"):
+    if parsed.command in ("serve", "plan", "doctor"):
         return _with_settings(parsed)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
@@ -187,14 +188,17 @@ def _with_settings(parsed: argparse.Namespace) -> int:
         from ferrum_rpc.serve import serve
 
         return serve(settings)
+    from ferrum_rpc.doctor import doctor
     from ferrum_rpc.errors import ExecutorError
     from ferrum_rpc.plan import plan
 
-    memory = None if parsed.memory is None else read_bytes("memory", parsed.memory)
     try:
+        if parsed.command == "doctor":
+            return doctor(settings, as_json=parsed.json)
+        memory = None if parsed.memory is None else read_bytes("memory", parsed.memory)
         return plan(settings, memory, as_json=parsed.json)
     except ExecutorError as error:
-        print(f"ferrum-rpc plan: {error.reason}: {error.message}", file=sys.stderr)
+        print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -64,6 +64,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.ipc": Floor("core engine.api", "numpy"),
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
+    "ferrum_rpc.engine.parity": Floor("config core errors engine", "numpy torch transformers"),
     "ferrum_rpc.engine": Floor(
         "config core errors failpoints kv kv.store kv.tiers models attention sampling weights distributed native "
         "selection engine.api",
@@ -83,6 +84,7 @@ FLOORS: dict[str, Floor] = {
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
+    "ferrum_rpc.doctor": Floor("engine building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
@@ -91,7 +93,7 @@ FLOORS: dict[str, Floor] = {
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench plan serve runtime"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench plan doctor serve runtime"),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""

@@ -1,0 +1,99 @@
+"""`ferrum-rpc doctor`: whether a model can be served here, how, and whether it is computed right.
+
+It makes the choices that `serve` makes with the same settings and says why, plans the memory, and compares a few rows
+with transformers where that is installed. What stands in the way is said as `serve` would say it, before the first
+caller meets it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from ferrum_rpc.building import found, model_folder
+from ferrum_rpc.config import ModelSettings, ServeSettings
+
+if TYPE_CHECKING:
+    from ferrum_rpc.engine.choices import Parts
+    from ferrum_rpc.engine.parity import Parity
+
+EXIT_SERVES, EXIT_WRONG, EXIT_TOO_LARGE = 0, 1, 2
+FLOAT32: Final = 4
+"""Bytes."""
+
+
+def doctor(settings: ServeSettings, *, as_json: bool) -> int:
+    """Print what was found. Exit status 1 where the model is computed wrong, 2 where it does not fit. Raises
+    `ExecutorError` where it is refused."""
+    model_folder(settings.model.path)  # before torch is loaded, which takes seconds
+    from ferrum_rpc.engine.choices import choose_parts
+    from ferrum_rpc.engine.memory import free_memory
+    from ferrum_rpc.engine.sizing import LargestStep, gib, make_plan
+
+    config = found(settings.model)
+    parts = choose_parts(config)
+    memory = free_memory(parts.device)
+    plan = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
+    parity, compared = None, "not compared: it does not fit"
+    if not memory or plan.fits:
+        left = memory - plan.weights_bytes if memory else 0
+        parity, compared = _compare(config, parts, left)
+    if memory and not plan.fits:
+        status, verdict = EXIT_TOO_LARGE, plan.advice
+    elif parity is not None and not parity.holds:
+        status, verdict = EXIT_WRONG, "it is computed wrong: do not serve it, and report it with this output"
+    else:
+        status, verdict = EXIT_SERVES, f"it can be served: ferrum-rpc serve {settings.model.path}"
+    if as_json:
+        facts = {
+            "model": settings.model.path,
+            "folder": config.path,
+            "choices": dict(parts.choices),
+            "plan": {**dataclasses.asdict(plan), "fits": plan.fits, "advice": plan.advice},
+            "parity": None if parity is None else {**dataclasses.asdict(parity), "holds": parity.holds},
+            "compared": compared,
+            "verdict": verdict,
+        }
+        print(json.dumps(facts))
+        return status
+    lines = [("model", plan.architecture), ("folder", config.path)]
+    lines += [(choice, reason) for choice, reason in parts.choices]
+    lines += [
+        ("weights", gib(plan.weights_bytes)),
+        ("largest step", f"{gib(plan.activations_bytes)} for {plan.step_tokens:,} tokens"),
+        ("kv cache", f"{gib(plan.kv_bytes)}: {plan.kv_tokens:,} tokens"),
+        ("memory", f"{gib(memory)} free" if memory else "not known"),
+        ("parity", compared),
+    ]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        print(f"{name:<{width}}  {text}")
+    print(verdict)
+    return status
+
+
+def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
+    """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
+    from ferrum_rpc.engine.choices import Pretrained
+    from ferrum_rpc.engine.parity import compare
+    from ferrum_rpc.engine.sizing import gib
+
+    if not isinstance(parts.model, Pretrained):
+        return None, "not compared: the identity model has no weights"
+    if find_spec("transformers") is None:
+        return None, "not compared: transformers is not installed (pip install transformers)"
+    needed = FLOAT32 * sum(math.prod(entry.shape) for entry in parts.model.checkpoint.entries.values())
+    if left and needed > left:
+        return None, f"not compared: transformers would need {gib(needed)} in float32"
+    try:
+        parity = compare(config)
+    except Exception as error:  # whatever transformers says of a model that it cannot load
+        return None, f"not compared: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    theirs = "" if parity.theirs is None else f"; of transformers in {parity.dtype} it is {parity.theirs:.2g}"
+    return parity, (
+        f"{parity.rows} rows in {parity.dtype}: the largest error is {parity.error:.2g} of the logits' standard "
+        f"deviation{theirs}; {parity.same_tokens:.0%} have the same largest logit"
+    )

@@ -1,0 +1,98 @@
+"""A model as it would be served, beside transformers: the same random tokens, the logits of all of them.
+
+The reference computes in float32. Where the served model has fewer bits, transformers computes in its dtype as well: an
+error is judged by what the dtype costs there. transformers is no requirement; without it there is no answer.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step, TokenArray
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import StepFailed
+
+TOKENS: Final = 64
+DECODED: Final = 8
+"""Of the tokens, one at a time."""
+
+EXACT: Final = 1e-3
+"""Largest error in float32, in standard deviations of the logits. What is wrong is wrong by more."""
+
+TIMES: Final = 2.0
+"""With fewer bits: times the error of transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """``error``: the largest difference of a logit from the reference, in standard deviations of the reference's;
+    ``theirs``: that of transformers in ``dtype``, None where that is float32. ``same_tokens``: the part of the rows
+    whose largest logit is that of the same token."""
+
+    rows: int
+    dtype: str
+    error: float
+    theirs: float | None
+    same_tokens: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model is computed right."""
+        return self.error <= max(EXACT, TIMES * (self.theirs or 0.0))
+
+
+def compare(config: ModelSettings) -> Parity:
+    """Raises ModuleNotFoundError without transformers, and whatever it raises where it cannot load the model."""
+    runner = build_runner(replace(config, kv_blocks=2 * (TOKENS // config.block_size + 2), kv_memory=None))
+    vocab, dtype = runner.info.vocab_size, runner.compute.model.dtype
+    count = min(TOKENS, runner.info.max_context)
+    tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
+    ours = _served(runner, tokens)
+    del runner
+    gc.collect()
+    exact = _reference(config.path, tokens, torch.float32)
+    theirs = None if dtype == torch.float32 else _error(_reference(config.path, tokens, dtype), exact)
+    same = float((ours.argmax(-1) == exact.argmax(-1)).float().mean())
+    return Parity(count, str(dtype).removeprefix("torch."), _error(ours, exact), theirs, same)
+
+
+def _served(runner: TorchRunner, tokens: TokenArray) -> torch.Tensor:
+    """float32 [T, vocab], as a prompt and as decode steps."""
+    output, rows, at = OutputSpec(Positions.ALL, FullLogits()), [], 0
+    prompt = max(1, len(tokens) - DECODED)
+    with runner.context():
+        for end in range(prompt, len(tokens) + 1):
+            step = Step((Span(1, tokens[at:end], at, output, create=at == 0),))
+            [outcome] = runner.forward(step).outcomes
+            if not isinstance(outcome, SpanResult) or outcome.rows is None:
+                raise StepFailed(f"the step of tokens {at} to {end} failed: {outcome}")
+            first = outcome.rows.first
+            rows.append(torch.from_numpy(outcome.rows.block["logits"][first : first + end - at].copy()))
+            at = end
+    return torch.cat(rows)
+
+
+def _reference(path: str, tokens: TokenArray, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [T, vocab] of transformers."""
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    model = library.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+    ).eval()
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+    return logits
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.std())

@@ -1,0 +1,74 @@
+"""`ferrum-rpc doctor` says whether a model is served, how, and right; the reference is transformers itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ferrum_rpc import cli, doctor
+from ferrum_rpc.engine import parity
+from tests.checkpoints import make_checkpoint
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status and output."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", *arguments, "--kv-blocks", "16", "--device", "cpu"])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    status, out = run(capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_computed_right(folder, capsys, dtype):
+    status, found = facts(capsys, str(folder), "--dtype", dtype)
+    assert status == doctor.EXIT_SERVES and found["parity"]["holds"] and found["plan"]["fits"]
+    assert found["parity"]["rows"] == parity.TOKENS and f"dtype={dtype}" in found["choices"]
+    assert (found["parity"]["theirs"] is None) == (dtype == "float32")
+    if dtype == "float32":
+        assert found["parity"]["error"] < 1e-4
+    assert found["verdict"] == f"it can be served: ferrum-rpc serve {folder}"
+
+
+def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monkeypatch):
+    reference = parity._reference
+    monkeypatch.setattr(parity, "_reference", lambda *given: reference(*given).roll(1, 0))
+    status, out = run(capsys, str(folder), "--dtype", "float32")
+    assert status == doctor.EXIT_WRONG
+    assert "it is computed wrong: do not serve it" in out and "the largest error is" in out
+
+
+def test_what_cannot_be_compared_says_why(folder, capsys, monkeypatch):
+    status, found = facts(capsys, "identity")
+    assert status == doctor.EXIT_SERVES and found["compared"] == "not compared: the identity model has no weights"
+    monkeypatch.setattr(parity, "_reference", lambda *_: (_ for _ in ()).throw(OSError("no such\nthing")))
+    status, found = facts(capsys, str(folder))
+    assert status == doctor.EXIT_SERVES and found["compared"] == "not compared: OSError: no such"
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    assert "transformers is not installed" in facts(capsys, str(folder))[1]["compared"]
+
+
+def test_a_model_that_does_not_fit_or_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", str(folder), "--kv-blocks", str(1 << 40), "--device", "cpu"])
+    assert ended.value.code == doctor.EXIT_TOO_LARGE and "do not fit" in capsys.readouterr().out
+    config = json.loads((folder / "config.json").read_text())
+    odd = folder.parent / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps(config | {"hidden_act": "nothing"}))
+    (odd / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", str(odd)])
+    assert ended.value.code == doctor.EXIT_WRONG and "ferrum-rpc doctor: " in capsys.readouterr().err
