@@ -479,6 +479,13 @@ def memory(name: str, result: Any) -> str:
     return "\n".join([TEXTS["memory"], table, "", conditions(name, result, [("model", result["model"])])])
 
 
+def transfer(name: str, result: Any) -> str:
+    """One run of `benchmarks.transfer`."""
+    table = tables.transfer(result["points"]).markdown()
+    rounds = [("rounds", str(result["settings"]["rounds"]))]
+    return "\n".join([TEXTS["transfer"], table, "", conditions(name, result, rounds)])
+
+
 def prefix(name: str, result: Any) -> str:
     """One run of `benchmarks.prefix`."""
     parts = [TEXTS["prefix"]]
@@ -519,6 +526,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "cache": cache,
     "memory": memory,
     "prefix": prefix,
+    "transfer": transfer,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

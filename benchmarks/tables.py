@@ -352,6 +352,30 @@ def memory(points: Sequence[Mapping[str, Any]]) -> Table:
     return Table(("weights", "tokens of sequences", "of", "planned, MiB", "resident, MiB", "ratio"), rows, (0, 1, 2))
 
 
+TRANSFER_COLUMNS: Final = (
+    "cache",
+    "engine",
+    "tokens",
+    "MB",
+    "export, MB/s",
+    "bare stream, MB/s",
+    "moved, MB/s",
+    "moved in, ms",
+    "decode p99, ms",
+    "beside an export",
+)
+
+
+def transfer(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each shape and kind of engine of `benchmarks.transfer`."""
+    fields = ("shape", "engine", "tokens", "mb", "export_mb_s", "bare_mb_s", "move_mb_s", "move_ms")
+    rows = [
+        (*(f"{each[field]}" for field in fields), f"{each['decode_p99_ms']}", f"{each['decode_beside_p99_ms']}")
+        for each in points
+    ]
+    return Table(TRANSFER_COLUMNS, rows, (0, 1))
+
+
 def show_trips(result: Mapping[str, Any]) -> None:
     """Both tables on the terminal."""
     show(trips(result["points"]))

@@ -1,5 +1,5 @@
-"""What it costs to move a sequence: megabytes a second out of one executor and into another, and what a decode step
-beside an export waits.
+"""What it costs to move a sequence: megabytes a second out of one executor and into another, beside a bare gRPC stream
+of the same bytes, and what a decode step beside an export waits.
 
 The identity model in the shape of a 0.6B model's cache, in two executors, each with its engine in a thread or in a
 process of its own. All rounds alternate.
@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks import tables
+from benchmarks.engines.echo import SERVICE, echo_channel
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.client import CacheMode, ExecutorClient
@@ -27,6 +29,7 @@ SHAPES: Final = {
     "0.6B": {"identity-layers": 28, "identity-heads": 16, "identity-kv-heads": 8, "identity-head-dim": 128},
 }
 ENGINES: Final = ("thread", "process")
+PIECE: Final = 2 << 20
 BYPASS: Final = CacheMode.BYPASS
 
 
@@ -37,6 +40,25 @@ async def export_s(client: ExecutorClient, sequence: ClientSequence) -> tuple[fl
     began = time.perf_counter()
     size = sum([len(frame) async for frame in exported(context, handle, 0, 0, context.deadline(None))])
     return time.perf_counter() - began, size
+
+
+async def bare_s(channel: Any, size: int) -> float:
+    """Seconds in which a server that does nothing else streams ``size`` bytes, in pieces as large as an export's."""
+    await channel.unary_unary(f"/{SERVICE}/Set")(bytes(min(size, PIECE)))
+    stream = channel.stream_stream(f"/{SERVICE}/Stream")()
+    began = time.perf_counter()
+    pieces = -(-size // PIECE)
+    asking = asyncio.ensure_future(_ask(stream, pieces))
+    for _ in range(pieces):
+        await stream.read()
+    await asking
+    return time.perf_counter() - began
+
+
+async def _ask(stream: Any, pieces: int) -> None:
+    for _ in range(pieces):
+        await stream.write(b"")
+    await stream.done_writing()
 
 
 async def decode_ms(sequence: ClientSequence, length: int) -> list[float]:
@@ -57,10 +79,12 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
     moves: list[float] = []
     waits: list[float] = []
     alone: list[float] = []
+    bare: list[float] = []
     size = 0
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         one, two = [await enter(ExecutorClient((await enter(executor("identity", flags))).target)) for _ in range(2)]
+        channel = await enter(echo_channel())
         other = await enter(one.sequence(cache_mode=BYPASS))
         await other.prefill([5] * 16)
         for _ in range(rounds):
@@ -78,6 +102,7 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
             await source.move_to(target)
             moves.append(time.perf_counter() - began)
             await target.release()
+            bare.append(await bare_s(channel, size))
     export, move = float(np.median(exports)), float(np.median(moves))
     return {
         "shape": shape,
@@ -88,6 +113,7 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
         "export_mb_s": round(size / 1e6 / export),
         "move_ms": round(1e3 * move, 1),
         "move_mb_s": round(size / 1e6 / move),
+        "bare_mb_s": round(size / 1e6 / float(np.median(bare))),
         "decode_p99_ms": round(float(np.percentile(alone, 99)), 2),
         "decode_beside_p99_ms": round(float(np.percentile(waits, 99)), 2) if waits else None,
     }
@@ -101,12 +127,6 @@ async def run(options: argparse.Namespace) -> Record:
     return record
 
 
-def show(found: dict[str, Any]) -> None:
-    """A line a point."""
-    for point in found["points"]:
-        print(" ".join(f"{name}={value}" for name, value in point.items()))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description="What moving a sequence costs.")
@@ -114,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = read_options(parser, argv, rounds=5)
     options.tokens = options.tokens or (64 if options.quick else 512)
     options.out = out_of(options, "transfer")
-    finish(run(options), show)
+    finish(run(options), lambda result: tables.show(tables.transfer(result["points"])))
 
 
 if __name__ == "__main__":
