@@ -64,12 +64,12 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.ipc": Floor("core engine.api", "numpy"),
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
-    "ferrum_rpc.engine.parity": Floor("config core errors engine", "numpy torch transformers"),
     "ferrum_rpc.engine": Floor(
         "config core errors failpoints kv kv.store kv.tiers models attention sampling weights distributed native "
         "selection engine.api",
         "numpy torch structlog psutil",
     ),
+    "ferrum_rpc.engine.parity": Floor("config core errors engine", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",
@@ -84,7 +84,7 @@ FLOORS: dict[str, Floor] = {
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
-    "ferrum_rpc.doctor": Floor("engine building config"),
+    "ferrum_rpc.doctor": Floor("engine engine.parity building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
