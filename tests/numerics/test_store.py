@@ -19,10 +19,10 @@ LAYERS |= {name: [CacheSpec(2, 12, dtype)] * 3 for name, dtype in (("int8", torc
 
 @pytest.fixture(params=LAYERS)
 def store(request):
-    """Random content; slot 6 is not a number."""
-    made = KvStore(LAYERS[request.param], 6, 4, CPU)
+    """Random content, always the same: bytes of it are scales, which may be no numbers. Slot 6 is not a number."""
+    made, generator = KvStore(LAYERS[request.param], 6, 4, CPU), torch.Generator().manual_seed(0)
     for tensor in (*made.keys, *made.values):
-        tensor.copy_(torch.randn(tensor.shape) * 40)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 40)
     made.fill_slots(torch.tensor([6]), float("nan"))
     return made
 
