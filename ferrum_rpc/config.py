@@ -101,6 +101,9 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="type of weights and cache"
     )
+    model_backend: Literal["auto", "native", "hf"] = Field(
+        default="auto", description="who runs the model; hf: transformers, for what the native decoder does not serve"
+    )
     quantize: Literal["none", "int8"] = Field(default="none", description="int8: round weights to 8 bits, on a CPU")
     attention: str = Field(default="auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field(

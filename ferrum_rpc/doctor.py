@@ -77,11 +77,11 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
 
 def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
     """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
-    from ferrum_rpc.engine.choices import Pretrained
     from ferrum_rpc.engine.parity import compare
     from ferrum_rpc.engine.sizing import gib
+    from ferrum_rpc.models.identity import IdentityModel
 
-    if not isinstance(parts.model, Pretrained):
+    if isinstance(parts.model, IdentityModel):
         return None, "not compared: the identity model has no weights"
     if find_spec("transformers") is None:
         return None, "not compared: transformers is not installed (pip install transformers)"

@@ -11,7 +11,17 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+NAMED: Final = 8
+"""Of a list of names, an error shows so many; the rest is counted."""
+
+
+def listed(kind: str, names: Sequence[str]) -> str:
+    """``3 missing (a, b, c)``; with more than NAMED the first ones and an ellipsis."""
+    shown = ", ".join(name[:160] for name in names[:NAMED])
+    return f"{len(names)} {kind} ({shown}{', ...' if len(names) > NAMED else ''})"
 
 
 class Reason(enum.StrEnum):

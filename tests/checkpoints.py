@@ -18,6 +18,7 @@ FAMILIES: dict[str, str] = {
     "ministral": "Ministral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
 }
 
 TINY: dict[str, Any] = {
@@ -42,6 +43,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
 }
 
 

@@ -18,6 +18,7 @@ from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_p
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.fingerprint import of_checkpoint, of_identity
+from ferrum_rpc.engine.hf_check import check_parity
 from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
@@ -29,6 +30,8 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.hf.model import HfModel
+from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
 
@@ -49,30 +52,29 @@ def build_runner(
         return _assemble(config, parts, model, stage)
 
 
-def _fingerprint(parts: Parts, model: Model, quantize: str) -> bytes:
-    if isinstance(parts.model, Pretrained):
-        return of_checkpoint(parts.model.checkpoint, model.expected_tensors(), parts.dtype, quantize)
-    return of_identity(parts.model.config)
+def _fingerprint(parts: Parts, quantize: str) -> bytes:
+    if isinstance(parts.model, IdentityModel):
+        return of_identity(parts.model.config)
+    return of_checkpoint(parts.model.checkpoint, parts.model.tensor_names, parts.dtype, quantize)
 
 
 def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | None) -> TorchRunner:
     device, choices = parts.device, list(parts.choices)
-    named = parts.model.checkpoint.name if isinstance(parts.model, Pretrained) else config.path
+    named = config.path if isinstance(parts.model, IdentityModel) else parts.model.checkpoint.name
     info = replace(
         model.info(config.name or named),
         max_context=parts.max_context,
         kv_bytes_per_token=parts.slot_bytes,
-        fingerprint=_fingerprint(parts, model, config.quantize),
+        fingerprint=_fingerprint(parts, config.quantize),
     )
     if rounded := config.kv_dtype in ROUNDED:
         info = replace(info, kv_dtype=config.kv_dtype)
-    if isinstance(parts.model, Pretrained):
-        if isinstance(linear := parts.model.making.linear, ByteFactory):
-            info = replace(info, weight_dtype=QUANTIZE_INT8)
-            reason = f"requested; rounding the weights changed them by {linear.error:.2%} (root mean square)"
-            choices.append((f"quantize={QUANTIZE_INT8}", reason))
-        if not config.name:
-            info = replace(info, folder=str(Path(config.path).absolute()))
+    if isinstance(parts.model, Pretrained) and isinstance(linear := parts.model.making.linear, ByteFactory):
+        info = replace(info, weight_dtype=QUANTIZE_INT8)
+        reason = f"requested; rounding the weights changed them by {linear.error:.2%} (root mean square)"
+        choices.append((f"quantize={QUANTIZE_INT8}", reason))
+    if not isinstance(parts.model, IdentityModel) and not config.name:
+        info = replace(info, folder=str(Path(config.path).absolute()))
     block_bytes = info.kv_bytes_per_token * config.block_size
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, free_memory(device))
     choices.append((f"kv_blocks={blocks} ({blocks * block_bytes / 2**20:.0f} MiB)", reason))
@@ -94,6 +96,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
     tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store)
     compute, depth = Compute(model, attention), 1
+    if isinstance(model, HfModel):
+        choices.append(check_parity(model, compute, store, info.max_context))
     cuda = device.type == "cuda"
     if cuda:
         choice, compute = select_compute(

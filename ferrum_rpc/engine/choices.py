@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -15,20 +16,27 @@ from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
+from ferrum_rpc.engine.hf_model import Borrowed, describe_checkpoint
 from ferrum_rpc.engine.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.footprint import Making
+from ferrum_rpc.models.config_keys import UnknownKey
+from ferrum_rpc.models.footprint import Making, activation_bytes, weight_bytes
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
+from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
+from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 IDENTITY: Final = "identity"
+BACKEND_NATIVE: Final = "native"
+HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
 QUANTIZE_INT8: Final = "int8"
 
@@ -39,6 +47,34 @@ class Pretrained(NamedTuple):
     checkpoint: Checkpoint
     making: Making
     ops: FusedOps | None
+
+    @property
+    def architecture(self) -> str:
+        """As its configuration names it."""
+        return self.making.spec.architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return self.making.dtype
+
+    @property
+    def layers(self) -> tuple[AttentionSpec, ...]:
+        """What its attention layers are."""
+        return self.making.spec.attention_specs
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        """Those of the checkpoint that it is made of."""
+        return layout(self.making.spec).keys()
+
+    def weight_bytes(self) -> int:
+        """Of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
+        return weight_bytes(self.making)
+
+    def activation_bytes(self, tokens: int, rows: int, attending: int) -> int:
+        """Of a step; see `models.footprint.activation_bytes`."""
+        return activation_bytes(self.making, tokens, rows, attending=attending)
 
     def load(self, device: torch.device, progress: Progress | None) -> Model:
         """Read the weights."""
@@ -55,7 +91,7 @@ class Parts:
 
     device: torch.device
     dtype: torch.dtype
-    model: IdentityModel | Pretrained
+    model: IdentityModel | Pretrained | Borrowed
     layers: tuple[AttentionSpec, ...]
     cache: list[CacheSpec]
     max_context: int
@@ -69,7 +105,12 @@ class Parts:
 
     def load(self, progress: Progress | None = None) -> Model:
         """The model with its weights."""
-        return self.model.load(self.device, progress) if isinstance(self.model, Pretrained) else self.model
+        return self.model if isinstance(self.model, IdentityModel) else self.model.load(self.device, progress)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is planned for a device that is not in this machine."""
+        return isinstance(self.model, Pretrained) and self.model.ops is None
 
 
 def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
@@ -80,7 +121,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
     if device.type == "cpu":
         _check_kernels(choices)
-    model: IdentityModel | Pretrained
+    model: IdentityModel | Pretrained | Borrowed
     if config.path == IDENTITY:
         if config.quantize != QUANTIZE_NONE:
             raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
@@ -88,9 +129,8 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
         choices.append(("dtype=float32", "the identity model has no other"))
         dtype, layers, most = model.dtype, model.attention_specs, model.config.max_context
     else:
-        model = _choose_pretrained(config, device, choices, elsewhere)
-        spec = model.making.spec
-        dtype, layers, most = model.making.dtype, spec.attention_specs, spec.max_context
+        model, most = _choose_pretrained(config, device, choices, elsewhere)
+        dtype, layers = model.dtype, model.layers
     max_context = most if config.max_context is None else min(most, config.max_context)
     if config.max_context is not None:
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
@@ -130,11 +170,15 @@ def _check_kernels(choices: list[tuple[str, str]]) -> None:
 
 def _choose_pretrained(
     config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], elsewhere: bool
-) -> Pretrained:
+) -> tuple[Pretrained | Borrowed, int]:
+    """Who runs a model folder, and the longest sequence."""
     checkpoint = Checkpoint.open(config.path)
+    spec = _choose_decoder(checkpoint, config.model_backend, choices)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
-    spec, ops = read_spec(checkpoint), None
+    if isinstance(spec, HfSpec):
+        return _choose_borrowed(config, checkpoint, spec, dtype, choices)
+    ops = None
     if not elsewhere:
         reason, ops = select_fused_ops(spec, dtype, device)
         choices.append((f"rows={ops.name}", reason))
@@ -144,7 +188,49 @@ def _choose_pretrained(
     else:
         name, reason, linear = select_linear(device, dtype)
         choices.append((f"linear={name}", reason))
-    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops)
+    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops), spec.max_context
+
+
+def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[str, str]]) -> ModelSpec | HfSpec:
+    """What the configuration is to the native decoder, or where that does not serve it, to transformers."""
+    obstacle = None
+    if requested != HF:
+        try:
+            spec = read_spec(checkpoint)
+        except UnknownKey:
+            raise
+        except NotSupported as error:
+            if requested == BACKEND_NATIVE:
+                raise
+            obstacle = error
+        else:
+            choices.append((f"model={BACKEND_NATIVE}", "requested" if requested == BACKEND_NATIVE else "the fast one"))
+            return spec
+    try:
+        borrowed = describe_checkpoint(checkpoint)
+    except NotSupported as error:
+        if obstacle is None:
+            raise
+        raise NotSupported(
+            f"{obstacle.message}; nor through transformers: {error.message}", field=obstacle.field
+        ) from error
+    choices.append((f"model={HF}", "requested" if obstacle is None else f"{BACKEND_NATIVE}: {obstacle.message}"))
+    return borrowed
+
+
+def _choose_borrowed(
+    config: ModelSettings, checkpoint: Checkpoint, spec: HfSpec, dtype: torch.dtype, choices: list[tuple[str, str]]
+) -> tuple[Borrowed, int]:
+    if config.quantize != QUANTIZE_NONE:
+        raise NotSupported(
+            f"quantize: weights of {spec.architecture}, which transformers runs, are not rounded", field="quantize"
+        )
+    most = spec.max_context if config.max_context is None else spec.longest
+    context = most if config.max_context is None else min(most, config.max_context)
+    if spec.scaling:
+        kinds = ", ".join(spec.scaling)
+        choices.append((f"rope={kinds}", f"its factors are those of {context} tokens, whatever a sequence's length"))
+    return Borrowed(checkpoint, spec, dtype, context), most
 
 
 def _identity(config: ModelSettings) -> IdentityConfig:

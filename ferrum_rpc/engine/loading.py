@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
@@ -26,9 +26,6 @@ from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
 
 Progress = Callable[[int, int], None]
 """``progress(bytes read, bytes in total)``, after every tensor."""
-
-NAMED: Final = 8
-"""Tensors that an error names of each kind; the rest is counted."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
@@ -112,7 +109,7 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         if name in entries and entries[name].shape != shape
     ]
     problems = [
-        _listed(kind, names)
+        listed(kind, names)
         for kind, names in (("missing", missing), ("unexpected", extra), ("misshapen", misshapen))
         if names
     ]
@@ -123,14 +120,8 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     unreadable = [f"{name} {entries[name].dtype}" for name in expected if entries[name].dtype not in READABLE]
     if unreadable:
         raise NotSupported(
-            f"model folder {checkpoint.name!r}: {_listed('of a type that is not read', unreadable)}", field="model"
+            f"model folder {checkpoint.name!r}: {listed('of a type that is not read', unreadable)}", field="model"
         )
-
-
-def _listed(kind: str, names: list[str]) -> str:
-    """``3 missing (a, b, c)``; with more than NAMED the first ones and an ellipsis."""
-    shown = ", ".join(name[:160] for name in names[:NAMED])
-    return f"{len(names)} {kind} ({shown}{', ...' if len(names) > NAMED else ''})"
 
 
 def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:

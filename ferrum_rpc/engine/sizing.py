@@ -18,7 +18,8 @@ from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.engine.choices import IDENTITY, QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
-from ferrum_rpc.models.footprint import THREAD_BYTES, activation_bytes, weight_bytes
+from ferrum_rpc.models.footprint import THREAD_BYTES
+from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.sampling.rows import HEAD_ROWS
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -165,9 +166,10 @@ def announce(plan: Plan) -> None:
 
 
 def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int) -> Plan:
-    weights = 0
-    if isinstance(parts.model, Pretrained):
-        weights = weight_bytes(parts.model.making)
+    model = parts.model
+    weights, architecture = 0, IDENTITY
+    if not isinstance(model, IdentityModel):
+        weights, architecture = model.weight_bytes(), model.architecture
     block_bytes, left = parts.slot_bytes * config.block_size, max(0, memory - weights)
     try:
         blocks, reason = size_cache(config, block_bytes, parts.max_context, parts.device.type, left)
@@ -176,7 +178,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
     held = blocks * config.block_size or parts.max_context
     tokens = min(largest.tokens, held)
     return Plan(
-        architecture=parts.model.making.spec.architecture if isinstance(parts.model, Pretrained) else IDENTITY,
+        architecture=architecture,
         device=parts.device.type,
         dtype=str(parts.dtype).removeprefix("torch."),
         quantize=config.quantize,
@@ -194,17 +196,18 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
 
 def _activations(parts: Parts, tokens: int, sequences: int, context: int) -> int:
     """Of a step of ``tokens`` tokens, the last of a sequence of ``context``, that wants logits of ``sequences``."""
-    if not isinstance(parts.model, Pretrained):
+    model, name = parts.model, parts.attention[0]
+    if isinstance(model, IdentityModel):
         return 0
-    making, name = parts.model.making, parts.attention[0]
     kept = passing = 0
-    if name == TORCH or (name == NATIVE and not making.attends):
+    attends = isinstance(model, Pretrained) and model.making.attends
+    if name == TORCH or (name == NATIVE and not attends):
         longest = min(tokens, context)
         pairs = set(zip(parts.layers, parts.cache, strict=True))
         kept, passing = max(scratch_bytes(each, parts.dtype, own.slot_bytes, longest, context) for each, own in pairs)
     if parts.device.type == "cpu":
-        kept += torch.get_num_threads() * THREAD_BYTES * making.spec.head_dim
-    return kept + activation_bytes(making, tokens, min(sequences, HEAD_ROWS), attending=passing)
+        kept += torch.get_num_threads() * THREAD_BYTES * max(each.head_dim for each in parts.layers)
+    return kept + model.activation_bytes(tokens, min(sequences, HEAD_ROWS), passing)
 
 
 def _alternatives(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int) -> Iterator[tuple[str, Plan]]:
@@ -216,10 +219,10 @@ def _alternatives(parts: Parts, config: ModelSettings, largest: LargestStep, mem
         ("--dtype bfloat16 --quantize int8", replace(config, dtype="bfloat16", quantize=QUANTIZE_INT8)),
     ):
         if dtype:
-            if other == config or not isinstance(parts.model, Pretrained):
+            if other == config or isinstance(parts.model, IdentityModel):
                 continue
             try:
-                parts = choose_parts(other, elsewhere=parts.model.ops is None)
+                parts = choose_parts(other, elsewhere=parts.elsewhere)
             except ExecutorError:  # not on this device
                 continue
         tokens = largest.tokens

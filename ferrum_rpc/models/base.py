@@ -1,4 +1,5 @@
-"""The interface between the engine and a model: the native decoder, the identity model and those to come.
+"""The interface between the engine and a model: the native decoder, the identity model, and any of
+transformers.
 
 A model turns a step's `StepInputs` into hidden rows, and hidden rows into logits. It calls ``attend`` once per layer,
 in order, with that layer's query, key and value. Where K and V are kept and what a row sees of them is not known here.
@@ -6,7 +7,7 @@ in order, with that layer's query, key and value. Where K and V are kept and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -46,7 +47,7 @@ class Model(Protocol):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One per layer. All layers share ``kv_heads`` and ``head_dim``."""
+        """One per layer."""
 
     @property
     def sinks(self) -> Sequence[Tensor | None]:
@@ -67,12 +68,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of hidden rows [R, hidden]."""
-
-    def expected_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Every checkpoint tensor that `load` needs, by name, with its shape. Empty: no weights."""
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one checkpoint tensor into place, converting its dtype. Raises KeyError for a name not expected."""
 
 
 @runtime_checkable

@@ -11,8 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.errors import NotSupported, Reason
 from ferrum_rpc.models.fields import Fields
+
+
+class UnknownKey(NotSupported):
+    """A configuration says something that is not known to be harmless."""
+
+    reason = Reason.NOT_SUPPORTED
+
 
 IRRELEVANT: Final = frozenset(
     (
@@ -70,12 +77,12 @@ ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
 
 
 def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise NotSupported for the first key that was not read and is in neither list."""
+    """Raise UnknownKey for the first key that was not read and is in neither list."""
     for key, value in fields.unread().items():
         if key in irrelevant or any(value == each and type(value) is type(each) for each in neutral.get(key, ())):
             continue
         name, shown = fields.name(key[:80]), repr(value)[:80]
         why = "is not supported" if key in neutral else "is not known here, and might change what the model computes"
-        raise NotSupported(
+        raise UnknownKey(
             f"{name}: {shown} {why}; remove it from the configuration if the model does without", field=name
         )

@@ -115,11 +115,3 @@ class IdentityModel:
 
     def largest(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).argmax(dim=-1)
-
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """None."""
-        return {}
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Raise KeyError: there is nothing to load."""
-        raise KeyError(name)

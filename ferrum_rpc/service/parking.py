@@ -293,6 +293,10 @@ class IdleParking:
     async def _park_some(self, blocks: int) -> None:
         """Park until so many blocks are free, or no more sequences are idle."""
         state = self._state
+        try:
+            layout = Layout.of(state.model)
+        except NotSupported:  # ParkKv says why
+            return
         before = time.monotonic() - state.limits.kv_park_idle_s
         idle = [each for each in state.handles.records() if self._is_idle(each, before)]
         idle.sort(key=lambda each: each.used)
@@ -300,7 +304,7 @@ class IdleParking:
         for record in idle:
             if not self._is_idle(record, before) or record.id not in state.handles.live:
                 continue
-            outcome = await Park(state, Layout.of(state.model), record, claimed=False).run()
+            outcome = await Park(state, layout, record, claimed=False).run()
             if isinstance(outcome, int):
                 parked += 1
                 blocks -= outcome

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, Final
 
 import torch
@@ -99,24 +100,38 @@ def _entry(file: Path, name: str, tensor: Any) -> TensorEntry:
     return TensorEntry(dtype, shape, file)
 
 
-def stream(file: Path, entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """``entries`` of one file, in their order, as tensors that read the mapped file.
+class MappedFile:
+    """Tensors of one file that read it where it is mapped. Any thread may ask.
 
-    A tensor is meant to be copied before the next is asked for: a mapping is dropped with the last of its tensors, so
-    that what is resident does not grow with the file. It is private; nothing ever writes to the file.
+    A tensor is meant to be copied soon: a mapping is dropped with the last of its tensors, so that what is resident
+    does not grow with the file. It is private; nothing ever writes to the file.
     """
-    opened, mapped = _opened(file), 0
-    for name, entry in entries.items():
-        if mapped > MAPPED_BYTES:
-            opened, mapped = _opened(file), 0
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._lock = Lock()
+        self._opened, self._mapped = _opened(file), 0
+
+    def tensor(self, name: str, entry: TensorEntry) -> Tensor:
+        """Raises InvalidRequest where it is not as it was when the header was read."""
+        with self._lock:
+            if self._mapped > MAPPED_BYTES:
+                self._opened, self._mapped = _opened(self._file), 0
+            self._mapped += entry.nbytes
+            opened = self._opened
         try:
             tensor: Tensor = opened.get_tensor(name)
         except SafetensorError as error:
-            raise broken(file, f"tensor {name[:120]!r} cannot be read: {str(error)[:200]!r}") from None
+            raise broken(self._file, f"tensor {name[:120]!r} cannot be read: {str(error)[:200]!r}") from None
         if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
-            raise broken(file, f"tensor {name[:120]!r} changed while it was read")
+            raise broken(self._file, f"tensor {name[:120]!r} changed while it was read")
         if tensor.data_ptr() % entry.dtype.itemsize:  # older writers did not align
             tensor = tensor.reshape(-1).view(torch.uint8).clone().view(entry.dtype).view(entry.shape)
-        mapped += entry.nbytes
-        yield name, tensor
-        del tensor
+        return tensor
+
+
+def stream(file: Path, entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    """``entries`` of one file, in their order, as tensors that read the mapped file: copy each before the next."""
+    mapped = MappedFile(file)
+    for name, entry in entries.items():
+        yield name, mapped.tensor(name, entry)

@@ -52,7 +52,10 @@ class Layout:
         dtype = DTYPES.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
-        return cls(model.fingerprint, model.layers, model.kv_heads, model.head_dim, dtype)
+        layout = cls(model.fingerprint, model.layers, model.kv_heads, model.head_dim, dtype)
+        if layout.chunk_bytes(1) * model.layers != model.kv_bytes_per_token:
+            raise NotSupported("a cache whose layers keep different numbers of a token cannot be moved or parked")
+        return layout
 
     def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
         """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""

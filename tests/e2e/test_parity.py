@@ -59,8 +59,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 yarn tied": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "mistral window": ("mistral", {"sliding_window": 7}),
 }
+BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2 through transformers": ("gemma2", {"sliding_window": 7, "tie_word_embeddings": True}),
+}
 DTYPES = (torch.float32, torch.bfloat16)
-CASES = [(name, dtype) for dtype in DTYPES for name in MODELS]
+CASES = [(name, dtype) for dtype in DTYPES for name in MODELS | BORROWED]
 
 VOCAB = 300
 BLOCKS, BLOCK_SIZE = 256, 4
@@ -100,7 +103,7 @@ def case_id(case: tuple[str, torch.dtype]) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=case_id)
 async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model]:
     name, dtype = request.param
-    family, overrides = MODELS[name]
+    family, overrides = (MODELS | BORROWED)[name]
     seed = zlib.crc32(name.encode())
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), family, dtype=dtype, seed=seed, shards=2, **overrides)
     config = ModelSettings(
@@ -109,6 +112,7 @@ async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         dtype=str(dtype).removeprefix("torch."),
         kv_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
+        model_backend="hf" if name in BORROWED else "native",
     )
     async with serve_model(config) as served:
         yield Model(config, dtype, served, Oracle(folder, dtype))

@@ -12,6 +12,7 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.hf.model import HfModel
 
 OFF = "off"
 
@@ -37,8 +38,9 @@ def select_compute(
         return (f"cuda_graphs={OFF}", reason), Compute(model, attention)
     attention.warm_up()
     compute = StagedCompute(model, attention)
-    if graphs == OFF:
-        return (f"cuda_graphs={OFF}", "requested"), compute
+    if graphs == OFF or isinstance(model, HfModel):
+        reason = "requested" if graphs == OFF else "the layers of transformers may wait for the device"
+        return (f"cuda_graphs={OFF}", reason), compute
     compute.graphs = Graphs(
         compute.run_layers,
         attention,

@@ -1,0 +1,56 @@
+"""Whether a model of transformers gives over our cache what it gives alone, looked at when it starts.
+
+A few tokens are run in two pieces, over the cache and the attention that will serve, and at once by transformers with
+its own attention. Whatever a family does that a description did not show, a head that is not only a head among it, is
+refused here and not served wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.core import OutputSpec, Positions, Span
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import StepInputs
+from ferrum_rpc.models.hf.model import HfModel
+
+TOKENS: Final = 12
+CUT: Final = 7
+STRIDE: Final = 7919
+"""Between two of their ids."""
+
+TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+"""Largest root mean square of the difference, in standard deviations of the logits: a wrong position, mask or scale
+gives more than 0.3 in every family of the tests, rounding less than a third of this."""
+
+
+def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
+    """What was chosen and why, for the log. Writes to the first blocks of a store that is not in use yet. Raises
+    NotSupported where the logits differ."""
+    blocks, size = store.keys[0].shape[:2]
+    count = min(TOKENS, (blocks - 1) * size, max_context)
+    tokens = np.arange(1, 1 + count * STRIDE, STRIDE) % model.spec.vocab_size
+    ids, positions = compute.to_device(tokens, np.arange(count))
+    expected = model.plain_logits(StepInputs(ids, positions))
+    table = np.arange(1, 1 - (-count // size), dtype=np.int32)
+    pieces = []
+    for start, end in ((0, min(CUT, count)), (min(CUT, count), count)):
+        if start < end:
+            span = Span(0, tokens[start:end].astype(np.int32), start, OutputSpec(Positions.NONE))
+            geometry = BatchGeometry.build(size, [start], [end - start], [table])
+            pieces.append(model.logits(compute.forward([span], geometry)))
+    error = float((torch.cat(pieces) - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
+    most = TOLERANCES[model.dtype]
+    if not error <= most:
+        raise NotSupported(
+            f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
+            f"{count} tokens differ from its own by {error:.2g} standard deviations, and {most:g} is the most",
+            field="architectures",
+        )
+    return "parity", f"over the cache as alone: the logits of {count} tokens differ by {error:.1e} standard deviations"

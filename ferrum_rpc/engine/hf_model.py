@@ -1,0 +1,117 @@
+"""A model that transformers runs: what is known of it before its weights are read, and how they are.
+
+Its own files are read by `weights`, which checks them first; transformers gets tensors, never a path.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.engine.loading import READABLE, Progress
+from ferrum_rpc.errors import NotSupported, listed
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.hf.describe import HfSpec, describe
+from ferrum_rpc.models.hf.model import check_shapes, load
+from ferrum_rpc.weights.checkpoint import Checkpoint
+from ferrum_rpc.weights.safetensors_file import MappedFile, TensorEntry
+
+ROWS = 8
+"""Copies of a hidden row that a layer of transformers holds at its fullest, and so many float32 ones less: generous."""
+
+
+class Borrowed(NamedTuple):
+    """A model of transformers with weights. ``max_context``: of the longest sequence that is served."""
+
+    checkpoint: Checkpoint
+    spec: HfSpec
+    dtype: torch.dtype
+    max_context: int
+
+    @property
+    def architecture(self) -> str:
+        """Its class in transformers."""
+        return self.spec.architecture
+
+    @property
+    def layers(self) -> tuple[AttentionSpec, ...]:
+        """One per layer."""
+        return self.spec.layers
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        """Those of the checkpoint that it is made of: all."""
+        return self.checkpoint.entries.keys()
+
+    def load(self, device: torch.device, progress: Progress | None) -> Model:
+        """Read the weights."""
+        count = _Counter(self.checkpoint.nbytes, progress)
+        entries = self.checkpoint.entries
+        files = {each: MappedFile(each) for each in {entry.file for entry in entries.values()}}
+        stored = {
+            name: _Stored(name, entry, files[entry.file], entry.dtype != self.dtype, count)
+            for name, entry in entries.items()
+        }
+        return load(self.spec, stored, self.dtype, device, self.max_context)
+
+    def weight_bytes(self) -> int:
+        """Of all weights once they are loaded."""
+        return self.spec.parameters * self.dtype.itemsize + self.spec.tables_bytes
+
+    def activation_bytes(self, tokens: int, rows: int, attending: int) -> int:
+        """An estimate, on the safe side: what transformers keeps in passing is its own business."""
+        spec, size = self.spec, self.dtype.itemsize
+        heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in spec.layers)
+        experts = getattr(spec.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
+        token = (ROWS * spec.hidden_size + 2 * heads + 3 * spec.inner_size * experts) * size + 2 * spec.hidden_size * 4
+        return tokens * token + attending + rows * spec.vocab_size * (2 * size + 4)
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
+    """What transformers makes of a checkpoint, whose headers were found to agree. Raises what `describe` does."""
+    spec = describe(checkpoint.config)
+    check_shapes(spec, {name: entry.shape for name, entry in checkpoint.entries.items()})
+    unreadable = [f"{name} {entry.dtype}" for name, entry in checkpoint.entries.items() if entry.dtype not in READABLE]
+    if unreadable:
+        raise NotSupported(
+            f"model folder {checkpoint.name!r}: {listed('of a type that is not read', unreadable)}", field="model"
+        )
+    return spec
+
+
+class _Counter:
+    """Bytes that were read, told from several threads."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many more."""
+        if self._progress is not None:
+            with self._lock:
+                self._done += count
+                self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    """A tensor in its file; see `models.hf.model.Stored`. ``converted``: transformers copies it anyway."""
+
+    name: str
+    entry: TensorEntry
+    file: MappedFile
+    converted: bool
+    count: _Counter
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor = self.file.tensor(self.name, self.entry)[index]
+        self.count.add(self.entry.nbytes)
+        return tensor if self.converted and tensor.is_floating_point() else tensor.clone()

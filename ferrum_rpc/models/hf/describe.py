@@ -1,0 +1,277 @@
+"""What a configuration is to transformers, found out without a weight: a dry run on the meta device.
+
+The layers say themselves how many heads they have, how wide those are, what scales and caps their scores; the rule of
+their masks says what a query sees. A family is served where each layer asks us for attention exactly once, with a mask
+that is causal or a window, and nothing but attention looks at another token: what has a state beside the cache, makes
+masks or attention of its own, or looks ahead, would give wrong answers without a word, and is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.hf import attention
+from ferrum_rpc.models.hf.head import Head
+from ferrum_rpc.models.hf.rope import freeze
+from ferrum_rpc.models.spec import MAX_LAYERS
+
+INSTALL: Final = "pip install 'ferrum-rpc[hf]'"
+DRY_TOKENS: Final = 3
+MAX_COUNT: Final = 1 << 16
+"""Of experts, heads and other parts that are counted."""
+
+MAX_TABLES: Final = 256 << 20
+"""Bytes of tables that no checkpoint holds, beside the weights."""
+
+NOT_READ: Final = frozenset(
+    (
+        *("auto_map", "transformers_weights", "name_or_path", "_name_or_path", "dtype", "torch_dtype", "device_map"),
+        *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+        *("fusion_config", "distributed_config", "base_model_tp_plan", "base_model_pp_plan"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+    )
+)
+"""Fields that say how, and not what, or that lead elsewhere."""
+
+KINDS: Final = ("full_attention", "sliding_attention")
+"""Of layers, where a configuration lists them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HfSpec:
+    """A decoder of transformers without weights. ``kind`` is its class and ``config`` transformers' configuration;
+    ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
+    it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`.
+    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one."""
+
+    architecture: str
+    kind: Any
+    config: Any
+    layers: tuple[AttentionSpec, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    tables_bytes: int
+    parameters: int
+    vocab_size: int
+    hidden_size: int
+    inner_size: int
+    max_context: int
+    longest: int
+    scaling: tuple[str, ...]
+    sinks: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def describe(data: Mapping[str, Any]) -> HfSpec:
+    """The spec of a parsed ``config.json``. Raises NotSupported for what cannot be served this way and where
+    transformers is missing, InvalidRequest for a configuration that is broken."""
+    try:
+        import transformers
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise NotSupported(f"transformers is not installed ({error}): {INSTALL}", field="model_backend") from None
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise NotSupported(f"transformers {transformers.__version__} is too old: {INSTALL}", field="model_backend")
+    attention.register()
+    fields = Fields(data)
+    if fields.value("quantization_config") is not None:
+        raise NotSupported("quantization_config: quantized checkpoints are not read", field="quantization_config")
+    model_type = fields.text("model_type")
+    if model_type not in CONFIG_MAPPING:
+        ours = "" if "auto_map" not in data else ", and code that a checkpoint brings is never run"
+        raise NotSupported(
+            f"model_type: transformers {transformers.__version__} has no {model_type[:80]!r}{ours}", field="model_type"
+        )
+    _check_counts(data)
+    config = _configured(CONFIG_MAPPING[model_type], data)
+    try:
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise NotSupported(f"model_type: {model_type!r} is no decoder of transformers", field="model_type") from None
+    return _described(kind, config, fields)
+
+
+def _check_counts(data: Mapping[str, Any]) -> None:
+    """A module is made for each of what is counted: no file may ask for millions."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, int) and (name.startswith("num_") or "layer" in name):
+            most = MAX_LAYERS if "layer" in name else MAX_COUNT
+            if value > most:
+                raise InvalidRequest(f"{name[:80]} is {value}, more than {most}", field=name[:80])
+
+
+def _configured(kind: Any, data: Mapping[str, Any]) -> Any:
+    try:
+        config = kind.from_dict({key: value for key, value in data.items() if key not in NOT_READ})
+    except Exception as error:  # whatever its checks raise
+        raise InvalidRequest(
+            f"config.json: transformers refuses it: {first_line(error)}", field="config.json"
+        ) from error
+    config._attn_implementation = attention.DRY_NAME
+    config._experts_implementation = "batched_mm"  # the one that can be run without weights
+    return config
+
+
+def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
+    text, name = config.get_text_config(decoder=True), kind.__name__
+    if kind._is_stateful:
+        raise _refusal(name, "it keeps a state of its own beside keys and values")
+    if not kind._supports_attention_backend:
+        raise _refusal(name, "its attention cannot be replaced (transformers says so)")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(name, "it has an encoder")
+    for each in getattr(text, "layer_types", None) or ():
+        if each not in KINDS:
+            raise _refusal(name, f"layer_types: {str(each)[:80]!r} is not full or sliding attention")
+    layers = text.num_hidden_layers
+    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        raise InvalidRequest(f"num_hidden_layers is {layers}", field="num_hidden_layers")
+    try:
+        with torch.device("meta"):
+            model = kind(config).eval()
+    except Exception as error:
+        raise InvalidRequest(
+            f"config.json: transformers cannot build {name} of it: {first_line(error)}", field="config.json"
+        ) from error
+    scaling = tuple(dict.fromkeys(freeze(model, 1)))
+    calls, hidden, logits = _dry_run(model, name)
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        raise InvalidRequest("max_position_embeddings is missing", field="max_position_embeddings")
+    parameters = {id(each): each for each in model.parameters()}
+    state = model.state_dict(keep_vars=True)
+    tables = sum(each.nbytes for key, each in model.named_buffers() if key not in state)
+    weights = sum(each.numel() for each in parameters.values())
+    if tables > MAX_TABLES + weights:
+        raise InvalidRequest(f"config.json: {name} would make tables of {tables} bytes", field="config.json")
+    bos = fields.token_ids("bos_token_id")
+    return HfSpec(
+        architecture=name,
+        kind=kind,
+        config=config,
+        layers=_layers(name, calls, layers, context, getattr(text, "sliding_window", None)),
+        shapes={key: tuple(each.shape) for key, each in state.items()},
+        tables_bytes=tables,
+        parameters=weights,
+        vocab_size=logits,
+        hidden_size=hidden,
+        inner_size=_inner_size(model, hidden, logits),
+        max_context=context,
+        longest=_longest(text, context, scaling),
+        scaling=scaling,
+        sinks=_sinks(name, model, calls),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )
+
+
+def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
+    """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits."""
+    ids = torch.zeros(1, DRY_TOKENS, dtype=torch.int64, device="meta")
+    every = torch.ones_like(ids)  # transformers would look whether the positions are those of several sequences
+    positions = torch.arange(DRY_TOKENS, device="meta")[None]
+    try:
+        with torch.inference_mode(), attention.recording() as calls:
+            body = model.base_model
+            out = body(input_ids=ids, position_ids=positions, attention_mask=every, use_cache=False)
+            hidden = out.last_hidden_state
+            if hidden.dim() != 3 or hidden.shape[:2] != ids.shape:
+                raise _refusal(name, f"its hidden rows are {[*hidden.shape]}")
+            seen = len(calls)
+            logits = Head(model)(hidden[0])
+    except ExecutorError:
+        raise
+    except Exception as error:
+        raise _refusal(name, f"a dry run of three tokens failed: {first_line(error)}") from error
+    if len(calls) != seen:
+        raise _refusal(name, "its output head attends")
+    return calls, hidden.shape[-1], logits.shape[-1]
+
+
+def _layers(
+    name: str, calls: list[attention.Call], layers: int, context: int, window: int | None
+) -> tuple[AttentionSpec, ...]:
+    seen = [each.layer for each in calls]
+    if sorted(seen, key=str) != sorted(range(layers), key=str):
+        missing = sorted(set(range(layers)) - {*seen})
+        what = (
+            f"layers {missing[:8]} do not ask for attention" if missing else f"layers ask more than once: {seen[:16]}"
+        )
+        raise _refusal(name, f"{what}: recurrent layers, or attention of its own")
+    return tuple(_layer(name, each, context, window) for each in sorted(calls, key=lambda each: each.layer or 0))
+
+
+def _layer(name: str, call: attention.Call, context: int, window: int | None) -> AttentionSpec:
+    if call.rule is None:
+        raise _refusal(name, f"layer {call.layer} makes its own mask")
+    if not call.causal:
+        raise _refusal(name, f"layer {call.layer} is not causal")
+    if call.heads % call.kv_heads or call.widths[1] > call.widths[0]:
+        shape = f"{call.heads} heads over {call.kv_heads}, keys and values {call.widths} wide"
+        raise _refusal(name, f"layer {call.layer} has {shape}")
+    for seen in dict.fromkeys((call.window or None, None, window or None)):
+        if _is_window(call.rule, seen, context):
+            sinks, softcap = call.sinks is not None, call.softcap or None
+            return AttentionSpec(call.heads, call.kv_heads, call.widths[0], call.scale, seen, softcap, sinks)
+    raise _refusal(name, f"the mask of layer {call.layer} is neither causal nor a window")
+
+
+def _sinks(name: str, model: Any, calls: list[attention.Call]) -> tuple[str, ...]:
+    names = {id(each): key for key, each in model.named_parameters()}
+    wanted = {each.layer: each.sinks for each in calls if each.sinks is not None}
+    if any(id(each) not in names for each in wanted.values()):
+        raise _refusal(name, "its attention sinks are no weights")
+    return tuple(names[id(wanted[layer])] if layer in wanted else "" for layer in range(len(calls)))
+
+
+def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bool:
+    """Whether the rule is that a query sees the last ``window`` positions, itself included, or all: looked at where it
+    could be anything else."""
+    edges = {1, 2, 16, 17, context // 2, context}
+    if window is not None:
+        edges |= {window - 1, window, window + 1, 2 * window, 2 * window + 1}
+    places = torch.tensor(sorted({at + by for at in edges for by in (-2, -1, 0, 1)} & {*range(2 * context)}))
+    query, key = places[:, None], places[None, :]
+    expected = key <= query
+    if window is not None:
+        expected = expected & (key > query - window)
+    try:
+        return torch.equal(rule(0, 0, query, key).expand_as(expected), expected)
+    except Exception:  # one that depends on more than positions
+        return False
+
+
+def _inner_size(model: Any, hidden: int, logits: int) -> int:
+    """The widest row that a matrix of a layer makes, about."""
+    widths = [each.shape[-2] for each in model.parameters() if each.dim() >= 2 and logits not in each.shape]
+    return int(max([hidden, *widths]))
+
+
+def _longest(text: Any, context: int, scaling: tuple[str, ...]) -> int:
+    if not any("dynamic" in each for each in scaling):
+        return context
+    rope = text.rope_parameters
+    tables = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    factor = max(float(each.get("factor") or 1.0) for each in tables)
+    return max(context, math.floor(context * min(factor, 1024.0)))
+
+
+def _refusal(name: str, why: str) -> NotSupported:
+    return NotSupported(f"{name[:80]} cannot be served through transformers: {why}", field="architectures")
+
+
+def first_line(error: BaseException) -> str:
+    """Of what transformers says, for people."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {(lines[-1] if lines else '')[:200]}"

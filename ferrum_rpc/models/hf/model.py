@@ -1,0 +1,175 @@
+"""A decoder of `transformers`, run over our cache.
+
+Its weights are read by transformers, which knows how each family's checkpoints are laid out, through a mapping that the
+caller makes of files that it has checked: transformers sees neither a folder nor a network. A configuration is never
+allowed to name what is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import AttentionSpec, ModelInfo
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, listed
+from ferrum_rpc.models.base import Attend, StepInputs
+from ferrum_rpc.models.finite import is_finite
+from ferrum_rpc.models.hf import attention
+from ferrum_rpc.models.hf.describe import HfSpec, first_line
+from ferrum_rpc.models.hf.head import Head
+from ferrum_rpc.models.hf.rope import freeze
+
+EXACT_EXPERTS: Final = "eager"
+"""Who runs the experts in float64, which the others refuse."""
+
+
+class Stored(Protocol):
+    """A tensor that is still in its file. transformers asks for it from several threads."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """With ``...``: all of it, in memory of its own where it is of the model's dtype."""
+
+
+class HfModel:
+    """A `Model`. ``model`` is the causal language model of transformers, with its weights, made by `load`."""
+
+    rowwise = False
+
+    def __init__(self, spec: HfSpec, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.attention_specs: tuple[AttentionSpec, ...] = spec.layers
+        self._model = model
+        self.sinks = (
+            tuple(model.get_parameter(name) if name else None for name in spec.sinks) if any(spec.sinks) else ()
+        )
+        self._body = model.base_model
+        self._head = Head(model)
+
+    def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
+        with attention.attending(attend):
+            return self._run(self._body, inputs).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden).float()
+
+    def largest(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden).argmax(dim=-1)
+
+    def plain_logits(self, inputs: StepInputs) -> Tensor:
+        """float32 [T, vocab] of one sequence from its start on, with transformers' own attention: what ours is compared
+        with."""
+        config, ours = self._model.config, self._model.config._attn_implementation
+        config._attn_implementation = attention.EAGER
+        try:
+            return self._run(self._model, inputs).logits[0].float()  # type: ignore[no-any-return]
+        finally:
+            config._attn_implementation = ours
+
+    @staticmethod
+    def _run(module: Any, inputs: StepInputs) -> Any:
+        return module(input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False)
+
+    def info(self, name: str) -> ModelInfo:
+        """Of layers that differ, heads are those of the first."""
+        spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
+        first = spec.layers[0]
+        return ModelInfo(
+            name=name,
+            architecture=spec.architecture,
+            vocab_size=spec.vocab_size,
+            max_context=spec.max_context,
+            layers=len(spec.layers),
+            hidden_size=spec.hidden_size,
+            heads=first.heads,
+            kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
+            parameters=spec.parameters,
+            weight_dtype=dtype,
+            kv_dtype=dtype,
+            eos_token_ids=spec.eos_token_ids,
+            bos_token_id=spec.bos_token_id,
+        )
+
+
+def load(
+    spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device, max_context: int
+) -> HfModel:
+    """The model with the weights of a checkpoint, ``stored`` by their names there. ``max_context``: of the longest
+    sequence, for scalings that depend on it. Raises InvalidRequest for weights that do not fit, or are not finite."""
+    try:
+        with _quiet():
+            model, found = spec.kind.from_pretrained(
+                None,
+                config=spec.config,
+                state_dict=dict(stored),
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                experts_implementation=EXACT_EXPERTS if dtype == torch.float64 else None,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except ExecutorError:
+        raise
+    except Exception as error:  # shapes that do not fit, among others
+        message = f"{spec.architecture}: transformers cannot load it: {first_line(error)}"
+        raise InvalidRequest(message, field="model") from error
+    problems = [
+        listed(kind, sorted(str(each) for each in found[f"{kind}_keys"]))
+        for kind in ("missing", "unexpected", "mismatched")
+        if found[f"{kind}_keys"]
+    ]
+    if problems:
+        raise InvalidRequest(f"the weights do not fit {spec.architecture}: {'; '.join(problems)}", field="model")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(False)
+        if not is_finite(weight):
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
+    model = model.eval().to(device)
+    with torch.inference_mode():
+        freeze(model, max_context)
+    return HfModel(spec, model, dtype, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers reports what it loads on the terminal; what is wrong of it is in our errors."""
+    from transformers.utils import logging
+
+    theirs: Any = logging
+
+    level, bar = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(theirs.CRITICAL)
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if bar:
+            theirs.enable_progress_bar()
+
+
+def check_shapes(spec: HfSpec, entries: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InvalidRequest where the tensors of a checkpoint, by name, cannot be those of the configuration: before
+    anything is allocated for it."""
+    wrong = [
+        f"{name} {[*shape]}, expected {[*spec.shapes[name]]}"
+        for name, shape in entries.items()
+        if name in spec.shapes and spec.shapes[name] != shape
+    ]
+    if wrong:
+        raise InvalidRequest(f"the weights do not fit {spec.architecture}: {listed('misshapen', wrong)}", field="model")
+    there = sum(map(math.prod, entries.values()))
+    if spec.parameters > there:
+        raise InvalidRequest(
+            f"the configuration asks for {spec.parameters:,} weights, and the files have {there:,}", field="model"
+        )

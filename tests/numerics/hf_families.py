@@ -1,0 +1,149 @@
+"""Tiny random models of the families that transformers runs for us: their configurations in one table.
+
+Weights are scaled like trained ones, as in `tests.checkpoints`. Sizes are what each family takes for granted otherwise:
+what is not said here is the family's default, which may be large.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+HEADS = {"head_dim": 8}
+WINDOWED = {"sliding_window": 7}
+BOTH = WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
+ALTERNATING = HEADS | BOTH
+MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": HEADS,
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": MOE | HEADS,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": HEADS | WINDOWED,
+    "ministral": ALTERNATING,
+    "gemma": HEADS,
+    "gemma2": ALTERNATING | {"query_pre_attn_scalar": 16},
+    "gemma3_text": ALTERNATING | {"query_pre_attn_scalar": 16},
+    "gemma4_text": ALTERNATING
+    | {"global_head_dim": 16, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": BOTH,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": ALTERNATING,
+    "exaone4": ALTERNATING,
+    "gpt_oss": ALTERNATING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": LATENT | {"topk_method": "greedy", "q_lora_rank": None},
+    "deepseek_v3": LATENT,
+    "glm": HEADS,
+    "glm4": HEADS,
+    "glm4_moe": HEADS
+    | {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "granitemoe": {"attention_multiplier": 0.2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "starcoder2": WINDOWED,
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "phi": {},
+    "phi3": WINDOWED,
+    "gpt_neox": {},
+    "gpt2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "bitnet": {},
+    "ernie4_5": HEADS,
+    "hunyuan_v1_dense": HEADS,
+    "seed_oss": HEADS,
+    "apertus": {},
+    "helium": HEADS,
+    "arcee": {},
+    "persimmon": {},
+    "nemotron": {},
+}
+"""Those that are served: ``model_type`` to what is said beside `TINY`."""
+
+UNSAFE: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": ({}, "its attention cannot be replaced"),
+    "bloom": ({}, "its attention cannot be replaced"),
+    "mpt": ({}, "its attention cannot be replaced"),
+    "gptj": ({}, "its attention cannot be replaced"),
+    "stablelm": ({}, "its attention cannot be replaced"),
+    "qwen3_next": ({}, "keeps a state of its own"),
+    "mamba": ({}, "keeps a state of its own"),
+    "jamba": ({}, "keeps a state of its own"),
+    "minimax": ({}, "'linear_attention' is not full or sliding attention"),
+    "llama4_text": ({}, "'chunked_attention' is not full or sliding attention"),
+    "doge": ({}, "layer 0 makes its own mask"),
+    "bert": ({}, "layer 0 is not causal"),
+}
+"""Those that would give wrong answers without a word, and why they are refused."""
+
+
+def make_family(family: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A random transformers model of the family, float32, eager attention, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    options = {**TINY, **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(family, **options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1:
+                scale = 1.0 if "embed" in name or "wte" in name else (1.5 / weight.shape[-1] ** 0.5)
+                weight.copy_(noise * scale)
+            elif name.endswith("bias"):
+                weight.copy_(0.3 * noise)
+            else:
+                weight.add_(0.2 * noise)
+    return model
+
+
+def make_family_checkpoint(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Write a random checkpoint of ``family`` to ``path`` and return it."""
+    model = make_family(family, **overrides).to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,207 @@
+"""Who runs a model folder, how it is chosen, and what is refused before and while weights are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ferrum_rpc import cli
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine import hf_model
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.sizing import LargestStep, make_plan
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.hf.describe import HfSpec, describe
+from tests.checkpoints import make_checkpoint
+from tests.numerics.hf_families import make_family_checkpoint
+from tests.serving import serve_model
+
+
+@pytest.fixture(scope="module")
+def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("native"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a family that the native decoder will hardly ever have."""
+    return make_family_checkpoint(tmp_path_factory.mktemp("other"), "gpt_neox")
+
+
+@pytest.fixture
+def folder(other_folder: Path, tmp_path: Path) -> Path:
+    """A copy to be changed."""
+    for file in other_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def settings(folder: Path, **options: Any) -> ModelSettings:
+    return ModelSettings(str(folder), **{"device": "cpu", "kv_blocks": 16, "block_size": 4} | options)
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+
+
+def reason(folder: Path, choice: str, **options: Any) -> str:
+    return dict(choose_parts(settings(folder, **options)).choices)[choice]
+
+
+def test_what_the_native_decoder_serves_it_serves(native_folder: Path) -> None:
+    assert reason(native_folder, "model=native")
+    assert reason(native_folder, "model=native", model_backend="native") == "requested"
+    assert reason(native_folder, "model=hf", model_backend="hf") == "requested"
+
+
+def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_folder: Path) -> None:
+    why = reason(other_folder, "model=hf")
+    assert why.startswith("native: architectures: 'GPTNeoXForCausalLM' is not supported")
+    with pytest.raises(NotSupported, match="'GPTNeoXForCausalLM' is not supported"):
+        choose_parts(settings(other_folder, model_backend="native"))
+    runner = build_runner(settings(other_folder))
+    assert (runner.info.architecture, runner.info.folder) == ("GPTNeoXForCausalLM", str(other_folder))
+    assert "differ by" in dict(runner.device.choices)["parity"]
+    assert runner.device.exact_span_tokens == 0
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    other_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(NotSupported, match=r"is not supported; .*; nor through .*pip install 'ferrum-rpc\[hf\]'"):
+        choose_parts(settings(other_folder))
+    with pytest.raises(NotSupported, match=r"^transformers is not installed"):
+        choose_parts(settings(other_folder, model_backend="hf"))
+
+
+def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
+    configure(folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(NotSupported, match=r"'MambaForCausalLM' is not supported.*keeps a state of its own") as caught:
+        choose_parts(settings(folder))
+    assert caught.value.field == "architectures"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"surprise": 3}, "surprise: 3 is not known here"),  # and transformers would not look at it
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"architectures": "gone", "model_type": "gone"}, "architectures is missing"),
+    ],
+)
+def test_a_broken_configuration_of_a_native_family_keeps_its_error(
+    native_folder: Path, tmp_path: Path, changes: dict[str, Any], error: str
+) -> None:
+    for file in native_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    configure(tmp_path, **changes)
+    with pytest.raises((InvalidRequest, NotSupported), match=f"^{error}"):
+        choose_parts(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "error"),
+    [
+        ({"model_type": "gone"}, InvalidRequest, "model_type"),
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.Y"}}, NotSupported, "code .* is never run"),
+        ({"model_type": "t5"}, NotSupported, "is no decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, NotSupported, "quantized checkpoints are not read"),
+        ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
+        ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
+        ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),
+        ({"num_hidden_layers": 3}, InvalidRequest, "asks for .* weights, and the files have"),
+        ({"hidden_size": 1 << 20}, InvalidRequest, "misshapen"),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
+    folder: Path, changes: dict[str, Any], kind: type[Exception], error: str
+) -> None:
+    configure(folder, **changes)
+    with pytest.raises(kind, match=error):
+        choose_parts(settings(folder, model_backend="hf"))
+
+
+@pytest.mark.parametrize("wrong", ["missing", "too many", "not finite", "too large for it"])
+def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, wrong: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "gpt_neox.layers.1.attention.dense.weight"
+    if wrong == "missing":
+        tensors["padding"] = torch.zeros(tensors[name].numel())
+        del tensors[name]
+    elif wrong == "too many":
+        name = "gpt_neox.layers.1.attention.dense.extra"
+        tensors[name] = torch.zeros(3)
+    else:
+        tensors[name][1, 2] = float("nan") if wrong == "not finite" else 1e38
+    save_file(tensors, file, {"format": "pt"})
+    dtype = "float16" if wrong == "too large for it" else "float32"
+    with pytest.raises(InvalidRequest, match=name):
+        build_runner(settings(folder, dtype=dtype))
+
+
+def test_weights_are_not_rounded(other_folder: Path) -> None:
+    with pytest.raises(NotSupported, match="which transformers runs, are not rounded"):
+        choose_parts(settings(other_folder, quantize="int8"))
+
+
+@pytest.mark.parametrize("what", ["scale", "window"])
+def test_a_family_that_a_description_gets_wrong_does_not_start(
+    other_folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def misread(data: Any) -> HfSpec:
+        spec = describe(data)
+        wrong = {"scale": 2.0} if what == "scale" else {"window": 3}
+        return replace(spec, layers=tuple(replace(each, **wrong) for each in spec.layers))
+
+    monkeypatch.setattr(hf_model, "describe", misread)
+    with pytest.raises(NotSupported, match="over a paged cache its logits of 12 tokens differ"):
+        build_runner(settings(other_folder))
+
+
+def test_all_of_its_weights_and_its_cache_are_planned(other_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = choose_parts(settings(other_folder))
+    plan = make_plan(parts, settings(other_folder), LargestStep(64, 4), 1 << 30)
+    model = build_runner(settings(other_folder)).model
+    held = {id(each): each.nbytes for each in [*model._model.parameters(), *model._model.buffers()]}
+    assert plan.weights_bytes == sum(held.values())
+    assert plan.architecture == "GPTNeoXForCausalLM"
+    assert plan.activations_bytes > 0
+    assert plan.fits
+    with pytest.raises(SystemExit) as done:
+        cli.main(["plan", str(other_folder), "--device", "cpu", "--kv-blocks", "16"])
+    assert done.value.code == 0
+    assert "GPTNeoXForCausalLM, float32" in capsys.readouterr().out
+
+
+def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path) -> None:
+    folder = make_family_checkpoint(tmp_path / "model", "gemma4_text")
+
+    async def go() -> None:
+        config = settings(folder, model_backend="hf")
+        async with (
+            serve_model(config, park_dir=tmp_path / "parked") as served,
+            ExecutorClient(served.target) as client,
+        ):
+            sequence = client.sequence()
+            await sequence.prefill([5, 6, 7, 8, 9])
+            with pytest.raises(NotSupported, match="layers keep different numbers"):
+                await sequence.export_to(tmp_path / "file")
+            with pytest.raises(NotSupported, match="layers keep different numbers"):
+                await sequence.park()
+            await sequence.decode(4)
+
+    asyncio.run(go())
