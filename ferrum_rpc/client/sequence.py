@@ -6,18 +6,14 @@ Prompts go in chunks, and what was lost with an executor is fed again where the 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeVar
 
 from ferrum_rpc.client import transfer
-from ferrum_rpc.client.ahead import Ahead
-from ferrum_rpc.client.answer import Answer, joined
+from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import (
     GREEDY,
     MOST,
@@ -30,11 +26,11 @@ from ferrum_rpc.client.arguments import (
     as_run,
     as_tokens,
 )
-from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.info import Capability, ExecutorInfo
-from ferrum_rpc.client.masks import row_masks_of, with_masks
-from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline, fate_unknown
+from ferrum_rpc.client.feeding import Feeding
+from ferrum_rpc.client.info import Capability
+from ferrum_rpc.client.masks import with_masks
+from ferrum_rpc.client.recovery import NO_ROWS
+from ferrum_rpc.client.retry import LEASE_GONE, Deadline
 from ferrum_rpc.client.state import (
     Item,
     SequenceMisuseError,
@@ -43,52 +39,16 @@ from ferrum_rpc.client.state import (
     new_request_id,
     settled,
 )
-from ferrum_rpc.client.transport import DECODE, PREFILL, VERIFY, Feed
+from ferrum_rpc.client.transport import DECODE, VERIFY
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
-from ferrum_rpc.errors import (
-    ExecutorError,
-    InvalidRequest,
-    NotSupported,
-    SequenceBusy,
-    SequenceVersionMismatch,
-    TruncateBeyondLength,
-)
+from ferrum_rpc.errors import InvalidRequest, NotSupported, TruncateBeyondLength
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, model_executor_pb2
 from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
-Result = TypeVar("Result")
-
 log = logging.getLogger("ferrum_rpc.client")
 
-NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
-_MESSAGE_OVERHEAD: Final = 64 << 10
-"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
 
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt that goes in chunks: what is in the cache already, should the rest fail."""
-
-    tokens: list[int]
-    output: OutputSpec
-    fed: int = 0
-    length: int = 0
-    answers: list[Answer] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Lost:
-    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
-    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
-
-    tokens: list[int]
-    known: int
-    long: Pieces
-    pieces: list[Piece] | None = None
-    done: int = 0
-
-
-class Sequence:
+class Sequence(Feeding):
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
     An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
@@ -98,15 +58,6 @@ class Sequence:
     except where the fate is unknown (`TransportError`, `DeadlineExceeded`, cancellation): then making the same call
     again is safe and settles it, because it carries the same request id.
     """
-
-    def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
-        self._connection = connection
-        self._context = connection.context
-        self._state = state
-        self._rebuilds = rebuild
-        self._prompt: _Prompt | None = None
-        self._lost: _Lost | None = None
-        self._ahead: Ahead | None = None
 
     def __repr__(self) -> str:
         state = self._state
@@ -119,9 +70,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        if self._ahead is not None:
-            return self._ahead.length
-        return self._state.length if self._lost is None else len(self._lost.tokens)
+        return self._length()
 
     @property
     def version(self) -> int:
@@ -497,24 +446,6 @@ class Sequence:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _check_settled(self, what: str) -> None:
-        """Refuse what is built on the sequence as it stands, where that is not known."""
-        if self._state.released:
-            raise SequenceMisuseError(f"{what}: this sequence was released")
-        if self._lost is not None:
-            raise SequenceMisuseError(f"{what}: this sequence was lost and is not rebuilt yet: await rebuild() first")
-        if self._ahead is not None:
-            raise SequenceMisuseError(
-                f"{what}: a stream of this sequence was not read to its end: await truncate() first"
-            )
-
-    def _held_tokens(self) -> list[int]:
-        """The tokens in the cache, those included that a stream is ahead of its program."""
-        tokens = self._state.tokens if self._lost is None else self._lost.tokens
-        if tokens is None:
-            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
-        return list(tokens)
-
     @asynccontextmanager
     async def _rolled_back(self, deadline: Deadline) -> AsyncIterator[tuple[SequenceState, HandleRef]]:
         """For a batch: the sequence claimed, and the handle that it stands at."""
@@ -560,291 +491,11 @@ class Sequence:
                 return
             answer = await self.decode(token, output, timeout_s=timeout_s)
 
-    async def _in_runs(
-        self,
-        unfed: list[int],
-        left: int | None,
-        output: OutputSpec,
-        stop: frozenset[int] | None,
-        *,
-        timeout_s: float | None,
-        info: ExecutorInfo,
-    ) -> AsyncGenerator[int, None]:
-        """The tokens behind ``unfed``, ``left`` at most. What goes in one call is fed by the first run."""
-
-        def begin() -> Ahead:
-            ends = info.model.eos_token_ids if stop is None else stop
-            stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
-            self._ahead = Ahead(
-                self._connection,
-                self._state,
-                self._send_run,
-                output=output,
-                stops=stops,
-                timeout_s=timeout_s,
-                length=self.length,
-            )
-            return self._ahead
-
-        with self._state.claim("generate"):
-            deadline = self._context.deadline(timeout_s)
-            await self._settle(deadline)
-            unfed = unfed[(await self._feed_chunks(unfed, output, None, deadline)).fed :]
-            ahead, at = begin(), self.length
-            ahead.fill(unfed, at, left, info, least=1)
-        try:
-            while ahead.flights:
-                with self._state.claim("generate"):
-                    while (answer := await ahead.land()) is None:
-                        ahead.fill(unfed, at, left, self._context.known_info or info)
-                self._prompt, info = None, self._context.known_info or info  # of the executor that has it now
-                ends = info.model.eos_token_ids if stop is None else stop
-                tokens, at = answer.tokens.tolist(), answer.length
-                unfed = tokens[-1:]
-                if left is not None:
-                    left -= len(tokens)
-                if unfed[0] not in ends:
-                    ahead.fill(unfed, at, left, info)
-                for index, token in enumerate(tokens):
-                    ahead.length = at - len(tokens) + 1 + index
-                    if token in ends:
-                        await ahead.drain()
-                        return
-                    yield token
-                    if self._ahead is not ahead:  # another call was made meanwhile: go on from where it left it
-                        left = None if left is None else left + len(tokens) - 1 - index
-                        with self._state.claim("generate"):
-                            ahead, at, unfed = begin(), self.length, [token]
-                            ahead.fill(unfed, at, left, info)
-                        break
-        except BaseException as error:
-            ahead.failed = not isinstance(error, GeneratorExit) and fate_unknown(error)
-            raise
-        finally:
-            if self._ahead is ahead:
-                ahead.leave()
-                if not ahead.unknown and self._lost is None and self._state.length == ahead.length:
-                    self._ahead = None
-
-    async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
-        """Send a run of a stream, and where the sequence is lost and may be rebuilt again on the new one."""
-        feed = PREFILL if item.handle is None or len(item.tokens) > 1 else DECODE
-
-        async def send() -> Answer:
-            if item.handle != self._state.handle:
-                return await self._forward(feed, item.tokens, item.output, None, deadline, run=item.run)
-            [answer] = await self._connection.forward(feed, [item], deadline)
-            if isinstance(answer, ExecutorError):
-                raise answer
-            return answer
-
-        return await self._recover(send, deadline)
-
-    def _leave_stream(self) -> list[asyncio.Task[Answer]]:
-        """The sequence ends: what a stream has computed ahead ends with it. Returns the calls that are ending."""
-        ahead, self._ahead = self._ahead, None
-        return [] if ahead is None else ahead.leave()
-
-    async def _settle(self, deadline: Deadline) -> None:
-        """Roll back what a stream that was left has computed beyond what its program has seen. Whether a run of unknown
-        fate has run does not matter: the executor says where the sequence stands."""
-        ahead, state = self._ahead, self._state
-        if ahead is None:
-            return
-        ahead.leave()
-        await ahead.drain()
-        length, handle, backoff = ahead.length, state.handle, Backoff.while_busy(deadline)
-        while self._lost is None and handle is not None and (ahead.unknown or state.length != length):
-            [refusal] = await self._connection.truncate([(state, handle, length)], deadline)
-            if refusal is None:
-                break
-            if isinstance(refusal, SequenceVersionMismatch) and refusal.version and refusal.seq_len is not None:
-                handle = HandleRef(handle.id, refusal.seq_len, refusal.version)
-            elif isinstance(refusal, SEQUENCE_GONE) and self._rebuilds:
-                self._restart(self._held_tokens())
-            elif not isinstance(refusal, SequenceBusy) or not await backoff.wait():
-                raise refusal
-        if self._lost is not None:
-            self._restart(self._held_tokens()[:length])
-        self._ahead = None
-
-    def _claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
-        """Begin a call that needs a sequence which exists, or will: when what was lost is fed again, or for a child
-        that this call feeds."""
-        state = self._state.claim(what)
-        made = state.parent is not None and what in {"decode", "verify"}
-        if state.handle is None and self._lost is None and not made:
-            state.busy = ""
-            raise SequenceMisuseError(f"{what}: nothing was fed to this sequence yet, prefill it first")
-        if not keeps_prompt:
-            self._prompt = None
-        return state
-
-    def _handle(self) -> HandleRef:
-        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
-        if self._state.handle is None:
-            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
-        return self._state.handle
-
-    async def _max_tokens(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
-        """Tokens of one call: what the executor takes and can answer in one message."""
-        info = await self._context.info(deadline)
-        most = info.limits.max_batch_tokens or tokens
-        if output.positions is Positions.ALL and info.limits.max_response_bytes:
-            room = info.limits.max_response_bytes - _MESSAGE_OVERHEAD
-            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size, info.model.hidden_size)))
-        return most
-
-    async def _prefill(
-        self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline, run: Run | None
-    ) -> Answer:
-        prompt, spec = await self._feed_chunks(tokens, output, chunk, deadline), output
-        if prompt.fed and (masks := row_masks_of(output, len(tokens))):
-            spec = with_masks(output, masks[prompt.fed :])
-        prompt.answers.append(await self._feed(PREFILL, tokens[prompt.fed :], spec, None, deadline, run=run))
-        self._prompt = None
-        return joined(prompt.answers)
-
-    async def _feed_chunks(
-        self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline
-    ) -> _Prompt:
-        """Feed all of a prompt but its last chunk."""
-        chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
-        if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self.length):
-            prompt = self._prompt = _Prompt(tokens, output)
-        silent = with_masks(replace(output, positions=Positions.NONE), ())
-        masks = row_masks_of(output, len(tokens))
-        while len(tokens) - prompt.fed > chunk:
-            part, following = tokens[prompt.fed : prompt.fed + chunk], tokens[prompt.fed + chunk]
-            spec = output if output.positions is Positions.ALL else silent
-            if isinstance(output.kind, NextToken):
-                spec = replace(output, kind=replace(output.kind, following_token=following))
-            if masks:
-                spec = with_masks(output, masks[prompt.fed : prompt.fed + chunk])
-            prompt.answers.append(await self._feed(PREFILL, part, spec, None, deadline))
-            prompt.fed += chunk
-            prompt.length = self.length
-        return prompt
-
-    def _feed(
-        self,
-        feed: Feed,
-        tokens: list[int],
-        output: OutputSpec,
-        truncate_to: int | None,
-        deadline: Deadline,
-        *,
-        run: Run | None = None,
-    ) -> Awaitable[Answer]:
-        """One item through a call of its own."""
-        send = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline, run=run)
-        return self._recovering(send, deadline, truncate_to)
-
-    async def _forward(
-        self,
-        feed: Feed,
-        tokens: list[int],
-        output: OutputSpec,
-        truncate_to: int | None,
-        deadline: Deadline,
-        *,
-        run: Run | None = None,
-    ) -> Answer:
-        state = self._state
-        if state.handle is None and state.parent is None:
-            feed, truncate_to = PREFILL, None
-        elif state.handle is not None and truncate_to == state.handle.seq_len:
-            # What was lost may have been rebuilt to exactly that.
-            truncate_to = None
-        item = state.item(next(self._context.item_ids), tokens, output, truncate_to, run)
-        [answer] = await self._connection.forward(feed, [item], deadline)
-        if isinstance(answer, ExecutorError):
-            raise answer
-        return answer
-
-    async def _recovering(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
-    ) -> Result:
-        """As `_recover`, after settling a stream that was left."""
-        if self._ahead is not None:
-            await self._settle(deadline)
-        return await self._recover(send, deadline, truncate_to)
-
-    async def _recover(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
-    ) -> Result:
-        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
-        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
-        to a new one and send again, once."""
-        backoff: Backoff | None = None
-        rebuilt = False
-        while True:
-            try:
-                if self._lost is not None:
-                    await self._feed_lost(deadline)
-                return await send()
-            except SequenceBusy:
-                state, backoff = self._state, backoff or Backoff.while_busy(deadline)
-                made = state.handle is None and state.parent is not None  # another child of its parent is being made
-                may_run = state.doubt is not None and state.doubt.unknown
-                if not (made or may_run) or not await backoff.wait():
-                    raise
-            except SEQUENCE_GONE:
-                if rebuilt or not self._rebuilds or (self._state.handle is None and self._state.parent is None):
-                    raise
-                rebuilt = True
-                self._restart(self._held_tokens()[:truncate_to])
-                if self._lost is not None and not self._lost.tokens:
-                    self._lost = None
-
-    def _restart(self, tokens: list[int]) -> None:
-        lost = self._lost
-        if lost is None:
-            lost = _Lost(tokens, self._state.length, self._state.pieces)
-        self._lost = _Lost(tokens, min(lost.known, len(tokens)), lost.long)
-        self._state.restart()
-
-    async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
-        rollback = (self._state, self._handle(), length)
-        [refusal] = await self._connection.truncate([rollback], deadline)
-        if refusal is not None:
-            raise refusal
-        assert self._context.pressure is not None  # noqa: S101 - the answer had it
-        return self._context.pressure
-
     async def _reserve(self, tokens: int, deadline: Deadline) -> Pressure:
         """Repeating it changes nothing, so it needs no request id."""
         context = self._context
         request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(self._handle()), tokens=tokens)
         return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
-
-    async def _feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
-        """Feed what a lost sequence held. The answer is the last piece's, with all requested rows."""
-        lost, state = self._lost, self._state
-        assert lost is not None  # noqa: S101 - checked by the callers
-        if lost.pieces is None:
-            most = await self._max_tokens(output, len(lost.tokens), deadline)
-            exact = (await self._context.info(deadline)).limits.exact_span_tokens
-            lost.pieces = lost.long.plan(len(lost.tokens), lost.known, exact, most)
-        answers: list[Answer] = []
-        last = len(lost.pieces) - 1
-        for number in range(min(lost.done, last), last + 1):
-            piece = lost.pieces[number]
-            wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
-            filled = piece.filled and wanted is not Positions.NONE
-            spec = replace(output, positions=Positions.ALL if filled else wanted)
-            truncate_to = piece.start if state.length > piece.start else None
-            tokens = piece.tokens(lost.tokens)
-            answer = await self._forward(PREFILL, tokens, spec, truncate_to, deadline)
-            lost.done = number + 1
-            if filled and answer.rows is not None:
-                answer = replace(answer, rows=piece.rows(answer.rows, wanted))
-            answers.append(answer)
-        if state.length > len(lost.tokens):
-            await self._roll_back(len(lost.tokens), deadline)
-        self._lost = None
-        answer = joined(answers)  # there is at least one piece
-        return replace(answer, handle=state.handle or answer.handle)
 
 
 def _check_fed(output: OutputSpec) -> None:

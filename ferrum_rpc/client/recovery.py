@@ -1,0 +1,162 @@
+"""What every call of a sequence goes through: it is sent, and what was lost with an executor is fed again where the
+program wants that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from ferrum_rpc.client.answer import Answer, joined
+from ferrum_rpc.client.arguments import GREEDY
+from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.pieces import Piece, Pieces
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
+from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
+from ferrum_rpc.client.transport import PREFILL, Feed
+from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Run
+from ferrum_rpc.errors import ExecutorError, SequenceBusy
+
+Result = TypeVar("Result")
+
+NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
+MESSAGE_OVERHEAD: Final = 64 << 10
+"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+
+
+@dataclass(slots=True)
+class Lost:
+    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
+    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
+
+    tokens: list[int]
+    known: int
+    long: Pieces
+    pieces: list[Piece] | None = None
+    done: int = 0
+
+
+class Recovering:
+    """The base of a sequence that may be lost and rebuilt."""
+
+    def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
+        self._connection = connection
+        self._context = connection.context
+        self._state = state
+        self._rebuilds = rebuild
+        self._lost: Lost | None = None
+
+    async def _recover(
+        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
+    ) -> Result:
+        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
+        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
+        to a new one and send again, once."""
+        backoff: Backoff | None = None
+        rebuilt = False
+        while True:
+            try:
+                if self._lost is not None:
+                    await self._feed_lost(deadline)
+                return await send()
+            except SequenceBusy:
+                state, backoff = self._state, backoff or Backoff.while_busy(deadline)
+                made = state.handle is None and state.parent is not None  # another child of its parent is being made
+                may_run = state.doubt is not None and state.doubt.unknown
+                if not (made or may_run) or not await backoff.wait():
+                    raise
+            except SEQUENCE_GONE:
+                if rebuilt or not self._rebuilds or (self._state.handle is None and self._state.parent is None):
+                    raise
+                rebuilt = True
+                self._restart(self._held_tokens()[:truncate_to])
+                if self._lost is not None and not self._lost.tokens:
+                    self._lost = None
+
+    async def _forward(
+        self,
+        feed: Feed,
+        tokens: list[int],
+        output: OutputSpec,
+        truncate_to: int | None,
+        deadline: Deadline,
+        *,
+        run: Run | None = None,
+    ) -> Answer:
+        state = self._state
+        if state.handle is None and state.parent is None:
+            feed, truncate_to = PREFILL, None
+        elif state.handle is not None and truncate_to == state.handle.seq_len:
+            # What was lost may have been rebuilt to exactly that.
+            truncate_to = None
+        item = state.item(next(self._context.item_ids), tokens, output, truncate_to, run)
+        [answer] = await self._connection.forward(feed, [item], deadline)
+        if isinstance(answer, ExecutorError):
+            raise answer
+        return answer
+
+    def _restart(self, tokens: list[int]) -> None:
+        lost = self._lost
+        if lost is None:
+            lost = Lost(tokens, self._state.length, self._state.pieces)
+        self._lost = Lost(tokens, min(lost.known, len(tokens)), lost.long)
+        self._state.restart()
+
+    async def _feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
+        """Feed what a lost sequence held. The answer is the last piece's, with all requested rows."""
+        lost, state = self._lost, self._state
+        assert lost is not None  # noqa: S101 - checked by the callers
+        if lost.pieces is None:
+            most = await self._max_tokens(output, len(lost.tokens), deadline)
+            exact = (await self._context.info(deadline)).limits.exact_span_tokens
+            lost.pieces = lost.long.plan(len(lost.tokens), lost.known, exact, most)
+        answers: list[Answer] = []
+        last = len(lost.pieces) - 1
+        for number in range(min(lost.done, last), last + 1):
+            piece = lost.pieces[number]
+            wanted = output.positions if number == last or output.positions is Positions.ALL else Positions.NONE
+            filled = piece.filled and wanted is not Positions.NONE
+            spec = replace(output, positions=Positions.ALL if filled else wanted)
+            truncate_to = piece.start if state.length > piece.start else None
+            tokens = piece.tokens(lost.tokens)
+            answer = await self._forward(PREFILL, tokens, spec, truncate_to, deadline)
+            lost.done = number + 1
+            if filled and answer.rows is not None:
+                answer = replace(answer, rows=piece.rows(answer.rows, wanted))
+            answers.append(answer)
+        if state.length > len(lost.tokens):
+            await self._roll_back(len(lost.tokens), deadline)
+        self._lost = None
+        answer = joined(answers)  # there is at least one piece
+        return replace(answer, handle=state.handle or answer.handle)
+
+    def _held_tokens(self) -> list[int]:
+        """The tokens in the cache, those included that a stream is ahead of its program."""
+        tokens = self._state.tokens if self._lost is None else self._lost.tokens
+        if tokens is None:
+            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
+        return list(tokens)
+
+    def _handle(self) -> HandleRef:
+        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
+        if self._state.handle is None:
+            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
+        return self._state.handle
+
+    async def _max_tokens(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
+        """Tokens of one call: what the executor takes and can answer in one message."""
+        info = await self._context.info(deadline)
+        most = info.limits.max_batch_tokens or tokens
+        if output.positions is Positions.ALL and info.limits.max_response_bytes:
+            room = info.limits.max_response_bytes - MESSAGE_OVERHEAD
+            most = min(most, max(1, room // output.row_bytes(info.model.vocab_size, info.model.hidden_size)))
+        return most
+
+    async def _roll_back(self, length: int, deadline: Deadline) -> Pressure:
+        rollback = (self._state, self._handle(), length)
+        [refusal] = await self._connection.truncate([rollback], deadline)
+        if refusal is not None:
+            raise refusal
+        assert self._context.pressure is not None  # noqa: S101 - the answer had it
+        return self._context.pressure
