@@ -1,5 +1,5 @@
-"""`ferrum-rpc info|status|health|generate`, and for operators `sequences|drain|reset|warmup`: a client of a running
-server, for a person or a script."""
+"""`ferrum-rpc info|status|health|generate`, and for operators `sequences|adapters|drain|reset|warmup`: a client of a
+running server, for a person or a script."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ async def sequences(arguments: argparse.Namespace) -> int:
     """The live sequences of every caller."""
     async with connect(arguments) as client:
         _show(await client.list_sequences(), as_json=arguments.json)
+    return 0
+
+
+async def adapters(arguments: argparse.Namespace) -> int:
+    """Load and unload adapters, then list those that are loaded."""
+    async with connect(arguments) as client:
+        for name in arguments.unload:
+            await client.unload_adapter(name)
+        for name in arguments.load:
+            await client.load_adapter(name)
+        _show(await client.list_adapters(), as_json=arguments.json)
     return 0
 
 

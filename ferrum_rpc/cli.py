@@ -62,6 +62,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         ("status", "how a running server does"),
         ("health", "exit 0 if a running server serves"),
         ("sequences", "for operators: the live sequences of every caller"),
+        ("adapters", "for operators: the loaded adapters; load and unload"),
         ("drain", "for operators: take no new sequences, end when the owned ones are gone; as SIGTERM does"),
         ("reset", "for operators: release every sequence of every caller"),
         ("warmup", "for operators: run steps of typical shapes"),
@@ -77,7 +78,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file: its key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("plan", "doctor", "info", "status", "sequences", "drain", "reset", "warmup"):
+    for name in ("plan", "doctor", "info", "status", "sequences", "adapters", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
     named["drain"].add_argument(
@@ -86,6 +87,8 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     named["reset"].add_argument(
         "--instance-id", default="", help="only that life of the server (`info` shows it), not its successor"
     )
+    for flag, text in (("--load", "load it first"), ("--unload", "unload it first, if no sequence uses it")):
+        named["adapters"].add_argument(flag, action="append", default=[], metavar="NAME", help=text)
     named["warmup"].add_argument("--batch-size", type=int, default=0, help="sequences decoded together (default: 8)")
     named["warmup"].add_argument("--prefill-tokens", type=int, default=0, help="tokens of the prompt (default: 128)")
     add_flags(named["bench"])

@@ -113,6 +113,12 @@ class ModelSettings:
         default="auto", description="on a GPU: begin a step while the one before it computes"
     )
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
+    adapter_dir: Path | None = Field(
+        default=None, description="folder of adapters, each a folder as PEFT writes it (default: none are offered)"
+    )
+    max_adapters: int = Field(default=32, ge=1, description="adapters that may be loaded at a time")
+    max_adapter_rank: int = Field(default=64, ge=1, le=1024, description="largest rank of an adapter")
+    adapter_memory: Bytes = Field(default=1 << 30, description="memory that loaded adapters may take, e.g. 2GiB")
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto",
         description="type of keys and values: 8 bits of them are int8 on a CPU, and fp8 on a GPU",
@@ -242,7 +248,8 @@ class ServeSettings:
     def limits(self) -> Limits:
         """The part that the service floor enforces and GetInfo names."""
         own = {name: getattr(self, name) for name in Limits.__dataclass_fields__ if hasattr(self, name)}
-        return Limits(**own, max_sequences=self.model.max_sequences)
+        adapters = 0 if self.model.adapter_dir is None else self.model.max_adapters
+        return Limits(**own, max_sequences=self.model.max_sequences, max_adapters=adapters)
 
 
 SETTINGS: Final[dict[str, FieldInfo]] = {

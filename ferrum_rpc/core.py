@@ -303,11 +303,13 @@ class RunEnded(NamedTuple):
 
 
 class PrefixUse(NamedTuple):
-    """How a sequence uses the prefix cache: it finds blocks of sequences with the same ``salt``, and ``publishes`` its
-    own for them."""
+    """How a sequence uses the prefix cache: it finds blocks of sequences with the same ``salt`` and ``adapter``, and
+    ``publishes`` its own for them. ``fingerprint``: of the model with the adapter, where there is one."""
 
     salt: bytes = b""
     publishes: bool = True
+    adapter: str = ""
+    fingerprint: bytes = b""
 
 
 PREFIX: Final = PrefixUse()
@@ -322,6 +324,7 @@ class Span(NamedTuple):
     beyond the span for which blocks are held as well, or the span is refused. ``run``: the steps that follow by
     themselves, for which blocks are held too. ``parent``: a sequence of whose first ``start`` tokens the new one is
     made, as they were before the step. ``prefix``: how a new sequence uses the prefix cache; None: not at all.
+    ``adapter``: the number of the adapter that the sequence is computed with; 0: none.
     """
 
     sequence: int
@@ -333,6 +336,7 @@ class Span(NamedTuple):
     run: Run | None = None
     parent: int | None = None
     prefix: PrefixUse | None = None
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -383,13 +387,14 @@ class HandleRef(NamedTuple):
 class CreateOptions:
     """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``prefix``: how it uses the
     prefix cache; None: not at all. ``lease_id``: the lease that it ends with; none: it ends when it is unused for long.
-    ``fork``: it is made of the sequence of the item's handle, whose lease it has where none is named, and uses the
-    prefix cache as that does."""
+    ``fork``: it is made of the sequence of the item's handle, whose lease it has where none is named, whose adapter it
+    has, and uses the prefix cache as that does. ``adapter``: the name of its adapter; empty: none."""
 
     reserve_tokens: int = 0
     prefix: PrefixUse | None = PREFIX
     lease_id: str = ""
     fork: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,8 +644,8 @@ class DeviceInfo:
 class Limits:
     """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place. What is of parking is not told by GetInfo. ``exact_span_tokens`` is no setting: the engine knows it
-    (`DeviceInfo`), GetInfo reports it here."""
+    in its place. ``max_adapters`` 0: none are offered; that and what is of parking is not told by GetInfo.
+    ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -672,6 +677,7 @@ class Limits:
     max_running: int = 64
     max_followers: int = 1
     max_transfers: int = 4
+    max_adapters: int = 0
     kv_park_bytes: int = 8 << 30
     kv_park_idle_s: float = 0.0
     exact_span_tokens: int = 0
@@ -699,12 +705,22 @@ class CacheState(NamedTuple):
 
 class BlockChange(NamedTuple):
     """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
-    its chain); or, without a parent, its hash is there no more, or in the second tier alone (``parked``). An empty
-    hash: none is."""
+    its chain), as computed with ``adapter``; or, without a parent, its hash is there no more, or in the second tier
+    alone (``parked``). An empty hash: none is."""
 
     hash: bytes
     parent: bytes | None
     parked: bool = False
+    adapter: str = ""
+
+
+class AdapterFacts(NamedTuple):
+    """An adapter as its files say: its largest rank, what it takes of the device's memory, and in how many pieces it is
+    read."""
+
+    rank: int
+    nbytes: int
+    pieces: int
 
 
 class Pressure(NamedTuple):

@@ -34,6 +34,8 @@ class Reason(enum.StrEnum):
     LEASE_EXPIRED = "LEASE_EXPIRED"
     LEASE_UNKNOWN = "LEASE_UNKNOWN"
     TOKEN_MASK_UNKNOWN = "TOKEN_MASK_UNKNOWN"  # noqa: S105 - no secret
+    ADAPTER_UNKNOWN = "ADAPTER_UNKNOWN"
+    ADAPTER_IN_USE = "ADAPTER_IN_USE"
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
     LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     SEQUENCE_VERSION_MISMATCH = "SEQUENCE_VERSION_MISMATCH"
@@ -122,6 +124,14 @@ class TokenMaskUnknown(ExecutorError):
     """This caller has no such mask, or others have taken its place (``token_mask_id``): register it again."""
 
 
+class AdapterUnknown(ExecutorError):
+    """No adapter of this name is loaded, or there is none to be loaded."""
+
+
+class AdapterInUse(ExecutorError):
+    """Sequences use the adapter (``sequences``: how many): release them first."""
+
+
 class InstanceMismatch(ExecutorError):
     """The handle was minted by another process lifetime: prefill again."""
 
@@ -173,7 +183,7 @@ class KvCorrupt(ExecutorError):
 
 class SequencesExhausted(ExecutorError):
     """As many sequences live as may (``max_sequences``), or as many leases (``max_leases``), or too much is parked
-    (``kv_park_bytes``): release some."""
+    (``kv_park_bytes``), or as many adapters are loaded (``max_adapters``, ``adapter_memory``): release some."""
 
 
 class QuotaExceeded(ExecutorError):

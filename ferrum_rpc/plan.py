@@ -32,6 +32,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         return [
             ("memory", gib(made.memory_bytes), f"on {made.device}"),
             ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
+            *([("adapters", gib(made.adapters_bytes), "--adapter-memory")] if made.adapters_bytes else []),
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens"),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes, {sequences}"),

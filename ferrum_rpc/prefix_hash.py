@@ -17,7 +17,8 @@ HASH_BYTES: Final = 16
 
 
 def root_of(fingerprint: bytes, salt: bytes, adapter: str = "") -> bytes:
-    """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes."""
+    """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes, or that of the model
+    with the ``adapter`` of this name."""
     named = adapter.encode()
     content = fingerprint + len(named).to_bytes(4, "little") + named + salt
     return blake2b(content, digest_size=HASH_BYTES, person=b"ferrum-rpc chain").digest()

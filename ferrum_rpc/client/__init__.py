@@ -42,6 +42,7 @@ from ferrum_rpc.client.answer import Answer, NoSuchRowsError
 from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.client import CacheMode, ExecutorClient
 from ferrum_rpc.client.info import (
+    AdapterInfo,
     Capability,
     Counters,
     ExecutorInfo,
@@ -82,6 +83,7 @@ __all__ = [
     "NEVER_RESEND",
     "SEQUENCE_GONE",
     "Accept",
+    "AdapterInfo",
     "Answer",
     "CacheMode",
     "Capability",

@@ -22,6 +22,7 @@ from ferrum_rpc.client.channel import (
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import (
+    AdapterInfo,
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
@@ -202,6 +203,28 @@ class ExecutorClient:
             if not page.next_page_token:
                 return found
             request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
+
+    async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
+        """Load an adapter from the executor's adapter folder, for `sequence`. One that is loaded stays as it is. Raises
+        `AdapterUnknown`, `SequencesExhausted` where there is no room, and `InvalidRequest` and `NotSupported` for files
+        that are not right."""
+        message = executor_control_pb2.LoadAdapterRequest(name=name)
+        deadline = self._context.deadline(timeout_s)
+        response = await self._context.call(self._context.control.LoadAdapter, message, deadline, NEVER_RESEND)
+        return from_proto(AdapterInfo, response.adapter, nbytes=response.adapter.bytes)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Unload an adapter. Raises `AdapterUnknown`, and `AdapterInUse` while sequences have it."""
+        message = executor_control_pb2.UnloadAdapterRequest(name=name)
+        deadline = self._context.deadline(timeout_s)
+        await self._context.call(self._context.control.UnloadAdapter, message, deadline, NEVER_RESEND)
+
+    async def list_adapters(self, *, timeout_s: float | None = None) -> list[AdapterInfo]:
+        """The loaded adapters, in the order in which they came."""
+        message = executor_control_pb2.ListAdaptersRequest()
+        deadline = self._context.deadline(timeout_s)
+        response = await self._context.call(self._context.control.ListAdapters, message, deadline, NEVER_RESEND)
+        return [from_proto(AdapterInfo, each, nbytes=each.bytes) for each in response.adapters]
 
     def watch_prefixes(self, *, patience_s: float = 60.0) -> AsyncGenerator[PrefixEvents, None]:
         """What the executor's prefix cache has, and then what enters and leaves it, for a `PrefixIndex`: until the

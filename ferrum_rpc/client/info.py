@@ -182,6 +182,18 @@ class SequenceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A loaded adapter: its largest ``rank``, what it takes of the executor's memory, how many ``sequences`` use it,
+    and the ``fingerprint`` of the model with it."""
+
+    name: str
+    rank: int
+    nbytes: int
+    sequences: int
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupReport:
     """What a warm-up ran: ``steps`` forward passes in ``elapsed_s`` seconds."""
 
@@ -209,7 +221,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
+        limits=from_proto(Limits, proto.limits, max_adapters=0, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,

@@ -18,7 +18,7 @@ import numpy as np
 
 from ferrum_rpc.client.arguments import Tokens, as_tokens
 from ferrum_rpc.client.context import Context
-from ferrum_rpc.client.info import Capability, ExecutorInfo
+from ferrum_rpc.client.info import AdapterInfo, Capability, ExecutorInfo
 from ferrum_rpc.client.retry import LONGEST_PAUSE_S, Backoff
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, NotSupported, Starting, TransportError
 from ferrum_rpc.executor.v1 import kv_transfer_pb2
@@ -69,9 +69,9 @@ class PrefixIndex:
         for hashed, there in events.changes:
             (self._there.add if there else self._there.discard)(hashed)
 
-    def match(self, tokens: Tokens, *, salt: bytes = b"", adapter: str = "") -> int:
+    def match(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> int:
         """How many tokens of a prompt need not be computed there: those of its first blocks that are there. The last
-        token is computed always."""
+        token is computed always. ``adapter``: as the executor lists it."""
         found = 0
         for hashed in self.hashes(tokens, salt=salt, adapter=adapter):
             if hashed not in self._there:
@@ -79,10 +79,13 @@ class PrefixIndex:
             found += self._block_size
         return found
 
-    def hashes(self, tokens: Tokens, *, salt: bytes = b"", adapter: str = "") -> Iterator[bytes]:
+    def hashes(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> Iterator[bytes]:
         """The hashes of the blocks of a prompt that may be found, in their order."""
         ids = np.array(as_tokens(tokens)[:-1], np.int64).astype(np.uint32).view(np.int32)
-        return chained(root_of(self._fingerprint, salt, adapter), ids, self._block_size)
+        root = root_of(self._fingerprint, salt)
+        if adapter is not None:
+            root = root_of(adapter.fingerprint, salt, adapter.name)
+        return chained(root, ids, self._block_size)
 
 
 def _events(batches: list[kv_transfer_pb2.WatchKvEventsResponse]) -> PrefixEvents:

@@ -14,6 +14,7 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
+from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
@@ -23,8 +24,8 @@ from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
-from ferrum_rpc.engine.sizing import LargestStep, announce, make_plan, size_cache
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, size_cache
+from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
@@ -32,6 +33,7 @@ from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.model import HfModel
 from ferrum_rpc.models.identity import IdentityModel
+from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
 
@@ -76,7 +78,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     if not isinstance(parts.model, IdentityModel) and not config.name:
         info = replace(info, folder=str(Path(config.path).absolute()))
     block_bytes = info.kv_bytes_per_token * config.block_size
-    blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, free_memory(device))
+    left = max(0, free_memory(device) - adapter_bytes(config))
+    blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
     choices.append((f"kv_blocks={blocks} ({blocks * block_bytes / 2**20:.0f} MiB)", reason))
     try:
         store = KvStore(parts.cache, blocks + 1, config.block_size, device)
@@ -95,7 +98,10 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
         choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
     tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store)
-    compute, depth = Compute(model, attention), 1
+    loras, adapters = None, None
+    if config.adapter_dir is not None:
+        loras, adapters = _adapters(config.adapter_dir, config, model, info.fingerprint, choices)
+    compute, depth = Compute(model, attention, loras), 1
     if isinstance(model, HfModel):
         choices.append(check_parity(model, compute, store, info.max_context))
     cuda = device.type == "cuda"
@@ -106,6 +112,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
             graphs=config.cuda_graphs,
             max_sequences=config.max_sequences,
             blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
+            loras=loras,
         )
         overlap, depth = select_depth(compute, config.overlap)
         choices += (choice, overlap, (f"sampling={compute.sampler.name}", compute.sampler.reason))
@@ -128,7 +135,24 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         compute=compute,
         depth=depth,
         tier=tier,
+        adapters=adapters,
     )
+
+
+def _adapters(
+    folder: Path, config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]]
+) -> tuple[Loras, Adapters]:
+    """What takes the adapters of a folder. Raises InvalidRequest where it is none, NotSupported where the model cannot
+    be adapted."""
+    if not folder.is_dir():
+        raise InvalidRequest(f"{folder.absolute()} is no folder", field="adapter_dir")
+    if not isinstance(model, AdaptableModel):
+        message = f"a {type(model).__name__} takes no adapters; serve it without --adapter-dir"
+        raise NotSupported(message, field="adapter_dir")
+    reason, loras = model.take_adapters()
+    choices.append((f"adapters={loras.name}", reason))
+    limits = config.max_adapter_rank, config.adapter_memory
+    return loras, Adapters(folder, loras, fingerprint, *limits)
 
 
 def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:

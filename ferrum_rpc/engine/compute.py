@@ -18,7 +18,8 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Accept, Greedy, NextToken, Rows, Sample, Span, TokenArray
-from ferrum_rpc.models.base import Model, NativeModel, StepInputs
+from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
+from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import select_sampler
 from ferrum_rpc.sampling.masks import Masks
@@ -27,12 +28,14 @@ from ferrum_rpc.sampling.transfer import Mark
 
 
 class Compute:
-    """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes."""
+    """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes. ``loras``: the
+    adapters that spans may name."""
 
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 
-    def __init__(self, model: Model, attention: AttentionBackend) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend, loras: Loras | None = None) -> None:
+        self.loras = loras
         self.model = model
         self.attention = attention
         self.sampler = select_sampler(model.device)
@@ -54,8 +57,9 @@ class Compute:
         plan = attention.plan(geometry)
         packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
         tokens, positions, slots = self.to_device(packed.astype(np.int64), geometry.positions, geometry.slots)
-        inputs = StepInputs(tokens, positions)
-        if self._native is not None:
+        adapters = self.adapters_of(spans)
+        inputs = StepInputs(tokens, positions, adapters)
+        if self._native is not None and (adapters is None or adapters.native):
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
             if step is not None:
@@ -66,6 +70,18 @@ class Compute:
             return attention.attend(layer, query, plan)
 
         return self.model.forward(inputs, attend)
+
+    def adapters_of(self, spans: Sequence[Span]) -> StepAdapters | None:
+        """Those of a step's sequences; None: none has one."""
+        if not self.loras:
+            return None
+        adapted, first = list[tuple[int, int, int]](), 0
+        for span in spans:
+            count = len(span.tokens)
+            if span.adapter:
+                adapted.append((span.adapter, first, count))
+            first += count
+        return self.loras.step(adapted, first) if adapted else None
 
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]

@@ -33,6 +33,7 @@ import torch
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import (
+    AdapterFacts,
     BlockChange,
     CacheState,
     DeviceInfo,
@@ -46,8 +47,9 @@ from ferrum_rpc.core import (
     StepResult,
     TokenArray,
 )
+from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
@@ -63,7 +65,7 @@ Stage = Callable[[str], None]
 
 Stages of a step: ``reserve`` (each span; again where it had to wait for blocks), ``plan``, ``forward``, ``select``, and
 when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each child), ``release``, ``reserve_kv``,
-``export`` (each piece), ``import`` (its begin, each piece, its end).
+``export`` (each piece), ``import`` (its begin, each piece, its end), ``adapter`` (each piece).
 """
 
 FETCH_BYTES: Final = 16 << 20
@@ -114,6 +116,7 @@ class TorchRunner:
         compute: Compute | None = None,
         depth: int = 1,
         tier: BlockFiles | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.info = info
         self.device = device
@@ -127,6 +130,7 @@ class TorchRunner:
         self._under_way: list[Pending] = []
         self._imports: dict[int, tuple[Reservation, TokenArray]] = {}
         self._ended_at = 0.0
+        self._adapters = adapters
         self._tier = tier
         if tier is not None:
             tier.on_gone = partial(kv.note_tier, there=False)
@@ -248,7 +252,7 @@ class TorchRunner:
         if forks:  # first: their parents may be fed in the same step
             spans = forks + [each for each in spans if each[1].parent is None]
         for index, span in spans:
-            sequence, tokens, start, _, create, ahead, run, parent, prefix = span
+            sequence, tokens, start, _, create, ahead, run, parent, prefix, _ = span
             if index in refused:
                 continue
             try:
@@ -292,7 +296,8 @@ class TorchRunner:
             span = pending.spans[index]
             if reservation.cached:
                 cached, sequence = reservation.cached, span.sequence
-                span = Span(sequence, span.tokens[cached:], span.start + cached, span.output)
+                tokens, start = span.tokens[cached:], span.start + cached
+                span = Span(sequence, tokens, start, span.output, adapter=span.adapter)
             spans.append(span)
             starts.append(span.start)
             lengths.append(len(span.tokens))
@@ -461,6 +466,30 @@ class TorchRunner:
         """Keep the token masks ``added``, by id and words, and forget others; see `Masks`."""
         with self._operation("change of masks"):
             self.compute.masks.change(added, dropped)
+
+    def open_adapter(self, number: int, name: str) -> AdapterFacts:
+        """Begin to load an adapter: see `Adapters.open`."""
+        with self._operation("load of an adapter"):
+            return self._known_adapters.open(number, name)
+
+    def read_adapter(self, number: int) -> bytes | None:
+        """Read a piece of an adapter that was opened. The last answer is the fingerprint of the model with it."""
+        with self._operation("load of an adapter"):
+            if self._stage is not None:
+                self._stage("adapter")
+            return self._known_adapters.read(number)
+
+    def drop_adapter(self, number: int) -> None:
+        """No sequence uses it, and none will."""
+        with self._operation("end of an adapter"):
+            self._settle()
+            self._known_adapters.drop(number)
+
+    @property
+    def _known_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise NotSupported("the executor has no --adapter-dir")
+        return self._adapters
 
     # --- moving sequences, a piece at a time between steps ----------------------------------------------------------
 

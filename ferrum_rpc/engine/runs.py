@@ -116,8 +116,8 @@ class Runs:
         if call.work.on_tokens is not None:
             call.chosen.append((each.index, len(each.rows), token))
         each.rows.append(rows)
-        sequence, _, _, output, *_ = each.span
-        each.span = Span(sequence, np.array((token,), np.int32), outcome.length, output)
+        sequence, _, _, output, *_, adapter = each.span
+        each.span = Span(sequence, np.array((token,), np.int32), outcome.length, output, adapter=adapter)
         if token in each.run.stop_token_ids:
             self._end(each, RunEnd.STOP_ID)
         elif len(each.rows) == each.run.max_tokens:

@@ -41,7 +41,8 @@ class LargestStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``step_tokens``: of the
+    """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
+    kept for them. ``step_tokens``: of the
     largest step that the cache can hold. ``reason``: of the cache's size. ``alternative``: flags that fit, where these
     do not."""
 
@@ -51,6 +52,7 @@ class Plan:
     quantize: str
     memory_bytes: int
     weights_bytes: int
+    adapters_bytes: int
     activations_bytes: int
     step_tokens: int
     kv_bytes_per_token: int
@@ -78,7 +80,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """Of everything."""
-        return self.weights_bytes + self.activations_bytes + self.kv_bytes
+        return self.weights_bytes + self.adapters_bytes + self.activations_bytes + self.kv_bytes
 
     @property
     def fits(self) -> bool:
@@ -90,7 +92,10 @@ class Plan:
         """What to do where it does not fit, or where no sequence can become as long as it may; or nothing."""
         if not self.fits:
             weights, step, cache = map(gib, (self.weights_bytes, self.activations_bytes, self.kv_bytes))
-            parts = f"{weights} of weights, {step} for a step of {self.step_tokens:,} tokens and {cache} of cache"
+            weights += " of weights"
+            if self.adapters_bytes:
+                weights += f" and {gib(self.adapters_bytes)} of adapters"
+            parts = f"{weights}, {step} for a step of {self.step_tokens:,} tokens and {cache} of cache"
             better = f"{self.alternative} would fit" if self.alternative else "nor would a smaller step or cache"
             return f"{parts} do not fit {gib(self.memory_bytes)}; {better}"
         if self.full_sequences < 1:
@@ -136,6 +141,11 @@ def size_cache(config: ModelSettings, block_bytes: int, max_context: int, device
     return blocks, reason
 
 
+def adapter_bytes(config: ModelSettings) -> int:
+    """Memory that is kept for adapters."""
+    return 0 if config.adapter_dir is None else config.adapter_memory
+
+
 def make_plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int) -> Plan:
     """What ``parts`` take of ``memory`` free bytes, and settings that fit where these do not."""
     plan = _plan(parts, config, largest, memory)
@@ -170,7 +180,8 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
     weights, architecture = 0, IDENTITY
     if not isinstance(model, IdentityModel):
         weights, architecture = model.weight_bytes(), model.architecture
-    block_bytes, left = parts.slot_bytes * config.block_size, max(0, memory - weights)
+    adapters = adapter_bytes(config)
+    block_bytes, left = parts.slot_bytes * config.block_size, max(0, memory - weights - adapters)
     try:
         blocks, reason = size_cache(config, block_bytes, parts.max_context, parts.device.type, left)
     except InvalidRequest as error:
@@ -184,6 +195,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
         quantize=config.quantize,
         memory_bytes=memory,
         weights_bytes=weights,
+        adapters_bytes=adapters,
         activations_bytes=_activations(parts, tokens, min(tokens, largest.sequences), min(parts.max_context, held)),
         step_tokens=tokens,
         kv_bytes_per_token=parts.slot_bytes,
@@ -233,7 +245,7 @@ def _alternatives(parts: Parts, config: ModelSettings, largest: LargestStep, mem
             except InvalidRequest:  # its rows cannot be rounded
                 break
             yield _flags(dtype, step), plan
-            left = memory - plan.weights_bytes - plan.activations_bytes
+            left = memory - plan.weights_bytes - plan.adapters_bytes - plan.activations_bytes
             blocks = left // (plan.block_size * plan.kv_bytes_per_token) - 1
             held = blocks * plan.block_size
             if held >= min(LEAST_STEP, plan.max_context):

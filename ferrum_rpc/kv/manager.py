@@ -289,6 +289,7 @@ class KvManager:
             chain=state.chain,
             chained=state.chained,
             publish_at=state.publish_at,
+            adapter=state.adapter,
         )
         self._prefixes.went_back(forked, at)
         before = state.shared

@@ -47,6 +47,7 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         self._parents: dict[int, bytes] = {}
+        self._adapters: dict[int, str] = {}  # of blocks that were computed with one
         self._changes: list[BlockChange] | None = None  # nobody watches
         self.tier: Tier | None = None
         self.leaving: list[tuple[int, bytes]] = []
@@ -59,7 +60,8 @@ class PrefixCache:
 
     def begin(self, state: SequenceState, use: PrefixUse) -> None:
         """A new sequence finds blocks here, and publishes its own where it is to."""
-        state.root = state.chain = root_of(self._fingerprint, use.salt)
+        state.root = state.chain = root_of(use.fingerprint or self._fingerprint, use.salt, use.adapter)
+        state.adapter = use.adapter
         state.publish_at = self._size if use.publishes else NEVER
 
     def find(self, state: SequenceState, prompt: TokenArray) -> tuple[list[int], list[bytes]]:
@@ -109,10 +111,12 @@ class PrefixCache:
                 [block] = taken
                 self._blocks[hashed], self._hashes[block], self._parents[block] = block, hashed, parent
                 self._since[block] = time.monotonic()
+                if state.adapter:
+                    self._adapters[block] = state.adapter
                 pool.keep(taken)
                 fetched.append((block, content))
                 if self._changes is not None:
-                    self._note([BlockChange(hashed, parent)])
+                    self._note([self._stored(block)])
             held.append(block)
             parent = hashed
         pool.release(held)
@@ -134,9 +138,11 @@ class PrefixCache:
             now = time.monotonic()
             for block in added:
                 self._since[block] = now
+            if state.adapter:
+                self._adapters.update(dict.fromkeys(added, state.adapter))
             self._pool.keep(added)
             if self._changes is not None:
-                self._note([BlockChange(self._hashes[block], self._parents[block]) for block in added])
+                self._note(list(map(self._stored, added)))
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
 
@@ -177,6 +183,7 @@ class PrefixCache:
         self._blocks.clear()
         self._hashes.clear()
         self._parents.clear()
+        self._adapters.clear()
         self.leaving.clear()
         if self._changes is not None:
             self._note([BlockChange(b"", None)])
@@ -186,7 +193,7 @@ class PrefixCache:
     def watch(self) -> list[BlockChange]:
         """What is published. From now on changes are kept, for `take_changes`."""
         self._changes = []
-        there = [BlockChange(hashed, self._parents[block]) for block, hashed in self._hashes.items()]
+        there = list(map(self._stored, self._hashes))
         parked = [] if self.tier is None else [each for each in self.tier.hashes() if each not in self._blocks]
         return there + [BlockChange(hashed, None, parked=True) for hashed in parked]
 
@@ -201,6 +208,9 @@ class PrefixCache:
         """The tier has a block now, or no more."""
         if self._changes is not None and hashed not in self._blocks:
             self._note([BlockChange(hashed, None, there)])
+
+    def _stored(self, block: int) -> BlockChange:
+        return BlockChange(self._hashes[block], self._parents[block], adapter=self._adapters.get(block, ""))
 
     def _note(self, changes: list[BlockChange]) -> None:
         assert self._changes is not None  # noqa: S101 - somebody watches
@@ -218,5 +228,6 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         hashed = self._hashes.pop(block)
         del self._blocks[hashed], self._parents[block]
+        self._adapters.pop(block, None)
         if self._changes is not None:
             self._note([BlockChange(hashed, None)])

@@ -75,6 +75,7 @@ class SequenceState:
 
     ``root`` is where the chain of its blocks' hashes begins (None: it does not use the prefix cache), and ``chain`` the
     hash of the first ``chained`` blocks, which were published. From ``publish_at`` tokens on there are more to publish.
+    ``adapter``: what they are computed with, by name.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -89,6 +90,7 @@ class SequenceState:
     chain: bytes = b""
     chained: int = 0
     publish_at: int = NEVER
+    adapter: str = ""
     open: Reservation | None = None
 
     @property

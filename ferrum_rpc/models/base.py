@@ -22,16 +22,29 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
 
 
+class StepAdapters(Protocol):
+    """The adapters of a step, each with its rows."""
+
+    @property
+    def native(self) -> bool:
+        """Whether a `NativeModel` can use them in C."""
+
+    def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
+        """Add to ``y`` [T, out], in place, what the adapters change of the product of ``x`` [T, in] (`models.lora`)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """What a forward pass reads of a step's T packed tokens, on the model's device.
 
     token_ids  int64 [T]
     positions  int64 [T]: each token's position in its sequence
+    adapters   of those tokens whose sequences have one; None: none has
     """
 
     token_ids: Tensor
     positions: Tensor
+    adapters: StepAdapters | None = None
 
 
 class Model(Protocol):

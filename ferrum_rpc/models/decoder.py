@@ -23,6 +23,7 @@ from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
+from ferrum_rpc.models.lora import Loras, select_loras
 from ferrum_rpc.models.rope import Rotary
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -68,6 +69,7 @@ class Decoder:
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
         self._loaded: Loaded | None = None
+        self._loras: Loras | None = None
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -124,16 +126,20 @@ class Decoder:
         together = put_together(self.spec, layers, self._ops)
         return Loaded(parameters["embedding"], together, parameters["norm"], linears["head"])
 
+    def take_adapters(self) -> tuple[str, Loras]:
+        reason, self._loras = select_loras(self._layout, self.spec.layers, self.dtype, self.device)
+        return reason, self._loras
+
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         loaded = self._require()
-        layers = loaded.layers
+        layers, adapters = loaded.layers, inputs.adapters
         hidden, delta = loaded.embedding.index_select(0, inputs.token_ids), None
         cos, sin = self._rotary(inputs.positions)
         for layer in range(self.spec.layers):
-            attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin))
-            delta = layers.after(layer, hidden, attended)
+            attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin, adapters))
+            delta = layers.after(layer, hidden, attended, adapters)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     @property
@@ -144,7 +150,7 @@ class Decoder:
     @property
     def rowwise(self) -> bool:
         """Only the native products give this."""
-        return self.native
+        return self.native and (self._loras is None or self._loras.rowwise)
 
     @property
     def native(self) -> bool:

@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
 from ferrum_rpc.models.linear import Linear
+from ferrum_rpc.models.lora import DOWN, GATE_UP, OUTPUT, QKV
 from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -37,12 +39,20 @@ class Layer:
 
 class Layers(Protocol):
     """All layers of a decoder. ``hidden`` [T, hidden] is changed in place; ``delta`` [T, hidden] is what the layer
-    before has yet to add to it."""
+    before has yet to add to it. ``adapters`` change the products."""
 
-    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def before(  # noqa: PLR0917 - once a layer: keywords cost time
+        self,
+        layer: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> Heads:
         """Add ``delta`` to ``hidden``; query, key and value of the sum, as `FusedOps.heads`."""
 
-    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
 
 
@@ -52,15 +62,33 @@ class PlainLayers:
     def __init__(self, layers: Sequence[Layer], ops: FusedOps) -> None:
         self._layers, self._ops = layers, ops
 
-    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def before(  # noqa: PLR0917
+        self,
+        layer: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> Heads:
         parts = self._layers[layer]
         normed = self._ops.add_norm(hidden, delta, parts.input_norm)
-        return self._ops.heads(parts.qkv(normed), parts.qk_norm, cos, sin)
+        return self._ops.heads(_product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm, cos, sin)
 
-    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         parts = self._layers[layer]
-        normed = self._ops.add_norm(hidden, parts.output(attended.flatten(1)), parts.post_norm)
-        return parts.down(self._ops.gate(parts.gate_up(normed)))
+        output = _product(parts.output, attended.flatten(1), adapters, layer, OUTPUT)
+        normed = self._ops.add_norm(hidden, output, parts.post_norm)
+        del output  # no longer than it must be
+        gated = self._ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
+        return _product(parts.down, gated, adapters, layer, DOWN)
+
+
+def _product(linear: Linear, x: Tensor, adapters: StepAdapters | None, layer: int, product: int) -> Tensor:
+    y = linear(x)
+    if adapters is not None:
+        adapters.add(layer, product, x, y)
+    return y
 
 
 class NativeLayers:
@@ -69,6 +97,7 @@ class NativeLayers:
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
         self._spec = spec
         self._held = tuple(layers)
+        self._plain = PlainLayers(layers, ops)
         self._weights = (library.LayerWeights * len(layers))(*(_weights(spec, layer, ops.lanes) for layer in layers))
         self._addresses = [ctypes.addressof(weights) for weights in self._weights]
         space = _native(layers[0].qkv).space
@@ -81,7 +110,17 @@ class NativeLayers:
         if getattr(self, "_handle", None):
             self._library.ferrum_layers_free(self._handle)
 
-    def before(self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def before(  # noqa: PLR0917
+        self,
+        layer: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        adapters: StepAdapters | None = None,
+    ) -> Heads:
+        if adapters is not None:
+            return self._plain.before(layer, hidden, delta, cos, sin, adapters)
         count = len(hidden)
         qkv = hidden.new_empty((count, self._width))
         self._check(
@@ -99,8 +138,10 @@ class NativeLayers:
         )
         return split_heads(qkv, self._spec)
 
-    def after(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """``attended`` is contiguous."""
+        if adapters is not None:
+            return self._plain.after(layer, hidden, attended, adapters)
         delta = torch.empty_like(hidden)
         self._check(
             self._library.ferrum_layer_after(

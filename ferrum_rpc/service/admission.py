@@ -23,6 +23,7 @@ from ferrum_rpc.core import (
     ModelInfo,
     NextToken,
     OutputSpec,
+    PrefixUse,
     RowLogprobs,
     Run,
     Sample,
@@ -45,7 +46,7 @@ from ferrum_rpc.errors import (
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service.handles import stale
 from ferrum_rpc.service.masks import Registered
-from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
 from ferrum_rpc.service.state import ServerState
 
@@ -340,11 +341,16 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
             lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
         held_to = end + create.reserve_tokens if create.reserve_tokens else 0
         ahead, prefix = create.reserve_tokens, create.prefix
+        adapter = None if parent is None else parent.adapter
+        if create.adapter:
+            adapter = state.adapters.find(create.adapter, "create.adapter")
+            prefix = with_adapter(prefix, adapter)
         own = prefix if parent is None else parent.prefix
-        [record] = state.mint(1, account, lease, room, origin, held_to, own)
+        [record] = state.mint(1, account, lease, room, origin, held_to, own, adapter)
         record.creation = request_id
         made_of = None if parent is None else parent.sequence
-        span = named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix))
+        number = 0 if adapter is None else adapter.number
+        span = named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix, number))
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
@@ -378,7 +384,13 @@ def claimed_span(
     except ExecutorError:
         record.busy = False
         raise
-    return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None))
+    adapter = 0 if record.adapter is None else record.adapter.number
+    return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None, adapter))
+
+
+def with_adapter(prefix: PrefixUse | None, adapter: Adapter) -> PrefixUse | None:
+    """How a sequence with an adapter uses the prefix cache."""
+    return None if prefix is None else prefix._replace(adapter=adapter.name, fingerprint=adapter.fingerprint)
 
 
 def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:

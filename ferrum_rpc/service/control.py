@@ -16,13 +16,13 @@ import numpy as np
 
 from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
 from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
-from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, NotSupported
+from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
-from ferrum_rpc.service.records import Ending, SequenceRecord
+from ferrum_rpc.service.records import Adapter, Ending, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
-from ferrum_rpc.wire.info import duration, seconds
+from ferrum_rpc.wire.info import duration, seconds, to_proto
 from ferrum_rpc.wire.items import pressure_to_proto
 
 STATE_TO_PROTO: Final[dict[Lifecycle, Any]] = {
@@ -76,17 +76,6 @@ async def _answer(engine: Engine, work: Callable[[Callable[..., None]], Submissi
     done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     engine.submit(work(lambda answer, *_: None if done.done() else done.set_result(answer)))
     return await done
-
-
-def not_offered(name: str, capability: str) -> Any:
-    """A handler for a method that the contract has and this version has not: visibly, with the capability's name."""
-
-    async def handler(self: object, request: Any, context: Context) -> None:
-        raise NotSupported(
-            f"{name} is not offered (capability {capability})", metadata={"capability": capability, "method": name}
-        )
-
-    return handler
 
 
 LIST_PAGE: Final = 100
@@ -157,10 +146,31 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         info.identity = record.owner
         info.busy = record.busy
         info.leased = record.lease is not None
+        info.adapter = "" if record.adapter is None else record.adapter.name
         if record.lease is not None:
             info.client_name = record.lease.client_name
         info.idle.CopyFrom(duration(max(0.0, time.monotonic() - record.used)))
 
-    LoadAdapter = not_offered("LoadAdapter", "ADAPTERS")
-    UnloadAdapter = not_offered("UnloadAdapter", "ADAPTERS")
-    ListAdapters = not_offered("ListAdapters", "ADAPTERS")
+    async def LoadAdapter(  # noqa: N802
+        self, request: pb.LoadAdapterRequest, context: Context
+    ) -> pb.LoadAdapterResponse:
+        """Answers when it can be used. One that is loaded already is answered at once."""
+        _ = self._state.model
+        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(await self._state.adapters.load(request.name)))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        _ = self._state.model
+        await self._state.adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        _ = self._state.model
+        return pb.ListAdaptersResponse(adapters=list(map(_adapter_to_proto, self._state.adapters.listed())))
+
+
+def _adapter_to_proto(adapter: Adapter) -> pb.AdapterInfo:
+    return to_proto(pb.AdapterInfo, adapter, bytes=adapter.nbytes)

@@ -44,6 +44,8 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.TOKEN_MASK_UNKNOWN: Advice(
         "info", "none: the scheduler registers it again; if often, raise max_token_masks"
     ),
+    Reason.ADAPTER_UNKNOWN: Advice("info", "load it (`ferrum-rpc adapters --load`), or correct its name"),
+    Reason.ADAPTER_IN_USE: Advice("info", "let the schedulers release its sequences first (`ferrum-rpc sequences`)"),
     Reason.INSTANCE_MISMATCH: Advice("info", "none after a restart: the scheduler prefills again"),
     Reason.LAYOUT_MISMATCH: Advice("info", "move sequences between executors of the same model and types only"),
     Reason.SEQUENCE_VERSION_MISMATCH: Advice("info", "look for two schedulers that share a sequence"),
@@ -53,7 +55,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.TRUNCATE_BEYOND_LENGTH: Advice("info", "correct the scheduler's idea of the sequence's length"),
     Reason.KV_BLOCKS_EXHAUSTED: Advice("warning", "raise kv_memory, or let the scheduler run fewer sequences at once"),
     Reason.KV_CORRUPT: Advice("warning", "see what changes bytes on their way: memory, a proxy, a file"),
-    Reason.SEQUENCES_EXHAUSTED: Advice("warning", "raise max_sequences or max_leases, or find who does not release"),
+    Reason.SEQUENCES_EXHAUSTED: Advice("warning", "raise the limit that it names, or find who does not release"),
     Reason.QUOTA_EXCEEDED: Advice("warning", "raise the caller's quota, or let it release sequences of its own"),
     Reason.QUEUE_FULL: Advice("warning", "slow the schedulers down, add an executor, or raise max_queued_items"),
     Reason.OUTPUT_TOO_LARGE: Advice("info", "ask for fewer rows or less per row, or raise max_response_bytes"),

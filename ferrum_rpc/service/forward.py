@@ -394,6 +394,8 @@ class ForwardCall(Transaction["ForwardCall"]):
                 length, rows, ended, cached = outcome
                 if record.length > span.start:
                     state.counters.tokens_truncated += record.length - span.start
+                if record.adapter is not None:
+                    state.counters.adapter_tokens += length - span.start
                 record.length = length
                 record.version += 1
                 record.chosen = None

@@ -37,7 +37,7 @@ class KvEvents:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._there: dict[bytes, bytes | None] | None = None  # parents by hash, or None: parked; as of `last`
+        self._there: dict[bytes, BlockChange] | None = None  # by hash; as of `last`
         self._kept: deque[BlockChange] = deque(maxlen=KEPT)
         self.last = 0
         self._seen: object = None  # what the engine had done when it was asked last
@@ -77,10 +77,10 @@ class KvEvents:
         while not self._closed.is_set():
             if at is None:
                 assert self._there is not None  # noqa: S101 - it has been looked
-                there, at = list(self._there.items()), self.last
+                there, at = list(self._there.values()), self.last
                 for first in range(0, len(there) or 1, BATCH):
                     part = there[first : first + BATCH]
-                    events = [_event(BlockChange(hashed, parent, parent is None)) for hashed, parent in part]
+                    events = list(map(_event, part))
                     more = first + BATCH < len(there)
                     yield pb.WatchKvEventsResponse(
                         event=at, events=events, instance_id=own, snapshot=True, more=more, gap=gap and not first
@@ -130,29 +130,26 @@ class KvEvents:
             self._kept.clear()  # some are lost: whoever stands before them begins anew
             self.last += 1
         there = await between_steps(engine, Command("watch_prefixes", ()))
-        self._there = {each.hash: each.parent for each in there}
+        self._there = {each.hash: each for each in there}
 
     def _note(self, change: BlockChange) -> None:
         assert self._there is not None  # noqa: S101 - it has been looked
-        hashed, parent, parked = change
-        if not hashed:
+        if not change.hash:
             self._there.clear()
-        elif parked:
-            self._there[hashed] = None
-        elif parent is None:
-            self._there.pop(hashed, None)
+        elif change.parent is None and not change.parked:
+            self._there.pop(change.hash, None)
         else:
-            self._there[hashed] = parent
+            self._there[change.hash] = change
         self._kept.append(change)
         self.last += 1
 
 
 def _event(change: BlockChange) -> pb.KvEvent:
-    hashed, parent, parked = change
+    hashed, parent, parked, adapter = change
     if not hashed:
         return pb.KvEvent(cleared=pb.KvCacheCleared())
     if parked:
         return pb.KvEvent(parked=pb.KvBlockParked(hash=hashed))
     if parent is None:
         return pb.KvEvent(removed=pb.KvBlockRemoved(hash=hashed))
-    return pb.KvEvent(stored=pb.KvBlockStored(hash=hashed, parent_hash=parent))
+    return pb.KvEvent(stored=pb.KvBlockStored(hash=hashed, parent_hash=parent, adapter=adapter))

@@ -214,7 +214,8 @@ def fork(
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
-        children = state.mint(count, state.quotas.account(caller), lease, length, origin, prefix=record.prefix)
+        account, own, adapter = state.quotas.account(caller), record.prefix, record.adapter
+        children = state.mint(count, account, lease, length, origin, prefix=own, adapter=adapter)
         try:
             yield Command("fork", (record.sequence, [child.sequence for child in children], length))
         except GeneratorExit:

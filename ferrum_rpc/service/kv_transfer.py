@@ -16,6 +16,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.kv_events import KvEvents
+from ferrum_rpc.service.moving import layout_of
 from ferrum_rpc.service.nixl import Reader
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
@@ -24,7 +25,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transfers import Export, Import
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto, pressure_to_proto, request_id_from_proto
-from ferrum_rpc.wire.transfer import Layout, import_options, tokens_from_proto
+from ferrum_rpc.wire.transfer import import_options, tokens_from_proto
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
@@ -42,7 +43,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         self, request: pb.ExportKvRequest, context: Context
     ) -> AsyncIterator[Any]:
         state, caller = self._state, CALLER.get()
-        account, layout = state.quotas.account(caller), Layout.of(state.model)
+        account, layout = state.quotas.account(caller), layout_of(state)
         with self._room(account):
             export = Export(state, account, layout)
             try:
@@ -53,12 +54,13 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
 
     async def ImportKv(self, requests: Any, context: Context) -> pb.ImportKvResponse:  # noqa: N802
         state, caller = self._state, CALLER.get()
-        account, layout = state.quotas.account(caller), Layout.of(state.model)
+        account = state.quotas.account(caller)
+        _ = layout_of(state)  # raises where nothing can be moved
         with self._room(account):
             frame = await context.read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "header":
                 raise InvalidRequest("an import begins with its header", field="header")
-            answer, found = pb.ImportKvResponse(), self._find(caller, layout, frame.header)
+            answer, found = pb.ImportKvResponse(), self._find(caller, frame.header)
             if isinstance(found, Import):
                 with found.stream(), closing(Reader(state.nixl)) as reader:
                     await found.begin()
@@ -102,9 +104,12 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             self._under_way -= 1
             account.give(Resource.TRANSFERS)
 
-    def _find(self, caller: Caller, layout: Layout, header: pb.ImportKvHeader) -> Import | tuple[HandleRef, ...]:
+    def _find(self, caller: Caller, header: pb.ImportKvHeader) -> Import | tuple[HandleRef, ...]:
         """The import that a header begins or goes on with, or the recorded answer."""
-        state = self._state
+        state, name = self._state, header.layout.adapter
+        needs = name and state.adapters.offered  # else its layout says that it is another
+        adapter = state.adapters.find(name, "header.layout.adapter") if needs else None
+        layout = layout_of(state, adapter)
         layout.check(header.layout)
         tokens, options = tokens_from_proto(header.layout, state.model), import_options(header)
         request_id = request_id_from_proto(header.request_id)
@@ -116,7 +121,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         known = scope.get(request_id)
         if known is None:
             key = caller.name, request_id
-            made = Import(state, layout, caller, tokens, options, partial(self._imports.pop, key, None))
+            made = Import(state, layout, caller, tokens, options, adapter, partial(self._imports.pop, key, None))
             made.log(state.replay.begin(scope, request_id, fingerprint))
             self._imports[key] = made
             return made

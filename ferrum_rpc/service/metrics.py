@@ -73,6 +73,11 @@ class Metrics(Collector):
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
         yield _gauge("sessions", "Open sessions.", state.sessions)
         yield _gauge("token_masks", "Registered token masks.", len(state.masks))
+        adapters = list(state.adapters)
+        yield _gauge("adapters", "Loaded adapters.", len(adapters))
+        yield _gauge("adapter_bytes", "Bytes of loaded adapters.", sum(each.nbytes for each in adapters))
+        yield _gauge("adapter_sequences", "Live sequences with an adapter.", sum(each.sequences for each in adapters))
+        yield _counter("adapter_tokens", "Tokens committed to such sequences.", counters.adapter_tokens)
 
         yield from self._cache()
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)

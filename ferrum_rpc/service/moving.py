@@ -18,7 +18,7 @@ from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.nixl import Reader, Staging
-from ferrum_rpc.service.records import SequenceRecord
+from ferrum_rpc.service.records import Adapter, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
 from ferrum_rpc.service.transaction import FAILED
@@ -32,6 +32,13 @@ READ_BYTES: Final = 2 << 20
 
 INLINE_BYTES: Final = 64 << 10
 """Checksums of more are computed beside the event loop."""
+
+
+def layout_of(state: ServerState, adapter: Adapter | None = None) -> Layout:
+    """That of the caches of sequences with an adapter, or without. Raises `NotSupported`."""
+    if adapter is None:
+        return Layout.of(state.model)
+    return Layout.of(state.model, adapter.name, adapter.fingerprint)
 
 
 class Moving:

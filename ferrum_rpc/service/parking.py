@@ -36,7 +36,7 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, checksum
+from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, checksum, layout_of
 from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import Background
@@ -62,12 +62,12 @@ async def park(state: ServerState, handle: HandleRef, caller: Caller) -> tuple[H
             "ParkKv is not offered (capability PARK): the executor has no --kv-park-dir",
             metadata={"capability": "PARK", "method": "ParkKv"},
         )
-    layout = Layout.of(state.model)
+    _ = layout_of(state)  # raises before anything is claimed
     record = state.handles.claim(handle, caller.name)
     if record.parked:
         record.busy = False
         return record.handle, 0
-    job = Park(state, layout, record, claimed=True)
+    job = Park(state, layout_of(state, record.adapter), record, claimed=True)
     task = state.parked.start(job.run())
     try:
         outcome = await asyncio.shield(task)
@@ -85,7 +85,7 @@ def bring_back(state: ServerState, record: SequenceRecord, then: Callable[[Execu
 
     async def run() -> None:
         try:
-            job = _Return(state, Layout.of(state.model), record)
+            job = _Return(state, layout_of(state, record.adapter), record)
         except ExecutorError as error:  # the executor has ended
             then(error)
         else:
@@ -294,7 +294,7 @@ class IdleParking:
         """Park until so many blocks are free, or no more sequences are idle."""
         state = self._state
         try:
-            layout = Layout.of(state.model)
+            _ = layout_of(state)
         except NotSupported:  # ParkKv says why
             return
         before = time.monotonic() - state.limits.kv_park_idle_s
@@ -304,7 +304,7 @@ class IdleParking:
         for record in idle:
             if not self._is_idle(record, before) or record.id not in state.handles.live:
                 continue
-            outcome = await Park(state, layout, record, claimed=False).run()
+            outcome = await Park(state, layout_of(state, record.adapter), record, claimed=False).run()
             if isinstance(outcome, int):
                 parked += 1
                 blocks -= outcome

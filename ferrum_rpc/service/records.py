@@ -115,6 +115,19 @@ class Parked:
 
 
 @dataclass(slots=True, eq=False)
+class Adapter:
+    """A loaded adapter: its ``number`` in the engine, and how many ``sequences`` have it. ``fingerprint``: of the model
+    with it, 32 bytes."""
+
+    name: str
+    number: int
+    rank: int
+    nbytes: int
+    fingerprint: bytes
+    sequences: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class SequenceRecord:
     """A live sequence as the service floor sees it: the engine's number, and the content of its next handle.
 
@@ -122,6 +135,7 @@ class SequenceRecord:
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
     (monotonic seconds). ``charged``: the blocks that its owner's ``account`` pays for. ``held_to``: the length up to
     which blocks were reserved. ``origin``: the session that created it. ``prefix``: how it uses the prefix cache.
+    ``adapter``: what it is computed with, besides the model.
 
     ``parked``: where its cache is, if not in the engine; ``sequence`` is then the number that it has there when it is
     back. ``order``: its place among all, in the order of their creation.
@@ -146,6 +160,7 @@ class SequenceRecord:
     held_to: int = 0
     origin: object | None = None
     prefix: PrefixUse | None = None
+    adapter: Adapter | None = None
     parked: Parked | None = None
     order: int = 0
     followable: bool = False

@@ -19,15 +19,16 @@ from typing import Any, Final
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
-from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
+from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_ADAPTERS, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
+from ferrum_rpc.service.adapters import AdapterTable
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
 from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.quotas import Quotas, Unread
-from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Ending, Lease, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.wire.info import CAPABILITIES
@@ -56,6 +57,7 @@ class ServiceCounters:
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0
+    adapter_tokens: int = 0
     leases_expired: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ending.value for ending in Ending), 0))
 
@@ -85,12 +87,14 @@ class ServerState:
         self.quotas = Quotas(limits)
         self.leases = LeaseTable(limits, self.quotas, self.handles.instance_id)
         self.masks = MaskTable(limits, lambda work: self.engine.submit(work))  # noqa: PLW0108 - it is set later
+        self.adapters = AdapterTable(limits.max_adapters, lambda work: self.engine.submit(work))  # noqa: PLW0108
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.parked = ParkedFiles(park_dir, limits)
         self.nixl = nixl
         self.capabilities = (
             *CAPABILITIES,
+            *((CAPABILITY_ADAPTERS,) if self.adapters.offered else ()),
             *((CAPABILITY_PARK,) if self.parked.offered else ()),
             *((CAPABILITY_KV_TRANSPORT_NIXL,) if nixl is not None else ()),
         )
@@ -168,6 +172,7 @@ class ServerState:
         origin: object | None = None,
         held_to: int = 0,
         prefix: PrefixUse | None = None,
+        adapter: Adapter | None = None,
     ) -> list[SequenceRecord]:
         """Records of sequences to be created with ``length`` tokens, or the refusal. Each must be followed by `publish`
         or `discard`. They are busy, and members of their lease, from the beginning: a long prefill must not outlive it.
@@ -187,7 +192,9 @@ class ServerState:
         self._creating.update(records)
         for record in records:
             record.busy, record.account, record.origin, record.held_to = True, account, origin, held_to
-            record.prefix = prefix
+            record.prefix, record.adapter = prefix, adapter
+            if adapter is not None:
+                adapter.sequences += 1
             if lease is not None:
                 record.lease = lease
                 lease.members[record] = None
@@ -318,6 +325,8 @@ class ServerState:
 
     def _uncharge(self, record: SequenceRecord) -> None:
         self.quotas.close(record)
+        if record.adapter is not None:
+            record.adapter.sequences -= 1
         if record.lease is not None:
             record.lease.members.pop(record, None)
         self._set_empty()

@@ -23,12 +23,12 @@ from ferrum_rpc.errors import (
     InvalidRequest,
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.admission import check_length
+from ferrum_rpc.service.admission import check_length, with_adapter
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
-from ferrum_rpc.service.moving import Incoming, Moving
+from ferrum_rpc.service.moving import Incoming, Moving, layout_of
 from ferrum_rpc.service.nixl import Staging, offered
-from ferrum_rpc.service.records import Account, Resource, SequenceRecord
+from ferrum_rpc.service.records import Account, Adapter, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.transaction import FAILED
@@ -50,11 +50,11 @@ class Export(Moving):
 
     async def frames(self, request: pb.ExportKvRequest) -> AsyncIterator[Any]:
         """The frames of the stream."""
-        state, layout = self._state, self._layout
+        state = self._state
         handle, first = handle_from_proto(request.handle), request.first_token
         size = self._tokens_of_a_chunk(request.chunk_tokens)
         if request.transport:
-            self._staging = Staging(offered(state.nixl, request.transport), layout.chunk_bytes(size))
+            self._staging = Staging(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
         if first > length:
@@ -64,7 +64,7 @@ class Export(Moving):
                 metadata={"seq_len": length},
             )
         tokens: TokenArray = await self._ask(Command("token_ids", (self.record.sequence,)))
-        yield pb.ExportKvResponse(layout=layout.to_proto(tokens, state.engine.cache.block_size))
+        yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
         if self._staging is not None:
             yield pb.ExportKvResponse(source=self._staging.source)
         async for _, frames in self._frames(first, length, size, self._staging):
@@ -94,6 +94,7 @@ class Export(Moving):
             record.charged = 0
             raise
         self._copied = True
+        self._layout = layout_of(state, source.adapter)
         state.unnamed[record] = None
         if self._closed:
             self.close()
@@ -121,6 +122,7 @@ class Import(Incoming):
         caller: Caller,
         tokens: TokenArray,
         options: CreateOptions,
+        adapter: Adapter | None,
         forget: Callable[[], object],
     ) -> None:
         super().__init__(state, layout)
@@ -129,7 +131,10 @@ class Import(Incoming):
         check_length(length, None, ahead, state.model)
         lease = state.leases.find(options.lease_id, caller.name) if options.lease_id else None
         account = state.quotas.account(caller)
-        [self.record] = state.mint(1, account, lease, length, None, length + ahead if ahead else 0, options.prefix)
+        held_to, prefix = length + ahead if ahead else 0, options.prefix
+        if adapter is not None:
+            prefix = with_adapter(prefix, adapter)
+        [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter)
         self.record.cut = self._cut
         state.unnamed[self.record] = None
 
@@ -158,9 +163,9 @@ class Import(Incoming):
     async def begin(self) -> None:
         """Take its blocks, unless it has them. Raises `KvBlocksExhausted`, and is over then."""
         if not self._begun:
-            await self._fetch(self._options.prefix)
+            await self._fetch(self.record.prefix)
             self._asking = True
-            arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self._options.prefix)
+            arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self.record.prefix)
             await self._ask(Command("begin_import", arguments), self._on_begun)
 
     async def _commit(self) -> HandleRef:

@@ -52,10 +52,10 @@ class Checkpoint:
             raise InvalidRequest(f"model folder {Path(path).name!r} does not exist", field="model") from None
         if not is_folder:
             raise InvalidRequest(f"{folder.name!r} is not a folder", field="model")
-        config = _read_json(folder, CONFIG)
+        config = read_json(folder, CONFIG)
         if config is None:
             raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
-        generation = _read_json(folder, GENERATION_CONFIG) or {}
+        generation = read_json(folder, GENERATION_CONFIG) or {}
         return cls(_name(folder), config, generation, _entries(folder))
 
     @property
@@ -96,10 +96,10 @@ def _name(folder: Path) -> str:
 
 
 def _entries(folder: Path) -> dict[str, TensorEntry]:
-    single = _inside(folder, SINGLE)
+    single = inside(folder, SINGLE)
     if single is not None:
         return read_entries(single)
-    index = _read_json(folder, INDEX)
+    index = read_json(folder, INDEX)
     if index is not None:
         return _sharded(folder, index)
     pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
@@ -123,7 +123,7 @@ def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:
             raise broken(where, f"tensor {name[:120]!r}: {str(shard)[:120]!r} is not the name of a safetensors file")
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
-        file = _inside(folder, shard)
+        file = inside(folder, shard)
         if file is None:
             raise broken(where, f"shard {shard[:120]!r} is missing")
         found = read_entries(file)
@@ -143,7 +143,7 @@ def _is_plain(name: str) -> bool:
     return bool(name) and name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
 
 
-def _inside(folder: Path, name: str) -> Path | None:
+def inside(folder: Path, name: str) -> Path | None:
     """The path of a file of the folder, or None if there is none. Raises InvalidRequest if it really is elsewhere."""
     try:
         real = (folder / name).resolve(strict=True)
@@ -153,12 +153,13 @@ def _inside(folder: Path, name: str) -> Path | None:
         return None
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if real.parent not in (folder, blobs):
-        raise broken(folder / name, "is a link that leads out of the model folder")
+        raise broken(folder / name, "is a link that leads out of its folder")
     return folder / name
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    file = _inside(folder, name)
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file of the folder, or None if there is no such file. Raises InvalidRequest."""
+    file = inside(folder, name)
     if file is None:
         return None
     try:

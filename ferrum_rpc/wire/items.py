@@ -203,14 +203,14 @@ def items_from_proto(
 
 def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") -> CreateOptions:
     """Wire to domain. ``lease_id``: the lease of a new sequence that names none."""
-    if create.adapter:
-        raise NotSupported("adapters are not offered (capability ADAPTERS)", field="create.adapter")
     mode, prefix = create.cache_mode, None
     if mode not in forward_pb2.CacheMode.values():
         raise InvalidRequest(f"{mode} is no mode of the prefix cache", field="create.cache_mode")
     if mode != forward_pb2.CACHE_MODE_BYPASS:
         prefix = PrefixUse(create.cache_salt, mode != forward_pb2.CACHE_MODE_READ_ONLY)
-    return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork)
+    if create.fork and create.adapter:
+        raise InvalidRequest("a fork has the adapter of its parent", field="create.adapter")
+    return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork, create.adapter)
 
 
 def item_to_proto(

@@ -35,6 +35,8 @@ CODE_BY_REASON: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.LEASE_EXPIRED: grpc.StatusCode.NOT_FOUND,
     Reason.LEASE_UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.TOKEN_MASK_UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.ADAPTER_UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.ADAPTER_IN_USE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.INSTANCE_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.LAYOUT_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.SEQUENCE_VERSION_MISMATCH: grpc.StatusCode.ABORTED,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +37,7 @@ ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What every cache of a model is made of. ``dtype``: one of the contract's."""
+    """What every cache of a model is made of, or of a model with an adapter. ``dtype``: one of the contract's."""
 
     model_fingerprint: bytes
     layers: int
@@ -47,12 +47,14 @@ class Layout:
     adapter: str = ""
 
     @classmethod
-    def of(cls, model: ModelInfo) -> Layout:
-        """That of the model that is loaded. Raises `NotSupported` for a cache that the contract cannot say."""
+    def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> Layout:
+        """That of the model that is loaded, with an adapter where there is one, and then with its ``fingerprint``.
+        Raises `NotSupported` for a cache that the contract cannot say."""
         dtype = DTYPES.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
-        layout = cls(model.fingerprint, model.layers, model.kv_heads, model.head_dim, dtype)
+        fingerprint = fingerprint or model.fingerprint
+        layout = cls(fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter)
         if layout.chunk_bytes(1) * model.layers != model.kv_bytes_per_token:
             raise NotSupported("a cache whose layers keep different numbers of a token cannot be moved or parked")
         return layout
@@ -119,7 +121,11 @@ def import_options(header: kv_transfer_pb2.ImportKvHeader) -> CreateOptions:
     """What holds for the sequence of an import. Raises `InvalidRequest` and `NotSupported`."""
     if header.create.fork:
         raise InvalidRequest("an import is no fork", field="header.create.fork")
-    return options_from_proto(header.create)
+    options = options_from_proto(header.create)
+    if options.adapter not in ("", header.layout.adapter):
+        message = "the cache was computed with another adapter than `create` names"
+        raise InvalidRequest(message, field="header.create.adapter")
+    return replace(options, adapter=header.layout.adapter)
 
 
 def chunk_to_proto(  # noqa: PLR0917

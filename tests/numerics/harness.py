@@ -17,6 +17,7 @@ from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import make_model
 
@@ -70,7 +71,8 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Executor:
-    """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN."""
+    """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN.
+    ``adapters``: of sequences that have one, its number among ``loras``."""
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class Executor:
         seed: int = 0,
         poison: bool = True,
         kv_dtype: str = "auto",
+        loras: Loras | None = None,
     ):
         self.model = model
         layers = cache_layers(model.attention_specs, model.dtype, kv_dtype)
@@ -90,7 +93,8 @@ class Executor:
         self.device = model.device
         factory = select_backend(model.device, model.attention_specs, model.dtype, cached=ROUNDED.get(kv_dtype))[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values, sinks=model.sinks)
-        self.compute = Compute(model, self.backend)
+        self.compute = Compute(model, self.backend, loras)
+        self.adapters: dict[int, int] = {}
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}
         self.lengths: dict[int, int] = {}
@@ -112,7 +116,13 @@ class Executor:
         )
         geometry.check()
         packed = [
-            Span(sequence, np.asarray(tokens, dtype=np.int32), self.lengths[sequence], OutputSpec(Positions.NONE))
+            Span(
+                sequence,
+                np.asarray(tokens, dtype=np.int32),
+                self.lengths[sequence],
+                OutputSpec(Positions.NONE),
+                adapter=self.adapters.get(sequence, 0),
+            )
             for sequence, tokens in spans.items()
         ]
         with torch.inference_mode():

@@ -292,7 +292,8 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
     assert status == 0 and facts["fits"] is True
     assert {name: type(value) for name, value in facts.items()} == {
         **dict.fromkeys(("architecture", "device", "dtype", "quantize", "reason", "alternative", "advice"), str),
-        **dict.fromkeys(("memory_bytes", "weights_bytes", "activations_bytes", "kv_bytes", "total_bytes"), int),
+        **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
+        **dict.fromkeys(("kv_bytes", "total_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
         **{"max_context": int, "full_sequences": float, "fits": bool},
     }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client import PrefixIndex
+from ferrum_rpc.client.info import AdapterInfo
 from ferrum_rpc.client.prefixes import PrefixEvents
 from ferrum_rpc.prefix_hash import chained, root_of
 
@@ -52,7 +53,10 @@ def test_an_index_knows_the_beginnings_that_are_there() -> None:
     index.apply(PrefixEvents(2, "a", ((first, True),), anew=False, gap=False))
     assert [index.match(prompt), index.match(prompt[:9]), index.match(prompt[:8])] == [8, 8, 4]
     assert index.match(np.array(prompt)) == 8
-    assert index.match(prompt, salt=b"s") == index.match(prompt, adapter="s") == index.match([7, *prompt]) == 0
+    adapted = AdapterInfo("s", rank=4, nbytes=1, sequences=0, fingerprint=bytes(range(32)))
+    assert index.match(prompt, salt=b"s") == index.match(prompt, adapter=adapted) == index.match([7, *prompt]) == 0
+    root = root_of(adapted.fingerprint, b"", "s")
+    assert [*index.hashes(prompt, adapter=adapted)] == [*chained(root, np.arange(8, dtype=np.int32), 4)]
     index.apply(PrefixEvents(3, "a", ((second, False),), anew=False, gap=False))
     assert (index.match(prompt), len(index)) == (4, 1)
     index.apply(PrefixEvents(4, "b", (), anew=True, gap=True))

@@ -23,7 +23,8 @@ from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.core import Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
-from ferrum_rpc.models.base import Model, StepInputs
+from ferrum_rpc.models.base import Model, StepAdapters, StepInputs
+from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.transfer import to_device
 
 
@@ -31,8 +32,8 @@ class StagedCompute(Compute):
     """Forward passes of ``model`` over what ``attention`` reads and writes. ``graphs``: what replays steps whose shapes
     it has recorded; set by the caller, as it is made of `run_layers`."""
 
-    def __init__(self, model: Model, attention: StagedAttention) -> None:
-        super().__init__(model, attention)
+    def __init__(self, model: Model, attention: StagedAttention, loras: Loras | None = None) -> None:
+        super().__init__(model, attention, loras)
         self.late = model.device.type == "cuda"
         self.staged = attention
         self.graphs: Graphs | None = None
@@ -41,7 +42,8 @@ class StagedCompute(Compute):
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """The rows are valid until the next step."""
         tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        if self.graphs is not None:
+        adapters = self.adapters_of(spans)
+        if self.graphs is not None and adapters is None:
             hidden = self.graphs.forward(tokens, geometry)
             if hidden is not None:
                 return hidden
@@ -50,9 +52,9 @@ class StagedCompute(Compute):
         layout = Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))
         sections = self._staging.open(layout)
         self._staging.send(layout, [tokens, geometry.positions, geometry.slots, *planned])
-        return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]))
+        return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]), adapters)
 
-    def run_layers(self, inputs: Sequence[Tensor], plan: Any) -> Tensor:
+    def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
         """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
         attention = self.attention
         tokens, positions, slots = inputs
@@ -61,7 +63,7 @@ class StagedCompute(Compute):
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return self.model.forward(StepInputs(tokens, positions), attend)
+        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         """Nothing waits."""

@@ -13,6 +13,7 @@ from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.model import HfModel
+from ferrum_rpc.models.lora import Loras
 
 OFF = "off"
 
@@ -27,6 +28,7 @@ def select_compute(
     max_sequences: int,
     blocks_per_sequence: int,
     capture: Capture | None = None,
+    loras: Loras | None = None,
 ) -> tuple[tuple[str, str], Compute]:
     """``(choice, compute)``; the choice is a name and its reason.
 
@@ -35,9 +37,9 @@ def select_compute(
     """
     if not isinstance(attention, StagedAttention):
         reason = f"plans of attention={attention.name} have no fixed size"
-        return (f"cuda_graphs={OFF}", reason), Compute(model, attention)
+        return (f"cuda_graphs={OFF}", reason), Compute(model, attention, loras)
     attention.warm_up()
-    compute = StagedCompute(model, attention)
+    compute = StagedCompute(model, attention, loras)
     if graphs == OFF or isinstance(model, HfModel):
         reason = "requested" if graphs == OFF else "the layers of transformers may wait for the device"
         return (f"cuda_graphs={OFF}", reason), compute
@@ -51,7 +53,7 @@ def select_compute(
         on_failure=_warn,
     )
     compute.graphs.record(tokens=1)
-    return _choice(compute.graphs), compute
+    return _choice(compute.graphs, adapters=loras is not None), compute
 
 
 def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
@@ -63,13 +65,15 @@ def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
     return ("overlap=2", "a step is begun while the device computes the one before it"), 2
 
 
-def _choice(graphs: Graphs) -> tuple[str, str]:
+def _choice(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
     spans = sorted(shape.spans for shape in graphs.recorded)
     if not spans:
         return f"cuda_graphs={OFF}", f"recording failed: {graphs.closed}"
     reason = f"decode steps of up to {spans[-1]} sequences are one launch"
     if graphs.closed is not None:
         reason += f"; no more were recorded: {graphs.closed}"
+    if adapters:
+        reason += "; steps with adapters are not replayed"
     return f"cuda_graphs={len(spans)}", reason
 
 

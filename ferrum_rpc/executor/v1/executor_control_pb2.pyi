@@ -90,16 +90,18 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("name", "rank", "bytes", "sequences")
+    __slots__ = ("name", "rank", "bytes", "sequences", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     rank: int
     bytes: int
     sequences: int
-    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ..., sequences: _Optional[int] = ...) -> None: ...
+    fingerprint: bytes
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ..., sequences: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class ListSequencesRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

@@ -99,14 +99,14 @@ class ExecutorControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter from the server's adapter folder.
+        """Loads an adapter from the server's adapter folder, unless it is loaded; answers when it can be used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter that no sequence uses.
+        """Unloads an adapter that no sequence uses; refused with ADAPTER_IN_USE where some do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

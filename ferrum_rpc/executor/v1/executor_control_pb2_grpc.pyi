@@ -42,9 +42,9 @@ class ExecutorControlStub:
     ends. The same as SIGTERM.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.LoadAdapterRequest, _executor_control_pb2.LoadAdapterResponse]
-    """Loads an adapter from the server's adapter folder."""
+    """Loads an adapter from the server's adapter folder, unless it is loaded; answers when it can be used."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.UnloadAdapterRequest, _executor_control_pb2.UnloadAdapterResponse]
-    """Unloads an adapter that no sequence uses."""
+    """Unloads an adapter that no sequence uses; refused with ADAPTER_IN_USE where some do."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.ListAdaptersRequest, _executor_control_pb2.ListAdaptersResponse]
     """Lists the loaded adapters."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.ListSequencesRequest, _executor_control_pb2.ListSequencesResponse]
@@ -64,9 +64,9 @@ class ExecutorControlAsyncStub(ExecutorControlStub):
     ends. The same as SIGTERM.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.LoadAdapterRequest, _executor_control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter from the server's adapter folder."""
+    """Loads an adapter from the server's adapter folder, unless it is loaded; answers when it can be used."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.UnloadAdapterRequest, _executor_control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Unloads an adapter that no sequence uses."""
+    """Unloads an adapter that no sequence uses; refused with ADAPTER_IN_USE where some do."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.ListAdaptersRequest, _executor_control_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the loaded adapters."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.ListSequencesRequest, _executor_control_pb2.ListSequencesResponse]  # type: ignore[assignment]
@@ -107,7 +107,7 @@ class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_control_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_control_pb2.LoadAdapterResponse, _abc.Awaitable[_executor_control_pb2.LoadAdapterResponse]]:
-        """Loads an adapter from the server's adapter folder."""
+        """Loads an adapter from the server's adapter folder, unless it is loaded; answers when it can be used."""
 
     @_abc_1.abstractmethod
     def UnloadAdapter(
@@ -115,7 +115,7 @@ class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_control_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_control_pb2.UnloadAdapterResponse, _abc.Awaitable[_executor_control_pb2.UnloadAdapterResponse]]:
-        """Unloads an adapter that no sequence uses."""
+        """Unloads an adapter that no sequence uses; refused with ADAPTER_IN_USE where some do."""
 
     @_abc_1.abstractmethod
     def ListAdapters(

@@ -1,0 +1,97 @@
+"""Adapters of the runner: from a folder to the device, a layer at a time between steps.
+
+A load is a row of operations: `open` reads headers, compares them with the model and takes the memory, and each `read`
+brings the tensors of one layer. So steps go on meanwhile, in a thread or a process of the engine's own alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import AdapterFacts
+from ferrum_rpc.engine.loading import READABLE
+from ferrum_rpc.errors import NotSupported, SequencesExhausted
+from ferrum_rpc.models.adapter_config import read_adapter
+from ferrum_rpc.models.lora import Change, Loras
+from ferrum_rpc.weights.adapter import AdapterFiles
+
+TAKEN: Final = "ferrum-rpc adapter"
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """An adapter that is being read: what of it is to come, by layers, and the hash of what has come."""
+
+    files: AdapterFiles
+    pieces: Iterator[list[Change]]
+    digest: Any = field(default_factory=sha256)
+
+
+class Adapters:
+    """The adapters of ``loras``, by number, of the folders in ``root``. ``fingerprint``: the model's. They have ranks
+    of up to ``max_rank``, and ``most_bytes`` in all."""
+
+    def __init__(self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, most_bytes: int) -> None:
+        self._root, self._loras, self._fingerprint = root, loras, fingerprint
+        self._max_rank, self._most_bytes = max_rank, most_bytes
+        self._loading: dict[int, _Loading] = {}
+        self._bytes: dict[int, int] = {}
+
+    def open(self, number: int, name: str) -> AdapterFacts:
+        """Begin to load the adapter in the folder ``name``. Raises `AdapterUnknown`, `SequencesExhausted` for want of
+        memory, and InvalidRequest and NotSupported for files that are not right; then nothing was allocated."""
+        files = AdapterFiles.open(self._root, name)
+        shapes = {each: entry.shape for each, entry in files.entries.items()}
+        adapter = read_adapter(files.config, shapes, self._loras.modules, self._max_rank)
+        for each, entry in files.entries.items():
+            if entry.dtype not in READABLE:
+                raise NotSupported(f"the adapter's tensor {each[:120]!r} is of type {entry.dtype}", field="adapter")
+        changes = self._loras.changes(adapter)
+        wanted, held = self._loras.nbytes(changes), sum(self._bytes.values())
+        if held + wanted > self._most_bytes:
+            raise SequencesExhausted(
+                f"the adapter takes {wanted} bytes, and {held} of {self._most_bytes} are taken: "
+                "unload others, or raise --adapter-memory",
+                metadata={"adapter_memory": self._most_bytes, "needed_bytes": wanted, "held_bytes": held},
+            )
+        layers = [list(group) for _, group in groupby(changes, key=lambda change: change.layer)]
+        self._bytes[number] = self._loras.add(number, changes)
+        self._loading[number] = _Loading(files, iter(layers))
+        return AdapterFacts(max(each.rank for each in adapter), wanted, len(layers))
+
+    def read(self, number: int) -> bytes | None:
+        """Read the next layer. When all have come: the fingerprint of the model with the adapter. Raises InvalidRequest
+        for numbers that are not finite."""
+        loading = self._loading[number]
+        changes = next(loading.pieces, None)
+        if changes is None:
+            del self._loading[number]
+            return sha256(TAKEN.encode() + self._fingerprint + loading.digest.digest()).digest()
+        for change in changes:
+            for part in change.parts:
+                each = part.change
+                down, up = [tensor.clone() for _, tensor in loading.files.tensors((each.down, each.up))]
+                for name, tensor in ((each.down, down), (each.up, up)):
+                    about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
+                    loading.digest.update(about.encode())
+                    loading.digest.update(_bytes(tensor))
+                self._loras.put(number, change, part, down, up)
+        return None
+
+    def drop(self, number: int) -> None:
+        """It is no more, or never came to be."""
+        self._loading.pop(number, None)
+        self._bytes.pop(number, None)
+        self._loras.drop(number)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,124 @@
+"""Loaded adapters: which there are, how many sequences have each, and how one comes and goes.
+
+An adapter has a number in the engine, which is never used again, and spans say it. It is brought there in pieces, by
+commands in the queue of the steps: so steps go on meanwhile, and none meets an adapter that is not there. It is found
+by its name when all of it has come, and no more from the moment at which it is to go; with sequences it does not go.
+
+What is computed with it is kept apart by its fingerprint: of another adapter that is loaded under the name of one that
+went, no cached block is found and no cache is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from ferrum_rpc.core import AdapterFacts
+from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.errors import AdapterInUse, AdapterUnknown, ExecutorError, NotSupported, SequencesExhausted
+from ferrum_rpc.service.records import Adapter
+
+
+class AdapterTable:
+    """The adapters of one executor, at most ``most``; 0: none are offered. ``submit`` queues an operation of the
+    engine."""
+
+    def __init__(self, most: int, submit: Callable[[Operation], None]) -> None:
+        self._most = most
+        self._submit = submit
+        self._numbers = count(1)
+        self._loaded: dict[str, Adapter] = {}
+        self._loading: dict[str, asyncio.Task[Adapter]] = {}
+
+    @property
+    def offered(self) -> bool:
+        """Whether there may be any."""
+        return self._most > 0
+
+    def __len__(self) -> int:
+        """Loaded ones."""
+        return len(self._loaded)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """Loaded ones, in the order in which they came."""
+        return iter(list(self._loaded.values()))
+
+    def listed(self) -> list[Adapter]:
+        """Loaded ones, for an operator. Raises `NotSupported`."""
+        self._check_offered()
+        return list(self)
+
+    def find(self, name: str, field: str) -> Adapter:
+        """The adapter that a request names in ``field``. Raises `AdapterUnknown` and `NotSupported`."""
+        found = self._loaded.get(name)
+        if found is None:
+            if not self.offered:
+                raise NotSupported("adapters are not offered (capability ADAPTERS)", field=field)
+            raise AdapterUnknown("no adapter of this name is loaded", field=field)
+        return found
+
+    async def load(self, name: str) -> Adapter:
+        """Load it, unless it is loaded; a caller that is cancelled leaves it loading. Raises `SequencesExhausted` where
+        there are too many, and what the engine refuses; then nothing of it is left."""
+        self._check_offered()
+        if (found := self._loaded.get(name)) is not None:
+            return found
+        task = self._loading.get(name)
+        if task is None:
+            if len(self._loaded) + len(self._loading) >= self._most:
+                raise SequencesExhausted(
+                    f"{self._most} adapters are loaded; unload one", metadata={"max_adapters": self._most}
+                )
+            task = self._loading[name] = asyncio.create_task(self._load(name))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, or not
+        return await asyncio.shield(task)
+
+    async def unload(self, name: str) -> None:
+        """Answers when its memory is free. Raises `AdapterUnknown` where it is not loaded, and `AdapterInUse`."""
+        self._check_offered()
+        found = self.find(name, "name")
+        if found.sequences:
+            raise AdapterInUse(
+                f"{found.sequences} sequences use the adapter; it stays until they are released",
+                metadata={"sequences": found.sequences},
+            )
+        del self._loaded[name]
+        await asyncio.shield(asyncio.create_task(self._ask(Command("drop_adapter", (found.number,)))))
+
+    def _check_offered(self) -> None:
+        if not self.offered:
+            raise NotSupported(
+                "adapters are not offered (capability ADAPTERS): the executor has no --adapter-dir",
+                metadata={"capability": "ADAPTERS"},
+            )
+
+    async def _load(self, name: str) -> Adapter:
+        number = next(self._numbers)
+        try:
+            facts: AdapterFacts = await self._ask(Command("open_adapter", (number, name)))
+            fingerprint: bytes | None = None
+            while fingerprint is None:
+                fingerprint = await self._ask(Command("read_adapter", (number,)))
+        except BaseException:
+            self._submit(Operation(Command("drop_adapter", (number,)), _ignore))
+            raise
+        else:
+            loaded = self._loaded[name] = Adapter(name, number, facts.rank, facts.nbytes, fingerprint)
+            return loaded
+        finally:
+            del self._loading[name]
+
+    async def _ask(self, command: Command) -> Any:
+        """Have the engine do it. Raises what it refuses."""
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._submit(Operation(command, lambda result: None if answered.done() else answered.set_result(result)))
+        result = await answered
+        if isinstance(result, ExecutorError):
+            raise result
+        return result
+
+
+def _ignore(_: object) -> None:
+    """Nothing waits for it."""
