@@ -26,8 +26,8 @@ STRIDE: Final = 7919
 """Between two of their ids."""
 
 TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""Largest root mean square of the difference, in standard deviations of the logits: a wrong position, mask or scale
-gives more than 0.3 in every family of the tests, rounding less than a third of this."""
+"""Largest error of the median row of a piece, in standard deviations of the logits. The median, for rounding may send
+a token of a row or two to another expert. A wrong position, mask or scale gives more than this in every family."""
 
 
 def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
@@ -39,15 +39,15 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
     ids, positions = compute.to_device(tokens, np.arange(count))
     expected = model.plain_logits(StepInputs(ids, positions))
     table = np.arange(1, 1 - (-count // size), dtype=np.int32)
-    pieces = []
+    errors = []
     for start, end in ((0, min(CUT, count)), (min(CUT, count), count)):
         if start < end:
             span = Span(0, tokens[start:end].astype(np.int32), start, OutputSpec(Positions.NONE))
             geometry = BatchGeometry.build(size, [start], [end - start], [table])
-            pieces.append(model.logits(compute.forward([span], geometry)))
-    error = float((torch.cat(pieces) - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
-    most = TOLERANCES[model.dtype]
-    if not error <= most:
+            rows = model.logits(compute.forward([span], geometry)) - expected[start:end]
+            errors.append(float(rows.square().mean(-1).sqrt().median() / expected.std().clamp_min(1e-30)))
+    error, most = max(errors), TOLERANCES[model.dtype]
+    if not all(each <= most for each in errors):  # one that is no number among them
         raise NotSupported(
             f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
             f"{count} tokens differ from its own by {error:.2g} standard deviations, and {most:g} is the most",

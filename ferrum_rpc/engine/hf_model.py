@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.engine.loading import READABLE, Progress
+from ferrum_rpc.engine.loading import READABLE, Progress, stops_of
 from ferrum_rpc.errors import NotSupported, listed
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.describe import HfSpec, describe
@@ -82,7 +82,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
         raise NotSupported(
             f"model folder {checkpoint.name!r}: {listed('of a type that is not read', unreadable)}", field="model"
         )
-    return spec
+    return replace(spec, eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids)
 
 
 class _Counter:

@@ -72,13 +72,16 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     decoder does not serve. As in transformers, a head beside tied embeddings that differs from them is a head.
     """
     spec = ModelSpec.from_config(checkpoint.config)
-    stops = Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
-    if stops:  # generation stops at these; config.json often knows only the first
-        spec = replace(spec, eos_token_ids=stops)
+    spec = replace(spec, eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids)
     if spec.tied_embeddings and _has_own_head(checkpoint):
         spec = replace(spec, tied_embeddings=False)
     _check_fit(checkpoint, spec)
     return spec
+
+
+def stops_of(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Where generation stops; ``config.json`` often knows only the first of them. Empty: nothing is said."""
+    return Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
 
 
 def _has_own_head(checkpoint: Checkpoint) -> bool:

@@ -99,6 +99,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "persimmon": {},
     "nemotron": {},
+    "gemma3": {
+        "text_config": TINY | ALTERNATING | {"model_type": "gemma3_text", "query_pre_attn_scalar": 16},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        | {"image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
+    "phimoe": WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5_moe": MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "minimax_m2": HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "gpt_bigcode": {"n_inner": 48},
+    "internlm3": {},
+    "ministral3": HEADS | WINDOWED,
+    "minicpm3": LATENT,
+    "modernbert-decoder": {"local_attention": 8, "global_attn_every_n_layers": 2},
 }
 """Those that are served: ``model_type`` to what is said beside `TINY`."""
 
@@ -124,7 +139,9 @@ def make_family(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    options = {**TINY, **FAMILIES[family], **overrides}
+    options = {**FAMILIES[family], **overrides}
+    if "text_config" not in options:
+        options = TINY | options
     config = AutoConfig.for_model(family, **options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.hf.describe import describe
@@ -70,3 +73,81 @@ def test_a_family_that_would_be_wrong_is_refused(family):
     overrides, why = UNSAFE[family]
     with pytest.raises(NotSupported, match=why):
         describe({**TINY, **overrides, "model_type": family})
+
+
+def test_the_page_has_a_row_for_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [each for each in (*FAMILIES, *UNSAFE) if f"\n| {each} | " not in page] == []
+
+
+# --- scalings that depend on a length ---------------------------------------------------------------------------------
+
+LONG = np.random.default_rng(5).integers(3, TINY["vocab_size"], size=60).astype(np.int32)
+SHORT = LONG[:9]
+SCALED = {
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 32, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.5, 2.5, 4.0, 7.0],
+            },
+        },
+    ),
+}
+
+
+def rows_of(runner: TorchRunner, *tokens: np.ndarray) -> list[torch.Tensor]:
+    """The logits of sequences that are fed whole in one step."""
+    with runner.context():
+        spans = [Span(index, each, 0, ALL, create=True) for index, each in enumerate(tokens)]
+        outcomes = runner.forward(Step(tuple(spans))).outcomes
+        runner.release([*range(len(tokens))])
+    return [
+        torch.from_numpy(each.rows.block["logits"][each.rows.first :][: each.rows.count].copy()) for each in outcomes
+    ]
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_row_does_not_depend_on_how_long_its_neighbours_are(scaling, tmp_path):
+    family, overrides = SCALED[scaling]
+    model = make_family(family, **overrides)
+    model.save_pretrained(tmp_path)
+    runner = build_runner(settings(tmp_path, model_backend="auto", max_context=len(LONG)))
+    assert f"of {len(LONG)} tokens" in dict(runner.device.choices)[f"rope={scaling}"]
+    with torch.inference_mode():
+        truth = model(torch.from_numpy(LONG)[None].long()).logits[0].double()
+    long, beside = rows_of(runner, LONG, SHORT)
+    assert error(long, truth) <= 1e-5  # its factors are those of the longest sequence
+    [alone] = rows_of(runner, SHORT)
+    assert error(beside, alone.double()) <= 1e-5
+    with torch.inference_mode():
+        shorter = model(torch.from_numpy(SHORT)[None].long()).logits[0].double()
+    assert error(alone, shorter) > 1e-3  # where transformers takes other factors
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_context_that_needs_no_scaling_has_none(scaling, tmp_path):
+    family, overrides = SCALED[scaling]
+    model = make_family(family, **overrides)
+    model.save_pretrained(tmp_path)
+    runner = build_runner(settings(tmp_path, max_context=16))
+    with torch.inference_mode():
+        truth = model(torch.from_numpy(SHORT)[None].long()).logits[0].double()
+    assert error(rows_of(runner, SHORT)[0], truth) <= 1e-5
+
+
+def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_for(tmp_path):
+    family, overrides = SCALED["dynamic"]
+    make_family(family, **overrides).save_pretrained(tmp_path)
+    assert choose_parts(settings(tmp_path)).max_context == 32
+    assert choose_parts(settings(tmp_path, max_context=1000)).max_context == 128

@@ -20,10 +20,10 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.head import Head
+from ferrum_rpc.models.hf.library import library, quiet
 from ferrum_rpc.models.hf.rope import freeze
 from ferrum_rpc.models.spec import MAX_LAYERS
 
-INSTALL: Final = "pip install 'ferrum-rpc[hf]'"
 DRY_TOKENS: Final = 3
 MAX_COUNT: Final = 1 << 16
 """Of experts, heads and other parts that are counted."""
@@ -73,14 +73,10 @@ class HfSpec:
 def describe(data: Mapping[str, Any]) -> HfSpec:
     """The spec of a parsed ``config.json``. Raises NotSupported for what cannot be served this way and where
     transformers is missing, InvalidRequest for a configuration that is broken."""
-    try:
-        import transformers
-        from transformers import AutoModelForCausalLM
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise NotSupported(f"transformers is not installed ({error}): {INSTALL}", field="model_backend") from None
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        raise NotSupported(f"transformers {transformers.__version__} is too old: {INSTALL}", field="model_backend")
+    version = library().__version__
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     attention.register()
     fields = Fields(data)
     if fields.value("quantization_config") is not None:
@@ -88,16 +84,16 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
     model_type = fields.text("model_type")
     if model_type not in CONFIG_MAPPING:
         ours = "" if "auto_map" not in data else ", and code that a checkpoint brings is never run"
-        raise NotSupported(
-            f"model_type: transformers {transformers.__version__} has no {model_type[:80]!r}{ours}", field="model_type"
-        )
+        raise NotSupported(f"model_type: transformers {version} has no {model_type[:80]!r}{ours}", field="model_type")
     _check_counts(data)
-    config = _configured(CONFIG_MAPPING[model_type], data)
-    try:
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        raise NotSupported(f"model_type: {model_type!r} is no decoder of transformers", field="model_type") from None
-    return _described(kind, config, fields)
+    with quiet():
+        config = _configured(CONFIG_MAPPING[model_type], data)
+        try:
+            kind = AutoModelForCausalLM._model_mapping[type(config)]
+        except KeyError:
+            message = f"model_type: {model_type!r} is no decoder of transformers"
+            raise NotSupported(message, field="model_type") from None
+        return _described(kind, config, fields)
 
 
 def _check_counts(data: Mapping[str, Any]) -> None:
@@ -155,7 +151,8 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     weights = sum(each.numel() for each in parameters.values())
     if tables > MAX_TABLES + weights:
         raise InvalidRequest(f"config.json: {name} would make tables of {tables} bytes", field="config.json")
-    bos = fields.token_ids("bos_token_id")
+    nested = fields.table("text_config") or fields
+    eos, bos = (fields.token_ids(key) or nested.token_ids(key) for key in ("eos_token_id", "bos_token_id"))
     return HfSpec(
         architecture=name,
         kind=kind,
@@ -171,7 +168,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         longest=_longest(text, context, scaling),
         scaling=scaling,
         sinks=_sinks(name, model, calls),
-        eos_token_ids=fields.token_ids("eos_token_id"),
+        eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
     )
 

@@ -8,8 +8,7 @@ allowed to name what is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.describe import HfSpec, first_line
 from ferrum_rpc.models.hf.head import Head
+from ferrum_rpc.models.hf.library import quiet
 from ferrum_rpc.models.hf.rope import freeze
 
 EXACT_EXPERTS: Final = "eager"
@@ -104,7 +104,7 @@ def load(
     """The model with the weights of a checkpoint, ``stored`` by their names there. ``max_context``: of the longest
     sequence, for scalings that depend on it. Raises InvalidRequest for weights that do not fit, or are not finite."""
     try:
-        with _quiet():
+        with quiet():
             model, found = spec.kind.from_pretrained(
                 None,
                 config=spec.config,
@@ -138,24 +138,6 @@ def load(
     with torch.inference_mode():
         freeze(model, max_context)
     return HfModel(spec, model, dtype, device)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers reports what it loads on the terminal; what is wrong of it is in our errors."""
-    from transformers.utils import logging
-
-    theirs: Any = logging
-
-    level, bar = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity(theirs.CRITICAL)
-    theirs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        theirs.set_verbosity(level)
-        if bar:
-            theirs.enable_progress_bar()
 
 
 def check_shapes(spec: HfSpec, entries: Mapping[str, tuple[int, ...]]) -> None:

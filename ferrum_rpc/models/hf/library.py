@@ -1,0 +1,40 @@
+"""The package itself: whether it is there, and that it is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ferrum_rpc.errors import NotSupported
+
+INSTALL: Final = "pip install 'ferrum-rpc[hf]'"
+OLDEST: Final = 5
+
+
+def library() -> Any:
+    """The package `transformers`, imported now. Raises NotSupported where it is missing, or too old."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise NotSupported(f"transformers is not installed ({error}): {INSTALL}", field="model_backend") from None
+    found = str(transformers.__version__)
+    if int(found.partition(".")[0]) < OLDEST:
+        raise NotSupported(f"transformers {found} is too old: {INSTALL}", field="model_backend")
+    return transformers
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """It tells the terminal what it thinks of a configuration, and how far it has loaded. What is wrong is in our
+    errors, and our log is lines that programs read."""
+    logs = library().utils.logging
+    level, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity(logs.CRITICAL)
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(level)
+        if bar:
+            logs.enable_progress_bar()
