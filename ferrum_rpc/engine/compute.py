@@ -59,7 +59,7 @@ class Compute:
         tokens, positions, slots = self.to_device(packed.astype(np.int64), geometry.positions, geometry.slots)
         adapters = self.adapters_of(spans)
         inputs = StepInputs(tokens, positions, adapters)
-        if self._native is not None and (adapters is None or adapters.native):
+        if self._native is not None and (adapters is None or adapters.address is not None):
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
             if step is not None:

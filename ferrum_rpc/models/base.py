@@ -26,8 +26,8 @@ class StepAdapters(Protocol):
     """The adapters of a step, each with its rows."""
 
     @property
-    def native(self) -> bool:
-        """Whether a `NativeModel` can use them in C."""
+    def address(self) -> int | None:
+        """Where a `NativeModel` finds them in C (``struct lora_step`` of lora.h); None: it cannot use them there."""
 
     def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
         """Add to ``y`` [T, out], in place, what the adapters change of the product of ``x`` [T, in] (`models.lora`)."""

@@ -23,7 +23,8 @@ from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
-from ferrum_rpc.models.lora import Loras, select_loras
+from ferrum_rpc.models.lora import Loras
+from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.rope import Rotary
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -160,7 +161,7 @@ class Decoder:
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
         hidden = loaded.embedding.index_select(0, inputs.token_ids)
-        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention)
+        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, inputs.adapters)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ small tensors otherwise. Where attention is ours as well, it runs many layers in
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,7 +98,6 @@ class NativeLayers:
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
         self._spec = spec
         self._held = tuple(layers)
-        self._plain = PlainLayers(layers, ops)
         self._weights = (library.LayerWeights * len(layers))(*(_weights(spec, layer, ops.lanes) for layer in layers))
         self._addresses = [ctypes.addressof(weights) for weights in self._weights]
         space = _native(layers[0].qkv).space
@@ -105,6 +105,7 @@ class NativeLayers:
         self._library = space.library
         self._width = _native(layers[0].qkv).n
         self._handle = self._library.ferrum_layers_new(space.handle)
+        self._plain = PlainLayers(layers, ops)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -119,41 +120,43 @@ class NativeLayers:
         sin: Tensor,
         adapters: StepAdapters | None = None,
     ) -> Heads:
-        if adapters is not None:
+        if adapters is not None and adapters.address is None:
             return self._plain.before(layer, hidden, delta, cos, sin, adapters)
         count = len(hidden)
         qkv = hidden.new_empty((count, self._width))
-        self._check(
-            self._library.ferrum_layer_before(
-                self._handle,
-                self._addresses[layer],
-                hidden.data_ptr(),
-                None if delta is None else delta.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                count,
-                qkv.data_ptr(),
-                torch.get_num_threads(),
+        with self._adapted(adapters, layer):
+            self._check(
+                self._library.ferrum_layer_before(
+                    self._handle,
+                    self._addresses[layer],
+                    hidden.data_ptr(),
+                    None if delta is None else delta.data_ptr(),
+                    cos.data_ptr(),
+                    sin.data_ptr(),
+                    count,
+                    qkv.data_ptr(),
+                    torch.get_num_threads(),
+                )
             )
-        )
         return split_heads(qkv, self._spec)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """``attended`` is contiguous."""
-        if adapters is not None:
+        if adapters is not None and adapters.address is None:
             return self._plain.after(layer, hidden, attended, adapters)
         delta = torch.empty_like(hidden)
-        self._check(
-            self._library.ferrum_layer_after(
-                self._handle,
-                self._addresses[layer],
-                hidden.data_ptr(),
-                attended.data_ptr(),
-                len(hidden),
-                delta.data_ptr(),
-                torch.get_num_threads(),
+        with self._adapted(adapters, layer):
+            self._check(
+                self._library.ferrum_layer_after(
+                    self._handle,
+                    self._addresses[layer],
+                    hidden.data_ptr(),
+                    attended.data_ptr(),
+                    len(hidden),
+                    delta.data_ptr(),
+                    torch.get_num_threads(),
+                )
             )
-        )
         return delta
 
     def run(
@@ -162,14 +165,28 @@ class NativeLayers:
         cos: Tensor,
         sin: Tensor,
         attention: library.AttentionStep,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """All layers with their attention, of ``hidden`` [T, hidden], which is changed; what the last one has yet to
         add."""
         delta = torch.empty_like(hidden)
         step = (self._handle, self._addresses[0], ctypes.addressof(attention))
         rows = (*(each.data_ptr() for each in (hidden, delta, cos, sin)), len(hidden), torch.get_num_threads())
-        self._check(self._library.ferrum_layers_run(*step, len(self._held), *rows))
+        with self._adapted(adapters):
+            self._check(self._library.ferrum_layers_run(*step, len(self._held), *rows))
         return delta
+
+    @contextmanager
+    def _adapted(self, adapters: StepAdapters | None, layer: int = 0) -> Iterator[None]:
+        """The calls within are of this layer, or of all, with these adapters."""
+        if adapters is None:
+            yield
+            return
+        self._library.ferrum_layers_adapt(self._handle, adapters.address, layer)
+        try:
+            yield
+        finally:
+            self._library.ferrum_layers_adapt(self._handle, None, 0)
 
     @staticmethod
     def _check(status: int) -> None:

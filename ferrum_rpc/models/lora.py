@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
 from ferrum_rpc.models.layout import Placement
@@ -214,7 +214,7 @@ class TorchLoras(Loras):
 class TorchStep:
     """Adapters with their rows. A `StepAdapters`."""
 
-    native = False
+    address = None
 
     def __init__(self, groups: Sequence[tuple[list[Adapted | None], slice | Tensor]]) -> None:
         self._groups = groups
@@ -229,13 +229,3 @@ class TorchStep:
             else:
                 low = F.linear(x.index_select(0, rows), each.down)
                 y.index_copy_(0, rows, torch.addmm(y.index_select(0, rows), low, each.up))
-
-
-def select_loras(
-    table: Mapping[str, Placement], layers: int, dtype: torch.dtype, device: torch.device
-) -> tuple[str, Loras]:
-    """``(reason, loras)`` of a decoder. Raises NotSupported where nothing of it can be adapted."""
-    made = TorchLoras(table, layers, dtype, device)
-    if not made.modules:
-        raise NotSupported("this model has no products that adapters could change", field="adapter_dir")
-    return "torch's products, one adapter after the other", made

@@ -106,8 +106,36 @@ class RowMask(ctypes.Structure):
     _fields_ = (("words", ctypes.c_void_p), ("row", ctypes.c_int64))
 
 
-STRUCTS: Final = (SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask)
-ABI_VERSION: Final = 10
+class LoraPart(ctypes.Structure):
+    """``struct lora_part`` of lora.h: one matrix of a fused product. A pointer to the tensor's elements."""
+
+    _fields_ = (("up", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("first", "columns", "start", "rank")))
+
+
+class LoraChange(ctypes.Structure):
+    """``struct lora_change`` of lora.h: what an adapter changes of a product."""
+
+    _fields_ = (
+        ("down", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("n", "k", "rank", "parts")),
+        ("part", LoraPart * 3),
+    )
+
+
+class LoraStep(ctypes.Structure):
+    """``struct lora_step`` of lora.h. Pointers are to ``struct lora_rows``, and to bfloat16."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "sums")),
+        *((name, ctypes.c_int32) for name in ("count", "rank")),
+    )
+
+
+STRUCTS: Final = (
+    *(SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
+    *(LoraPart, LoraChange, LoraStep),
+)
+ABI_VERSION: Final = 11
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -140,9 +168,12 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
     "ferrum_layers_new": (_P, _P),
     "ferrum_layers_free": (None, _P),
+    "ferrum_layers_adapt": (None, _P, _P, _I),
     "ferrum_layer_before": (_I, *(_P,) * 6, _L, _P, _I),
     "ferrum_layer_after": (_I, *(_P,) * 4, _L, _P, _I),
     "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
+    "ferrum_lora_supported": (_I,),
+    "ferrum_lora": (None, _P, _I, _I, _P, _L, _P, _I),
     "ferrum_sampler_new": (_P,),
     "ferrum_sampler_free": (None, _P),
     "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),

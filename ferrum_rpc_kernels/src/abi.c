@@ -6,12 +6,13 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
+#include "lora.h"
 #include "norm_rope_gate.h"
 #include "sample.h"
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 10
+#define FERRUM_ABI_VERSION 11
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -28,6 +29,9 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct draw),
         sizeof(struct penalty),
         sizeof(struct row_mask),
+        sizeof(struct lora_part),
+        sizeof(struct lora_change),
+        sizeof(struct lora_step),
     };
     return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
 }

@@ -14,12 +14,16 @@
 #include "attention.h"
 #include "layer.h"
 #include "linear.h"
+#include "lora.h"
 #include "buffer.h"
 #include "norm_rope_gate.h"
 
-/* Buffers of buffer.h: what lies within a half of a layer, and what lies between the two. */
+/* Buffers of buffer.h: what lies within a half of a layer, and what lies between the two. `lora`: the adapters of the step,
+ * or NULL; `layer`: where it is. */
 struct ferrum_layers {
     struct ferrum_linears *linears;
+    const struct lora_step *lora;
+    int32_t layer;
     char *buffer, *heads;
     size_t size, heads_size;
 };
@@ -38,6 +42,24 @@ void ferrum_layers_free(struct ferrum_layers *self)
     free(self->buffer);
     free(self->heads);
     free(self);
+}
+
+/* The next call of a half is of this layer, of a step with these adapters; all layers in one call count by themselves. */
+void ferrum_layers_adapt(struct ferrum_layers *self, const struct lora_step *lora, int32_t layer)
+{
+    self->lora = lora;
+    self->layer = layer;
+}
+
+/* A product of the present layer, with what adapters change of it. */
+static int32_t product_of(struct ferrum_layers *self, const struct matrix *linear, enum product product, const char *x,
+                          int64_t count, char *y, int32_t threads)
+{
+    if (ferrum_linear(self->linears, linear, x, linear->k, count, y, 0, threads))
+        return -1;
+    if (self->lora)
+        ferrum_lora(self->lora, self->layer, product, x, linear->k, y, threads);
+    return 0;
 }
 
 static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -63,7 +85,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
         .weight = weights->input_norm,
     };
     ferrum_rows(&rows, weights->lanes);
-    if (ferrum_linear(self->linears, weights->qkv, self->buffer, width, count, qkv, 0, threads))
+    if (product_of(self, weights->qkv, QKV, self->buffer, count, qkv, threads))
         return -1;
     rows = (struct row_task){
         .task = ROTATE,
@@ -91,7 +113,7 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
     if (!reserve_buffer(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
         return -1;
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
-    if (ferrum_linear(self->linears, weights->output, attended, weights->output->k, count, delta, 0, threads))
+    if (product_of(self, weights->output, OUTPUT, attended, count, delta, threads))
         return -1;
     struct row_task rows = {
         .task = ADD_NORM,
@@ -105,12 +127,12 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
         .weight = weights->post_norm,
     };
     ferrum_rows(&rows, weights->lanes);
-    if (ferrum_linear(self->linears, weights->gate_up, normed, width, count, gate_up, 0, threads))
+    if (product_of(self, weights->gate_up, GATE_UP, normed, count, gate_up, threads))
         return -1;
     rows = (struct row_task){
         .task = GATE, .threads = threads, .width = inner, .count = count, .hidden = gate_up, .out = gated};
     ferrum_rows(&rows, weights->lanes);
-    return ferrum_linear(self->linears, weights->down, gated, inner, count, delta, 0, threads);
+    return product_of(self, weights->down, DOWN, gated, count, delta, threads);
 }
 
 /* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. Not 0 where there
@@ -125,6 +147,7 @@ int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights
     char *qkv = self->heads, *attended = qkv + all;
     for (int32_t layer = 0; layer < layers; layer++) {
         const struct layer_weights *own = weights + layer;
+        self->layer = layer;
         if (ferrum_layer_before(self, own, hidden, layer ? delta : NULL, cos, sin, count, qkv, threads) ||
             ferrum_attention_layer(attention, layer, qkv, count, attended) ||
             ferrum_layer_after(self, own, hidden, attended, count, delta, threads))

@@ -36,7 +36,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 EVERY_KERNEL = (
     "test_fused_ops or exact_one or lie_apart or what_is_no_number or new_tokens or short_and_long or head_and_block "
     "or eight_bit_keys or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) or (key_that_is_no and 20-None) "
-    "or (soft and PairFactory-auto) or (c_draws and not 33000)"
+    "or (soft and PairFactory-auto) or (c_draws and not 33000) or (each_alone and native)"
 )
 
 
@@ -67,7 +67,7 @@ def run_kernels(folder, **environment):
     """The tests of every kernel, with the library of ``folder``."""
     files = [
         HERE / f"test_{each}.py"
-        for each in ("fused_ops", "linear", "attention", "eight_bits", "native_layers", "draws")
+        for each in ("fused_ops", "linear", "attention", "eight_bits", "native_layers", "draws", "adapters")
     ]
     command = [sys.executable, "-c", ELSEWHERE, folder, "-q", "-x", "-p", "no:cacheprovider", "-k", EVERY_KERNEL]
     done = subprocess.run(

@@ -1,0 +1,26 @@
+"""The choice of who computes with adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ferrum_rpc.models.layout import Placement
+from ferrum_rpc.models.lora import Loras, TorchLoras
+from ferrum_rpc.models.native_lora import NativeLoras
+from ferrum_rpc.selection import Candidate, select
+
+
+def select_loras(
+    table: Mapping[str, Placement], layers: int, dtype: torch.dtype, device: torch.device
+) -> tuple[str, Loras]:
+    """``(reason, loras)`` of a decoder whose parameters are laid out as in ``table``."""
+    arguments = table, layers, dtype, device
+    _, reason, made = select(
+        Candidate("native", lambda: NativeLoras(*arguments), "all adapters of a step in one call a product"),
+        Candidate("torch", lambda: TorchLoras(*arguments)),
+        what="adapters",
+        field="adapter_dir",
+    )
+    return reason, made

@@ -1,0 +1,130 @@
+"""Adapters by our C kernel (``lora.c``): all adapters of a step in one call for each product, in bfloat16.
+
+D and U lie in panels, as our own products' weights do. What is added to a row does not depend on its neighbours in the
+batch, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrum_rpc.models.base import StepAdapters
+from ferrum_rpc.models.layout import Placement
+from ferrum_rpc.models.lora import PRODUCTS, Adapted, Change, Loras, Part
+from ferrum_rpc.models.native_linear import COLUMNS
+from ferrum_rpc.native import cpu, library
+
+ROWS: Final = np.dtype([("changes", np.uint64), ("first", np.int64), ("count", np.int64)])
+"""``struct lora_rows`` of lora.h."""
+
+MOST_ROWS: Final = 24
+"""``LORA_ROWS`` there."""
+
+
+class NativeAdapted(Adapted):
+    """Panels of D of all parts, and of U of each."""
+
+    def __init__(self, change: Change) -> None:
+        self._width = change.size_in
+        self._down = torch.zeros(_panels(change.rank, change.size_in), dtype=torch.bfloat16)
+        self._ups = {part: torch.zeros(_panels(part.rows, part.rank), dtype=torch.bfloat16) for part in change.parts}
+        self.nbytes = _bytes(change)
+        self.struct = library.LoraChange(
+            self._down.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
+        )
+        for place, (part, up) in enumerate(self._ups.items()):
+            self.struct.part[place] = library.LoraPart(up.data_ptr(), part.first, part.rows, part.start, part.rank)
+
+    def put(self, part: Part, down: Tensor, up: Tensor) -> None:
+        rank = part.change.rank
+        rows = torch.arange(part.start, part.start + rank)
+        pairs = down.to(torch.bfloat16).view(rank, self._width // 2, 2)
+        self._down[rows // COLUMNS, :, rows % COLUMNS] = pairs
+        padded = F.pad(up.to(torch.bfloat16), (0, part.rank - rank, 0, -part.rows % COLUMNS))
+        self._ups[part].copy_(padded.view(-1, COLUMNS, part.rank // 2, 2).transpose(1, 2))
+
+
+class NativeLoras(Loras):
+    """On a CPU that multiplies bfloat16. Raises OSError where the kernel cannot run."""
+
+    name = "native"
+    rowwise = True
+
+    def __init__(self, table: Mapping[str, Placement], layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        cpu.require(device, dtype, torch.bfloat16)
+        super().__init__(table, layers, dtype)
+        self._library = library.load()
+        if not self._library.ferrum_lora_supported():
+            raise OSError("the CPU has no avx512_bf16")
+        if any(width % 2 for _, width in self.modules.values()):
+            raise OSError("the model has products of odd width")
+        self._structs: dict[int, ctypes.Array[library.LoraChange]] = {}
+        self._ranks: dict[int, int] = {}
+
+    def nbytes(self, changes: Sequence[Change]) -> int:
+        return sum(map(_bytes, changes))
+
+    def add(self, number: int, changes: Sequence[Change]) -> int:
+        taken = super().add(number, changes)
+        structs = (library.LoraChange * (self._layers * len(PRODUCTS)))()
+        for place, each in enumerate(self._adapters[number]):
+            if isinstance(each, NativeAdapted):
+                structs[place] = each.struct
+        self._structs[number] = structs
+        self._ranks[number] = max(_whole(each.rank) for each in changes)
+        return taken
+
+    def drop(self, number: int) -> None:
+        super().drop(number)
+        self._structs.pop(number, None)
+        self._ranks.pop(number, None)
+
+    def _adapted(self, change: Change) -> Adapted:
+        return NativeAdapted(change)
+
+    def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
+        parts = [
+            (ctypes.addressof(self._structs[number]), at, min(MOST_ROWS, first + count - at))
+            for number, first, count in spans
+            for at in range(first, first + count, MOST_ROWS)
+        ]
+        rank = max(self._ranks[number] for number, _, _ in spans)
+        return NativeStep(self._library, np.array(parts, dtype=ROWS), tokens, rank)
+
+
+class NativeStep:
+    """A `StepAdapters`."""
+
+    def __init__(self, loaded: ctypes.CDLL, rows: npt.NDArray[np.void], tokens: int, rank: int) -> None:
+        self._library = loaded
+        self._rows = rows
+        self._sums = torch.empty((tokens, rank), dtype=torch.bfloat16)
+        self._step = library.LoraStep(rows.ctypes.data, self._sums.data_ptr(), len(rows), rank)
+        self.address = ctypes.addressof(self._step)
+
+    def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
+        """``y`` is contiguous, ``x`` in its last dimension."""
+        threads = torch.get_num_threads()
+        self._library.ferrum_lora(self.address, layer, product, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
+
+
+def _whole(rank: int) -> int:
+    """A whole number of panels."""
+    return -(-rank // COLUMNS) * COLUMNS
+
+
+def _panels(rows: int, width: int) -> tuple[int, int, int, int]:
+    return -(-rows // COLUMNS), width // 2, COLUMNS, 2
+
+
+def _bytes(change: Change) -> int:
+    down = _whole(change.rank) * change.size_in
+    return 2 * (down + sum(_whole(part.rows) * part.rank for part in change.parts))

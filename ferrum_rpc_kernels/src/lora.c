@@ -1,0 +1,157 @@
+/* Adapters: y += U (D x) for those rows of a step that have one, many adapters in one call.
+ *
+ * D and U are panels (gemm_tile.h), so that a row costs little more than reading its adapter once: a batch in which every
+ * row has another one reads all of them, 20 MB each at rank 16 of Qwen3-0.6B, and rows of one share what is read. A sum
+ * runs over the elements in one order, as in linear.c: what is added to a row does not depend on its neighbours.
+ *
+ * D x is rounded to bfloat16, and so is what is written: y is read as it was rounded, and rounded anew. OpenMP: see
+ * attention_decode.c.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "cpu_features.h"
+#include "gemm_tile.h"
+#include "lora.h"
+
+#if defined(__x86_64__)
+
+#define JOB_PANELS 32 /* of U, that a job takes */
+#define TARGET COMPILED_FOR(AVX512_BF16)
+
+GEMM_ENTRY(lora_entry, gemm_pairs, AVX512_BF16)
+
+int32_t ferrum_lora_supported(void) { return CPU_HAS(AVX512_BF16); }
+
+static inline TARGET __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+static inline TARGET __m512 widened(__m256i half)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* Rows against panels of D from `panel` on: their sums. */
+static TARGET void lower(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
+                         const char *x, size_t x_bytes, char *sums, size_t sums_bytes)
+{
+    const size_t panel_bytes = (size_t)change->k * GEMM_COLUMNS * 2;
+    const char *weights = change->down + panel * panel_bytes;
+    for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
+        const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
+        float tile_sums[GEMM_ROWS * GEMM_WIDTH] = {0};
+        const struct gemm_tile tile = {
+            .rows = x + row * x_bytes,
+            .panels = weights,
+            .ahead = weights,
+            .row_bytes = x_bytes,
+            .panel_bytes = panel_bytes,
+            .sums = tile_sums,
+            .vectors = change->k / 2,
+        };
+        lora_entry(&tile, count, panels);
+        for (int r = 0; r < count; r++)
+            for (int p = 0; p < panels; p++)
+                _mm256_storeu_si256(
+                    (__m256i *)(sums + (row + r) * sums_bytes + (panel + p) * GEMM_COLUMNS * 2),
+                    rounded(_mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS)));
+    }
+}
+
+/* The sums of rows against panels of a part's U from `panel` on: added to y. */
+static TARGET void lift(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
+                         size_t y_bytes, const char *sums, size_t sums_bytes)
+{
+    const size_t panel_bytes = (size_t)part->rank * GEMM_COLUMNS * 2;
+    const char *weights = part->up + panel * panel_bytes;
+    for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
+        const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
+        for (int done = 0; done < panels; done += GEMM_PANELS) {
+            const int width = panels - done < GEMM_PANELS ? panels - done : GEMM_PANELS;
+            float tile_sums[GEMM_ROWS * GEMM_WIDTH] = {0};
+            const struct gemm_tile tile = {
+                .rows = sums + row * sums_bytes + part->start * 2,
+                .panels = weights + done * panel_bytes,
+                .ahead = weights + done * panel_bytes,
+                .row_bytes = sums_bytes,
+                .panel_bytes = panel_bytes,
+                .sums = tile_sums,
+                .vectors = part->rank / 2,
+            };
+            lora_entry(&tile, count, width);
+            for (int r = 0; r < count; r++)
+                for (int p = 0; p < width; p++) {
+                    const int column = (panel + done + p) * GEMM_COLUMNS, left = part->columns - column;
+                    const __mmask16 held = left < GEMM_COLUMNS ? (__mmask16)((1u << left) - 1) : 0xffff;
+                    char *to = y + (row + r) * y_bytes + (part->first + column) * 2;
+                    const __m512 old = widened(_mm256_maskz_loadu_epi16(held, to));
+                    const __m512 sum = _mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS);
+                    _mm256_mask_storeu_epi16(to, held, rounded(_mm512_add_ps(old, sum)));
+                }
+        }
+    }
+}
+
+static inline int panels_of(int columns) { return (columns + GEMM_COLUMNS - 1) / GEMM_COLUMNS; }
+
+/* Add to y [rows, n] what the adapters of `step` change of a product of x, whose rows lie `x_stride` elements apart. */
+void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
+                 int32_t threads)
+{
+    const size_t x_bytes = (size_t)x_stride * 2, sums_bytes = (size_t)step->rank * 2;
+    const int place = layer * PRODUCTS + product;
+    /* units of work of one lot of rows, of any adapter at most */
+    const int lower_unit = step->count < 4 * threads ? 1 : GEMM_PANELS;
+    int lowers = 0, raises = 0;
+    for (int i = 0; i < step->count; i++) {
+        const struct lora_change *change = step->rows[i].changes + place;
+        if (!change->rank)
+            continue;
+        const int down = (panels_of(change->rank) + lower_unit - 1) / lower_unit;
+        const int up = (panels_of(change->n) + JOB_PANELS - 1) / JOB_PANELS;
+        lowers = down > lowers ? down : lowers;
+        raises = up > raises ? up : raises;
+    }
+    if (!lowers)
+        return;
+    const int64_t lower_jobs = (int64_t)step->count * lowers, raise_jobs = (int64_t)step->count * raises;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t job;
+#pragma omp for schedule(dynamic, 1)
+        for (job = 0; job < lower_jobs; job++) {
+            const struct lora_rows *rows = step->rows + job / lowers;
+            const struct lora_change *change = rows->changes + place;
+            const int panel = (int)(job % lowers) * lower_unit, left = panels_of(change->rank) - panel;
+            if (change->rank && left > 0)
+                lower(rows, change, panel, left < lower_unit ? left : lower_unit, x, x_bytes, step->sums, sums_bytes);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (job = 0; job < raise_jobs; job++) {
+            const struct lora_rows *rows = step->rows + job / raises;
+            const struct lora_change *change = rows->changes + place;
+            const int from = (int)(job % raises) * JOB_PANELS;
+            for (int p = 0; p < change->parts; p++) {
+                const struct lora_part *part = change->part + p;
+                const int left = panels_of(part->columns) - from;
+                if (left > 0)
+                    lift(rows, part, from, left < JOB_PANELS ? left : JOB_PANELS, y, (size_t)change->n * 2,
+                          step->sums, sums_bytes);
+            }
+        }
+    }
+}
+
+#else
+
+/* No such instructions: nothing here is called but the first. */
+int32_t ferrum_lora_supported(void) { return 0; }
+
+void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
+                 int32_t threads)
+{
+    (void)step, (void)layer, (void)product, (void)x, (void)x_stride, (void)y, (void)threads;
+}
+
+#endif

@@ -1,0 +1,43 @@
+/* Low-rank changes of products (lora.c). */
+
+#ifndef FERRUM_LORA_H
+#define FERRUM_LORA_H
+
+#include <stdint.h>
+
+enum product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+
+/* One matrix of a fused product: `columns` of the output from `first` on, and `rank` sums, which is even, from `start` on.
+ * `up`: panels of gemm_tile.h, [columns / 16][rank / 2][16][2]. */
+struct lora_part {
+    const char *up;
+    int32_t first, columns, start, rank;
+};
+
+/* What an adapter changes of a product [n, k]; of `rank` 0: nothing. `down`: panels [rank / 16][k / 2][16][2]. Bfloat16. */
+struct lora_change {
+    const char *down;
+    int32_t n, k, rank, parts;
+    struct lora_part part[3];
+};
+
+/* `count` rows from `first` on, LORA_ROWS at most, with an adapter: its changes, [layers][PRODUCTS]. */
+struct lora_rows {
+    const struct lora_change *changes;
+    int64_t first, count;
+};
+
+#define LORA_ROWS 24
+
+/* The adapters of a step. `sums`: room for `rank` bfloat16 of every row of the step, a multiple of 16, and as large as any
+ * adapter's. */
+struct lora_step {
+    const struct lora_rows *rows;
+    char *sums;
+    int32_t count, rank;
+};
+
+void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
+                 int32_t threads);
+
+#endif
