@@ -27,10 +27,11 @@ def of_checkpoint(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dty
     ``names``, and over what is made of them: the dtype that they are computed in, and how they are rounded.
 
     A sample is 16 pieces of 256 bytes, spread evenly over the tensor from its first byte to its last; a tensor of up to
-    4,096 bytes is taken whole. How tensors are spread over files does not matter.
+    4,096 bytes is taken whole. Of a quantized matrix each stored part is sampled. How tensors are spread over files
+    does not matter.
     """
     tensors = {
-        name: (str(tensor.dtype), [*tensor.shape], _sample(tensor)) for name, tensor in checkpoint.tensors({*names})
+        name: (str(tensor.dtype), [*tensor.shape], _sample(tensor)) for name, tensor in checkpoint.stored({*names})
     }
     return _digest(checkpoint.config, sorted(tensors.items()), str(dtype), quantize)
 

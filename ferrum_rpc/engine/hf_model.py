@@ -20,7 +20,8 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.describe import HfSpec, describe
 from ferrum_rpc.models.hf.model import check_shapes, load
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from ferrum_rpc.weights.safetensors_file import MappedFile, TensorEntry
+from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.weights.reading import Reader
 
 ROWS = 8
 """Copies of a hidden row that a layer of transformers holds at its fullest, and so many float32 ones less: generous."""
@@ -52,11 +53,9 @@ class Borrowed(NamedTuple):
     def load(self, device: torch.device, progress: Progress | None) -> Model:
         """Read the weights."""
         count = _Counter(self.checkpoint.nbytes, progress)
-        entries = self.checkpoint.entries
-        files = {each: MappedFile(each) for each in {entry.file for entry in entries.values()}}
+        reader = Reader()
         stored = {
-            name: _Stored(name, entry, files[entry.file], entry.dtype != self.dtype, count)
-            for name, entry in entries.items()
+            name: _Stored(name, entry, reader, self.dtype, count) for name, entry in self.checkpoint.entries.items()
         }
         return load(self.spec, stored, self.dtype, device, self.max_context)
 
@@ -103,15 +102,16 @@ class _Counter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """A tensor in its file; see `models.hf.model.Stored`. ``converted``: transformers copies it anyway."""
+    """A tensor in its file; see `models.hf.model.Stored`. ``dtype``: of the model."""
 
     name: str
     entry: TensorEntry
-    file: MappedFile
-    converted: bool
+    reader: Reader
+    dtype: torch.dtype
     count: _Counter
 
     def __getitem__(self, index: Any) -> Tensor:
-        tensor = self.file.tensor(self.name, self.entry)[index]
+        tensor = self.reader.read(self.name, self.entry, self.dtype)[index]
         self.count.add(self.entry.nbytes)
-        return tensor if self.converted and tensor.is_floating_point() else tensor.clone()
+        copied = self.entry.dtype != self.dtype and tensor.is_floating_point()  # transformers does, to convert it
+        return tensor if copied or self.entry.encoding is not None else tensor.clone()

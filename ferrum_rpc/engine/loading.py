@@ -1,7 +1,8 @@
 """From a model folder to a model that is ready: the one place where checkpoints and decoders meet.
 
 A checkpoint is compared with what the decoder expects before a weight is read, and everything that does not fit is
-named in one error. Weights then stream from the mapped files into the decoder's parameters, converted on the way.
+named in one error. Weights then stream from the mapped files into the decoder's parameters, converted on the way;
+quantized ones become numbers of the decoder's dtype a matrix at a time.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def load_model(
     decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear or select_linear(device, dtype)[2], ops)
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
-    for name, tensor in checkpoint.tensors(expected):
+    for name, tensor in checkpoint.tensors(expected, dtype):
         decoder.load(name, tensor)
-        done += tensor.nbytes
+        done += checkpoint.entries[name].nbytes
         if progress is not None:
             progress(done, total)
     return decoder
@@ -89,7 +90,7 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     head, embedding = (checkpoint.entries.get(name) for name in (HEAD, EMBEDDING))
     if head is None or embedding is None:
         return head is not None
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or head.encoding or embedding.encoding:
         return True
     one, other = (tensor.view(torch.uint8) for _, tensor in checkpoint.tensors((HEAD, EMBEDDING)))
     return not torch.equal(one, other)

@@ -49,6 +49,8 @@ IRRELEVANT: Final = frozenset(
         *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values"),
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens"),
         *("num_assistant_tokens_schedule", "tie_last_hidden_states"),
+        # how weights are stored: who reads them reads this, every key of it
+        "quantization_config",
         # the context before scaling, where no scaling reads it
         "original_max_position_embeddings",
     )

@@ -106,6 +106,11 @@ class Fields:
             raise self._wrong(field, "an object", value)
         return Fields(value, self.name(field))
 
+    def names(self, field: str) -> tuple[str, ...]:
+        """The names in a nested object; none where the field is absent."""
+        table = self.table(field)
+        return () if table is None else tuple(table.unread())
+
     def texts(self, field: str) -> tuple[str, ...]:
         """A list of strings; empty where the field is absent."""
         value = self.value(field)

@@ -99,8 +99,6 @@ class ModelSpec:
         """
         config = Fields(data)
         architecture, family = _family(config)
-        if config.value("quantization_config") is not None:
-            raise NotSupported("quantization_config: quantized checkpoints are not read", field="quantization_config")
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         kv_heads = heads
         if "num_key_value_heads" not in config and family.kv_heads is not None:

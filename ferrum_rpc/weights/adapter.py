@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ferrum_rpc.errors import AdapterUnknown, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import inside, read_json
-from ferrum_rpc.weights.safetensors_file import TensorEntry, read_entries, stream
+from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.weights.safetensors_file import read_entries, stream
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"

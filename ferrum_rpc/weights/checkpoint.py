@@ -1,10 +1,10 @@
-"""A model folder on disk: its configuration and its tensors, from one file or many shards.
+"""A model on disk: its configuration and its tensors, from one file or many shards.
 
 Only safetensors is read: other formats run code when they are opened. Nothing outside the folder is read either: shard
 names come from an untrusted index file, so they must be plain names, and links must stay inside (the
 blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by reading
-headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. Which tensors a model wants is
-not known here.
+headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. A quantized matrix is one entry,
+and streams as numbers. Which tensors a model wants is not known here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.weights.safetensors_file import TensorEntry, broken, forbidden, open_regular, read_entries, stream
+from ferrum_rpc.weights.entries import TensorEntry, broken, forbidden, open_regular
+from ferrum_rpc.weights.quantized import decoded_entries
+from ferrum_rpc.weights.reading import Reader
+from ferrum_rpc.weights.safetensors_file import read_entries
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,7 +32,8 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """``config`` and ``generation_config`` are parsed and unchecked; ``entries`` are all tensors by name."""
+    """``config`` and ``generation_config`` are parsed and unchecked but for how weights are quantized; ``entries`` are
+    all tensors by name."""
 
     name: str
     config: dict[str, Any]
@@ -41,7 +45,7 @@ class Checkpoint:
         """Read the headers of the model in folder ``path``.
 
         Raises InvalidRequest that names the file and what is wrong with it, NotSupported for a folder with pickled
-        weights only.
+        weights only, and for weights that are quantized in a way that is not read.
         """
         try:
             folder = Path(path).resolve(strict=True)
@@ -56,11 +60,11 @@ class Checkpoint:
         if config is None:
             raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
         generation = read_json(folder, GENERATION_CONFIG) or {}
-        return cls(_name(folder), config, generation, _entries(folder))
+        return cls(_name(folder), config, generation, decoded_entries(config, _entries(folder)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, as they are stored."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     @property
@@ -72,11 +76,34 @@ class Checkpoint:
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
         return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
 
-    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream ``names`` (None: all), file by file in the order of their bytes.
+    def tensors(
+        self, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Stream ``names`` (None: all), file by file in the order of their bytes: as they are stored, what is quantized
+        as numbers in ``dtype``.
 
-        Copy a tensor before asking for the next: it reads the mapped file. Raises KeyError for a name that is absent.
+        Copy a tensor before asking for the next: it may read the mapped file. Raises KeyError for a name that is
+        absent, InvalidRequest for parts that contradict each other.
         """
+        for entries in self._files(names):
+            reader = Reader()
+            for name, entry in entries.items():
+                yield name, reader.read(name, entry, dtype)
+
+    def stored(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Stream what is stored of ``names``: like `tensors`, but each part of a quantized matrix by itself, under a
+        name that says what it is."""
+        for entries in self._files(names):
+            reader = Reader()
+            for name, entry in entries.items():
+                if entry.encoding is None:
+                    yield name, reader.read(name, entry)
+                    continue
+                for role, (part, stored) in entry.encoding.parts.items():
+                    yield f"{name} {entry.encoding.kind} {role}", reader.read(part, stored)
+
+    def _files(self, names: Collection[str] | None) -> Iterator[dict[str, TensorEntry]]:
+        """``names`` (None: all) with their entries, file by file."""
         wanted = self.entries.keys() if names is None else set(names)
         if absent := wanted - self.entries.keys():
             raise KeyError(min(absent))
@@ -85,7 +112,7 @@ class Checkpoint:
             if name in wanted:
                 files.setdefault(entry.file, {})[name] = entry
         for file in sorted(files):
-            yield from stream(file, files[file])
+            yield files[file]
 
 
 def _name(folder: Path) -> str:

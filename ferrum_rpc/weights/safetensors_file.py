@@ -6,18 +6,16 @@ anything. Around it stand a typed error for whatever is wrong with a file, and m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.weights.entries import TensorEntry, broken, open_regular
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -26,6 +24,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -38,42 +37,6 @@ MAX_SIZE: Final = 2**62
 
 MAPPED_BYTES: Final = 8 << 20
 """Bytes of tensors after which a file is mapped anew: the pages that were read count as resident until then."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor's dtype and shape, and the path of its file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def broken(file: Path, what: str) -> InvalidRequest:
-    """The error that says what is wrong with a file, by its name without folders."""
-    return InvalidRequest(f"{file.name}: {what}", field=file.name)
-
-
-def forbidden(error: PermissionError) -> InvalidRequest:
-    """The error for a file that may not be read, as opposed to one that is missing, by its whole path."""
-    return InvalidRequest(f"{error.filename}: {error.strerror}: this process may not read it", field="model")
-
-
-def open_regular(file: Path) -> BinaryIO:
-    """An open regular file: opening a FIFO would hang the start. Raises InvalidRequest that names the file."""
-    try:
-        if not file.is_file():
-            raise broken(file, "not a regular file")
-        return file.open("rb")
-    except PermissionError as error:
-        raise forbidden(error) from None
-    except OSError as error:
-        raise broken(file, f"cannot be opened: {error.strerror}") from None
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:

@@ -47,10 +47,14 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
     "ferrum_rpc.kv.tiers": Floor("prefix_hash", "structlog"),
-    "ferrum_rpc.models": Floor("core errors native selection", "numpy torch transformers triton"),
+    "ferrum_rpc.models.fields": Floor("errors"),
+    "ferrum_rpc.models.config_keys": Floor("errors models.fields"),
+    "ferrum_rpc.models": Floor(
+        "core errors native selection models.fields models.config_keys", "numpy torch transformers triton"
+    ),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors native selection", "numpy torch triton"),
-    "ferrum_rpc.weights": Floor("core errors", "numpy torch safetensors"),
+    "ferrum_rpc.weights": Floor("core errors models.fields models.config_keys", "numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.liveness": Floor(),
@@ -65,8 +69,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
     "ferrum_rpc.engine": Floor(
-        "config core errors failpoints kv kv.store kv.tiers models attention sampling weights distributed native "
-        "selection engine.api",
+        "config core errors failpoints kv kv.store kv.tiers models models.fields models.config_keys attention sampling "
+        "weights distributed native selection engine.api",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors engine", "numpy torch transformers"),

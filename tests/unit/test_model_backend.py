@@ -118,7 +118,7 @@ def test_a_broken_configuration_of_a_native_family_keeps_its_error(
         ({"model_type": "gone"}, InvalidRequest, "model_type"),
         ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.Y"}}, NotSupported, "code .* is never run"),
         ({"model_type": "t5"}, NotSupported, "is no decoder"),
-        ({"quantization_config": {"quant_method": "gptq"}}, NotSupported, "quantized checkpoints are not read"),
+        ({"quantization_config": {"quant_method": "hqq"}}, NotSupported, "quant_method: 'hqq' is not read"),
         ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
         ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
         ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),

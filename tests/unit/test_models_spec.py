@@ -159,7 +159,6 @@ def test_sizes_must_be_there_and_be_sizes(field):
         ({"eos_token_id": "stop"}, InvalidRequest, "eos_token_id"),
         ({"eos_token_id": [1, -2]}, InvalidRequest, "eos_token_id"),
         ({"architectures": "LlamaForCausalLM"}, InvalidRequest, "architectures"),
-        ({"quantization_config": {"bits": 4}}, NotSupported, "quantization_config"),
         ({"rope_theta": 1.0}, InvalidRequest, "rope_theta"),
         ({"rope_scaling": "llama3"}, InvalidRequest, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, NotSupported, "rope_scaling.rope_type"),

@@ -37,6 +37,7 @@ NOT_READ: Final = frozenset(
         *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
         *("fusion_config", "distributed_config", "base_model_tp_plan", "base_model_pp_plan"),
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        "quantization_config",  # transformers gets numbers
     )
 )
 """Fields that say how, and not what, or that lead elsewhere."""
@@ -79,8 +80,6 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
 
     attention.register()
     fields = Fields(data)
-    if fields.value("quantization_config") is not None:
-        raise NotSupported("quantization_config: quantized checkpoints are not read", field="quantization_config")
     model_type = fields.text("model_type")
     if model_type not in CONFIG_MAPPING:
         ours = "" if "auto_map" not in data else ", and code that a checkpoint brings is never run"

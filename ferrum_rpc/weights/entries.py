@@ -1,0 +1,87 @@
+"""What the tensors of a checkpoint are before any is read: names, shapes, and how stored bytes become numbers.
+
+A quantized matrix is stored as several tensors (integers, scales, zero points). Here it is one entry, under the name
+and in the shape that the matrix has, with an `Encoding` that makes numbers of the parts a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.errors import InvalidRequest
+
+Decode = Callable[[Mapping[str, Tensor], int, int], Tensor]
+"""``decode(parts, first, last)``: rows ``first`` to ``last`` of the matrix, float32 [last - first, width]."""
+
+CHUNK: Final = 1 << 20
+"""Numbers that are decoded at once: what is in between takes a few times 4 MiB, however large the matrix is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor's dtype and shape, and the path of its file. ``offset``: where its bytes begin, in a file that is read
+    without a library. With an ``encoding``, ``dtype`` is what the matrix counts as where a dtype to compute in is
+    chosen, and ``file`` has its largest part."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int | None = None
+    encoding: Encoding | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        if self.encoding is not None:
+            return sum(entry.nbytes for _, entry in self.encoding.parts.values())
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """``parts``: by role, the stored name and the entry of each. Rows are decoded from a multiple of ``multiple`` on.
+    ``kind``: what the same bytes would not tell."""
+
+    parts: dict[str, tuple[str, TensorEntry]]
+    decode: Decode
+    multiple: int = 1
+    kind: str = ""
+
+    def matrix(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """``dtype`` ``shape``: the whole matrix, each number rounded once."""
+        rows, width = shape[0], math.prod(shape[1:])
+        made = torch.empty(shape, dtype=dtype)
+        step = max(1, CHUNK // (width * self.multiple)) * self.multiple
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            made[first:last] = self.decode(parts, first, last).view(last - first, *shape[1:])
+        return made
+
+
+def broken(file: Path, what: str) -> InvalidRequest:
+    """The error that says what is wrong with a file, by its name without folders."""
+    return InvalidRequest(f"{file.name}: {what}", field=file.name)
+
+
+def forbidden(error: PermissionError) -> InvalidRequest:
+    """The error for a file that may not be read, as opposed to one that is missing, by its whole path."""
+    return InvalidRequest(f"{error.filename}: {error.strerror}: this process may not read it", field="model")
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """An open regular file: opening a FIFO would hang the start. Raises InvalidRequest that names the file."""
+    try:
+        if not file.is_file():
+            raise broken(file, "not a regular file")
+        return file.open("rb")
+    except PermissionError as error:
+        raise forbidden(error) from None
+    except OSError as error:
+        raise broken(file, f"cannot be opened: {error.strerror}") from None

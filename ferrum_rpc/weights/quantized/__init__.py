@@ -1,0 +1,51 @@
+"""Checkpoints whose matrices are stored in few bits: one file for each scheme, and the table of them.
+
+``quantization_config`` says which scheme it is; every key of it is honoured, known to change no number, or refused.
+Which matrices are quantized is told by the tensors that are there, and compared with what the configuration says. A
+scheme makes one entry of the parts of each matrix, with the shape that follows from theirs: what does not fit is
+refused before anything is allocated. Activations that such a model may round when it runs are not rounded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from ferrum_rpc.weights.quantized.stored import Stored
+
+SECTION: Final = "quantization_config"
+
+Scheme = Callable[[Fields, Stored], None]
+"""Reads its section of the configuration, and tells `Stored` what the parts of each matrix are."""
+
+SCHEMES: Final[dict[str, Scheme]] = {
+    "awq": awq.read,
+    "bitsandbytes": bitsandbytes.read,
+    "compressed-tensors": compressed_tensors.read,
+    "fp8": fp8.read,
+    "gptq": gptq.read,
+}
+"""By ``quant_method``."""
+
+
+def decoded_entries(config: Mapping[str, object], entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """``entries`` as they are where ``config`` says nothing of quantization; else with one for each matrix, in the
+    order of their bytes. Raises NotSupported for a scheme that is not read, InvalidRequest for parts that do not fit.
+    """
+    section = Fields(config).table(SECTION)
+    if section is None:
+        return entries
+    method = section.text("quant_method", "")
+    if method not in SCHEMES:
+        raise NotSupported(
+            f"{SECTION}.quant_method: {method[:80]!r} is not read, but {', '.join(SCHEMES)} are; "
+            "take such a file of the model, or one in bfloat16",
+            field=SECTION,
+        )
+    stored = Stored(entries)
+    SCHEMES[method](section, stored)
+    return stored.decoded()

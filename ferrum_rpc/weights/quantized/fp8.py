@@ -1,0 +1,77 @@
+"""FP8 as DeepSeek and Qwen publish it, and as AutoFP8 wrote it: ``quant_method`` "fp8".
+
+``weight`` float8_e4m3fn [n, k] times ``weight_scale_inv`` [ceil(n / rows), ceil(k / columns)] of its block
+(``weight_block_size``), or times one ``weight_scale`` for all. Sources: 2412.19437, transformers 5.23
+(``integrations/finegrained_fp8.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.models.config_keys import refuse_unread
+from ferrum_rpc.models.fields import LARGEST, Fields
+from ferrum_rpc.weights.entries import Decode
+from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read
+
+FP8: Final = (torch.float8_e4m3fn,)
+SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
+ACTIVATIONS: Final = ("input_scale", "k_scale", "v_scale")
+"""Scales of what is rounded when such a model runs: not of weights."""
+
+IRRELEVANT: Final = (
+    *("activation_scheme", "dequantize", "scale_fmt", "kv_cache_scheme", "expert_dtype"),
+    *("modules_to_not_convert", "modules_to_convert", "ignored_layers"),  # the tensors tell
+)
+
+
+def read(config: Fields, stored: Stored) -> None:
+    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise not_read(config.name("fmt"), config.value("fmt"), "e4m3 is")
+    block = block_size(config, "weight_block_size")
+    refuse_unread(config, IRRELEVANT, {})
+    for module in stored.modules("weight"):
+        entry = stored.get(module, "weight")
+        if entry is None or entry.dtype not in FP8:
+            continue
+        rows, width = stored.matrix(module, "weight", FP8)
+        if block is None:
+            stored.expect(module, "weight_scale", FLOATS, [(), (1,), (1, 1)])
+            stored.make(module, ["weight", "weight_scale"], (rows, width), by_blocks("weight_scale", rows, width))
+            continue
+        high, wide = block
+        stored.expect(module, "weight_scale_inv", SCALES, [(-(-rows // high), -(-width // wide))])
+        stored.make(module, ["weight", "weight_scale_inv"], (rows, width), by_blocks("weight_scale_inv", *block))
+    stored.drop(ACTIVATIONS)
+
+
+def block_size(config: Fields, field: str) -> tuple[int, int] | None:
+    """Rows and columns of a block, or None where the field is absent."""
+    value = config.value(field)
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(each) is int and 0 < each <= LARGEST for each in value)
+    ):
+        raise not_read(config.name(field), value, "a list of two numbers, rows and columns, is")
+    return value[0], value[1]
+
+
+def by_blocks(scale: str, high: int, wide: int) -> Decode:
+    """``weight`` times the part ``scale``, which has a number for each block of ``high`` rows and ``wide`` columns."""
+
+    def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        values, scales = parts["weight"][first:last].to(torch.float32), parts[scale].to(torch.float32)
+        if scales.numel() == 1:
+            return values * scales.view(())
+        rows = scales[torch.arange(first, last) // high]
+        return values * rows[:, torch.arange(values.shape[1]) // wide]
+
+    return decode

@@ -1,0 +1,94 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: ``qweight``, ``qzeros``, ``scales``, ``g_idx``.
+
+Of a matrix [n, k]: ``qweight`` int32 [k * bits / 32, n] has words of consecutive k; ``qzeros`` int32
+[groups, n * bits / 32] words of consecutive n, and ``scales`` [groups, n]. ``g_idx`` int32 [k] is the group of each
+column, which differs from k // group_size where columns were quantized in the order of their activations
+(``desc_act``). In the format ``gptq`` zero points are stored less one, in whole words, as GPTQModel takes it off; in
+``gptq_v2`` as they are. Source: GPTQModel 7.7, 2210.17323.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.models.config_keys import refuse_unread
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.weights.entries import Decode
+from ferrum_rpc.weights.quantized.groups import checked_columns, group_count, rescaled, unpacked
+from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read, wrong
+
+BITS: Final = (2, 4, 8)
+FORMATS: Final = ("gptq", "gptq_v2")
+INT: Final = (torch.int32,)
+
+IRRELEVANT: Final = (
+    # how it was quantized
+    *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse", "dataset", "tokenizer"),
+    *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id"),
+    *("act_group_aware", "meta", "quantizer", "model_name_or_path", "model_file_base_name", "adapter", "mock"),
+    *("modules_in_block_to_quantize", "offload_to_disk", "offload_to_disk_path", "hyb_act", "device", "parallel"),
+    # how it would run
+    *("use_cuda_fp16", "backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length"),
+    *("cache_block_outputs", "sym", "lm_head", "method"),  # the tensors tell
+)
+
+
+def read(config: Fields, stored: Stored) -> None:
+    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    bits, size = config.integer("bits"), config.integer("group_size", 128, low=-1)
+    if bits not in BITS:
+        raise not_read(config.name("bits"), bits, f"of GPTQ {', '.join(map(str, BITS))} are")
+    if size == 0:
+        raise not_read(config.name("group_size"), size, "-1, or a number of columns, is")
+    form = config.text("checkpoint_format", config.text("format", "gptq"))
+    if form not in FORMATS or config.text("format", form) != form:
+        raise not_read(config.name("checkpoint_format"), form, f"{' and '.join(FORMATS)} are")
+    if config.text("pack_dtype", "int32") != "int32":
+        raise not_read(config.name("pack_dtype"), config.value("pack_dtype"), "int32 is")
+    if config.flag("is_marlin_format", False):
+        raise not_read(config.name("is_marlin_format"), True, "the format before it is repacked for Marlin is")
+    overridden = [name for name in config.names("dynamic") if not name.startswith("-:")]  # those are left out
+    if overridden:
+        raise not_read(config.name("dynamic"), overridden[0], "one scheme for all matrices is")
+    ordered = config.flag("desc_act", False)
+    refuse_unread(config, IRRELEVANT, {})
+    for module in stored.modules("qweight"):
+        _matrix(stored, module, bits, size, minus_one=form == "gptq", ordered=ordered)
+
+
+def _matrix(stored: Stored, module: str, bits: int, size: int, *, minus_one: bool, ordered: bool) -> None:
+    per_word = 32 // bits
+    words, rows = stored.matrix(module, "qweight", INT)
+    width = words * per_word
+    groups = group_count(width, size)
+    if rows % per_word:
+        raise wrong(module, f"qweight has {rows} columns, no multiple of {per_word}")
+    stored.expect(module, "scales", FLOATS, [(groups, rows)])
+    stored.expect(module, "qzeros", INT, [(groups, rows // per_word)])
+    parts = ["qweight", "qzeros", "scales"]
+    if stored.get(module, "g_idx") is not None:
+        stored.expect(module, "g_idx", INT, [(width,)])
+        parts.append("g_idx")
+    elif ordered:
+        raise wrong(module, "desc_act is set and g_idx is missing")
+    size = width if size == -1 else size
+    decode = _decode(module, bits, size, sum(1 << bits * place for place in range(per_word)) if minus_one else 0)
+    stored.make(module, parts, (rows, width), decode, per_word)
+
+
+def _decode(module: str, bits: int, size: int, less: int) -> Decode:
+    def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        scales = parts["scales"][:, first:last]
+        words = parts["qzeros"][:, first * bits // 32 : last * bits // 32]
+        zeros = unpacked((words.to(torch.int64) + less).to(torch.int32), bits, 1)
+        columns = checked_columns(module, parts["g_idx"], scales.shape[0]) if "g_idx" in parts else None
+        if columns is not None and torch.equal(columns, torch.arange(len(columns)) // size):
+            columns = None
+        values = unpacked(parts["qweight"][:, first:last], bits, 0)
+        return rescaled(values.T, scales.T, zeros.T, size, columns)
+
+    return decode

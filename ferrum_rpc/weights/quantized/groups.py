@@ -1,0 +1,54 @@
+"""What schemes of small integers share: integers out of 32-bit words, and groups of columns with a scale each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.weights.quantized.stored import wrong
+
+
+def unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """int32, ``32 / bits`` times as long along ``dim``: the unsigned integers in ``words`` (int32), lowest bits first.
+    ``order``: which of them is the first, which the second, and so on, where that differs."""
+    places = order or tuple(range(32 // bits))
+    shape = [len(places) if each == dim + 1 else 1 for each in range(words.dim() + 1)]
+    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32).view(shape)
+    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+def rescaled(values: Tensor, scales: Tensor, zeros: Tensor | None, size: int, columns: Tensor | None = None) -> Tensor:
+    """float32 [rows, width]: ``(values - zeros) * scales``.
+
+    ``values`` [rows, width]; ``scales`` and ``zeros`` [rows, groups], one for each ``size`` columns, or for those that
+    ``columns`` int64 [width] gives to each group.
+    """
+    rows, width = values.shape
+    scales = scales.to(torch.float32)
+    zeros = None if zeros is None else zeros.to(torch.float32)
+    made = values.to(torch.float32)
+    if columns is None and width == scales.shape[1] * size:
+        made = made.view(rows, -1, size)
+        if zeros is not None:
+            made = made - zeros[:, :, None]
+        return (made * scales[:, :, None]).view(rows, width)
+    if columns is None:
+        columns = torch.arange(width) // size
+    if zeros is not None:
+        made = made - zeros[:, columns]
+    return made * scales[:, columns]
+
+
+def checked_columns(module: str, index: Tensor, groups: int) -> Tensor | None:
+    """int64: the group of each column, as stored in ``index``. None where it says nothing: all of them -1."""
+    if bool((index == -1).all()):
+        return None
+    low, high = (int(each) for each in torch.aminmax(index))
+    if low < 0 or high >= groups:
+        raise wrong(module, f"g_idx names group {low if low < 0 else high} of {groups}")
+    return index.to(torch.int64)
+
+
+def group_count(width: int, size: int) -> int:
+    """Groups of ``size`` columns in ``width``; -1 is one group."""
+    return 1 if size == -1 else -(-width // size)

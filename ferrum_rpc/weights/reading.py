@@ -1,0 +1,33 @@
+"""Tensors of a checkpoint, one after the other: as stored, or made of stored parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.weights.safetensors_file import MappedFile
+
+
+class Reader:
+    """What it has read of each file stays mapped up to a bound; see `MappedFile`. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, MappedFile] = {}
+        self._lock = Lock()
+
+    def read(self, name: str, entry: TensorEntry, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that is stored: it reads the mapped file. What is quantized: a new one in ``dtype``."""
+        if entry.encoding is None:
+            return self._file(entry.file).tensor(name, entry)
+        parts = {role: self.read(*part) for role, part in entry.encoding.parts.items()}
+        return entry.encoding.matrix(parts, entry.shape, dtype)
+
+    def _file(self, file: Path) -> MappedFile:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = MappedFile(file)
+            return self._files[file]

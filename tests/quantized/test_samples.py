@@ -1,0 +1,60 @@
+"""Checkpoints that the libraries of their formats wrote: read as another reader reads them.
+
+`tests.quantized.make` made the samples and says how.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.loading import read_spec
+from ferrum_rpc.weights.checkpoint import Checkpoint
+from tests.numerics.harness import error
+from tests.quantized.make import ROWS, SAMPLES, TOKENS
+
+KINDS = sorted(each.name for each in SAMPLES.iterdir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_those_of_another_reader(kind):
+    oracle = load_file(SAMPLES / kind / "oracle.safetensors")
+    del oracle["logits"]
+    checkpoint = Checkpoint.open(SAMPLES / kind)
+    read_spec(checkpoint)
+    assert len(oracle) >= 7
+    for name, matrix in checkpoint.tensors(oracle, torch.float32):
+        assert checkpoint.entries[name].encoding is not None
+        assert matrix.dtype == torch.float32
+        rows = matrix[torch.tensor(ROWS) % len(matrix)]
+        torch.testing.assert_close(rows, oracle[name], rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_dequantized_model(kind):
+    assert error(logits(kind, "native"), load_file(SAMPLES / kind / "oracle.safetensors")["logits"].double()) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["gptq-4", "bnb-nf4-nested"])
+def test_transformers_gets_the_same_numbers(kind):
+    assert error(logits(kind, "hf"), load_file(SAMPLES / kind / "oracle.safetensors")["logits"].double()) < 5e-6
+
+
+def logits(kind: str, backend: str) -> torch.Tensor:
+    """float32 [T, vocab] of `TOKENS`, fed in two pieces."""
+    runner = build_runner(
+        ModelSettings(str(SAMPLES / kind), device="cpu", dtype="float32", kv_blocks=8, model_backend=backend)
+    )
+    rows = []
+    with runner.context():
+        for start, end in ((0, 5), (5, len(TOKENS))):
+            tokens = np.array(TOKENS[start:end], np.int32)
+            span = Span(1, tokens, start, OutputSpec(Positions.ALL, FullLogits()), create=not start)
+            [outcome] = runner.forward(Step((span,))).outcomes
+            rows.append(torch.from_numpy(outcome.rows.block["logits"].copy()))
+    return torch.cat(rows)
