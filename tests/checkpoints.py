@@ -7,6 +7,7 @@ Weights are scaled like trained ones (a layer's output is about as large as its 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ FAMILIES: dict[str, str] = {
     "ministral": "Ministral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma": "Gemma",
     "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "glm4": "Glm4",
+    "starcoder2": "Starcoder2",
+    "cohere2": "Cohere2",
 }
 
 TINY: dict[str, Any] = {
@@ -43,8 +53,34 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20},
+    "gemma3": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 20,
+        "sliding_window_pattern": 2,
+    },
+    "phi3": {},
+    "granite": {
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.3,
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "olmo2": {},
+    "glm4": {"head_dim": 16},
+    "starcoder2": {},
+    "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
 }
+
+
+def config_class(family: str) -> Any:
+    """The configuration of the family in transformers."""
+    import transformers
+
+    return getattr(transformers, {"gemma3": "Gemma3TextConfig"}.get(family, f"{FAMILIES[family]}Config"))
 
 
 def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -53,12 +89,13 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     options = {**TINY, **FAMILY_DEFAULTS[family], **overrides}
-    rope = options.pop("rope_parameters", None)
-    if rope is not None:
-        options["rope_parameters"] = {"rope_theta": options.pop("rope_theta"), **rope}
+    theta, rope = options.pop("rope_theta"), options.pop("rope_parameters", None) or {"rope_type": "default"}
+    if family == "gemma3":  # a rotation for layers of each type
+        rope = rope if "full_attention" in rope else {"full_attention": {"rope_theta": 50 * theta, **rope}}
+        options["rope_parameters"] = {"sliding_attention": {"rope_theta": theta, "rope_type": "default"}, **rope}
     else:
-        options["rope_parameters"] = {"rope_theta": options.pop("rope_theta"), "rope_type": "default"}
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**options)
+        options["rope_parameters"] = {"rope_theta": theta, **rope}
+    config = config_class(family)(**options)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -66,13 +103,13 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
-                weight.copy_(1 + 0.2 * noise)
+                weight.copy_((not family.startswith("gemma")) + 0.2 * noise)
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
             elif "embed_tokens" in name:
                 weight.copy_(noise)
             else:
-                weight.copy_(noise * (1.5 if "q_proj" in name or "k_proj" in name else 1.0) / weight.shape[1] ** 0.5)
+                weight.copy_(noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / weight.shape[1] ** 0.5)
     return model
 
 

@@ -18,6 +18,7 @@ tensors; it must not know sequences, handles or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -140,20 +141,30 @@ class TorchPagedAttention:
         return key.flatten(0, 1), value.flatten(0, 1)
 
 
-def scratch_bytes(
-    spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, tokens: int, context: int
-) -> tuple[int, int]:
-    """What `TorchPagedAttention.attend` takes for the last ``tokens`` tokens of a sequence of ``context``, besides its
-    answer. Kept: K and V that were gathered, ``slot_bytes`` of a token, and the mask. In passing: the same widened to
-    ``dtype`` where it is rounded, and what SDPA returns of a tile."""
+class Scratch(NamedTuple):
+    """Bytes that `TorchPagedAttention.attend` takes besides its answer. ``gathered``: K and V, in buffers that layers
+    with such heads share; ``mask``: those of a `MaskPattern`; ``passing``: what lives while it computes."""
+
+    gathered: int
+    mask: int
+    passing: int
+
+
+def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, tokens: int, context: int) -> Scratch:
+    """Of the last ``tokens`` tokens of a sequence of ``context``. In passing: K and V widened to ``dtype`` where the
+    cache, ``slot_bytes`` of a token, is rounded; what SDPA returns of a tile, or its scores where they are written."""
     seen = context if spec.window is None else min(context, spec.window + tokens)
     exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     whole = tokens == context and _fused(spec) and (spec.window is None or context <= spec.window)
     rows = tokens if whole else min(tokens, TILE_ROWS)
-    mask = 0 if whole else TILE_ROWS * (TILE_ROWS + seen) * dtype.itemsize
+    columns = seen if spec.window is None else min(seen, max(TILE_ROWS, spec.window))
+    mask = 0 if whole else TILE_ROWS * (TILE_ROWS + columns) * dtype.itemsize
     widened = 0 if slot_bytes == exact else seen * exact
     result = rows * spec.heads * spec.head_dim * dtype.itemsize
-    return seen * slot_bytes + mask, widened + max(result, widened // 2)  # values are widened in two steps
+    if not _fused(spec):
+        keys = context if spec.window is None else min(context, spec.window + rows)
+        result += spec.heads * keys * (2 * rows + spec.head_dim) * max(4, dtype.itemsize)  # scores, weights, K or V
+    return Scratch(seen * slot_bytes, mask, widened + max(result, widened // 2))  # values are widened in two steps
 
 
 def _fused(spec: AttentionSpec) -> bool:
@@ -170,11 +181,11 @@ def _sdpa(
         causal = mask is None and query.shape[-2] > 1
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale)
     exact = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(exact) @ key.to(exact).transpose(-1, -2)) * spec.scale
+    scores = (query.to(exact) @ key.to(exact).transpose(-1, -2)).mul_(spec.scale)
     if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     if mask is not None:
-        scores = scores + mask
+        scores += mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(exact).expand(*scores.shape[:-1], 1)), -1)
     weights = scores.softmax(-1)[..., : value.shape[-2]]

@@ -136,8 +136,13 @@ def attend_kernel(
                     scale = tl.load(key_scales + at // 4, mask=n < high, other=0.0)
                     k = (k.to(tl.float32) * scale[:, None]).to(q.dtype)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-                if HAS_CAP:  # cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1)), right at both infinities
-                    scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+                if HAS_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; near 0 it would cancel
+                    x = scores * 0.34657359  # from twice the argument in base 2
+                    z = x * x
+                    near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+                    near = (near * z - 3.33332819422e-1) * z * x + x
+                    far = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
+                    scores = cap * tl.where(z < 0.390625, near, far)
                 if phase != 1:  # only a tile's last part may end within a step of keys: at its last row's position
                     seen = n[None, :] <= position[:, None]
                     if WINDOW > 0:

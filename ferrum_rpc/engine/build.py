@@ -57,7 +57,9 @@ def build_runner(
 def _fingerprint(parts: Parts, quantize: str) -> bytes:
     if isinstance(parts.model, IdentityModel):
         return of_identity(parts.model.config)
-    return of_checkpoint(parts.model.checkpoint, parts.model.tensor_names, parts.dtype, quantize)
+    frozen = isinstance(parts.model, Pretrained) and any(rope.long for rope in parts.model.making.spec.ropes)
+    variant = "long" if frozen else ""
+    return of_checkpoint(parts.model.checkpoint, parts.model.tensor_names, parts.dtype, quantize, variant)
 
 
 def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | None) -> TorchRunner:

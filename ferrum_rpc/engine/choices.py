@@ -178,7 +178,7 @@ def _choose_pretrained(
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
-    ops = None
+    spec, ops = spec.for_context(config.max_context), None
     if not elsewhere:
         reason, ops = select_fused_ops(spec, dtype, device)
         choices.append((f"rows={ops.name}", reason))

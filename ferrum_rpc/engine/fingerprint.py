@@ -22,9 +22,12 @@ SAMPLES: Final = 16
 SAMPLE_BYTES: Final = 256
 
 
-def of_checkpoint(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, quantize: str) -> bytes:
+def of_checkpoint(
+    checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, quantize: str, variant: str = ""
+) -> bytes:
     """SHA-256 over the configuration, over name, dtype, shape and a sample of the bytes of each of the tensors
-    ``names``, and over what is made of them: the dtype that they are computed in, and how they are rounded.
+    ``names``, and over what is made of them: the dtype that they are computed in, how they are rounded, and which
+    ``variant`` of several that one configuration describes.
 
     A sample is 16 pieces of 256 bytes, spread evenly over the tensor from its first byte to its last; a tensor of up to
     4,096 bytes is taken whole. Of a quantized matrix each stored part is sampled. How tensors are spread over files
@@ -33,7 +36,7 @@ def of_checkpoint(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dty
     tensors = {
         name: (str(tensor.dtype), [*tensor.shape], _sample(tensor)) for name, tensor in checkpoint.stored({*names})
     }
-    return _digest(checkpoint.config, sorted(tensors.items()), str(dtype), quantize)
+    return _digest(checkpoint.config, sorted(tensors.items()), str(dtype), quantize, *([variant] if variant else []))
 
 
 def of_identity(config: IdentityConfig) -> bytes:

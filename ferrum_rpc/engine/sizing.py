@@ -216,7 +216,12 @@ def _activations(parts: Parts, tokens: int, sequences: int, context: int) -> int
     if name == TORCH or (name == NATIVE and not attends):
         longest = min(tokens, context)
         pairs = set(zip(parts.layers, parts.cache, strict=True))
-        kept, passing = max(scratch_bytes(each, parts.dtype, own.slot_bytes, longest, context) for each, own in pairs)
+        scratch = {
+            (each.window, each.softcap, each.sinks): scratch_bytes(each, parts.dtype, own.slot_bytes, longest, context)
+            for each, own in pairs
+        }.values()
+        kept = max(each.gathered for each in scratch) + sum(each.mask for each in scratch)
+        passing = max(each.passing for each in scratch)
     if parts.device.type == "cpu":
         kept += torch.get_num_threads() * THREAD_BYTES * max(each.head_dim for each in parts.layers)
     return kept + model.activation_bytes(tokens, min(sequences, HEAD_ROWS), passing)

@@ -67,6 +67,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "per_layer_config": ({},),
     "alibi": (False,),
     "use_mrope": (False,),
+    "use_bidirectional_attention": (False,),
     "rope_interleaved": (False,),
     "rope_scaling_factor": (1.0,),
     "scale_attn_weights": (True,),

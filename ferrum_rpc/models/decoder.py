@@ -1,4 +1,4 @@
-"""The one native decoder: Llama, Mistral, Qwen2 and Qwen3 by their `ModelSpec`.
+"""The one native decoder: every family of `families` by its `ModelSpec`.
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
 checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
@@ -21,11 +21,11 @@ from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
-from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.layout import NORMS, half_split, layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
-from ferrum_rpc.models.rope import Rotary
+from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
@@ -60,7 +60,9 @@ class Decoder:
         self.device = device
         self.attention_specs = spec.attention_specs
         self._wide = torch.promote_types(dtype, torch.float32)
-        self._rotary = Rotary(spec.rope, spec.head_dim, device)
+        self._rotary = Rotary(spec.ropes, spec.head_dim, device)
+        scale = spec.scales.embedding
+        self._embedding_scale = float(torch.tensor(scale).to(dtype)) if spec.scales.rounded else scale
         self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
         self._linear = linear
         self._layout = layout(spec)
@@ -87,11 +89,17 @@ class Decoder:
             raise ValueError(f"{name} is loaded already")
         key = placement.parameter
         if key not in self._parameters:
-            self._parameters[key] = torch.empty(self._shapes[key], dtype=self.dtype, device=self.device)
-        rows = self._parameters[key][placement.first : placement.first + placement.rows].copy_(tensor)
+            dtype = self._wide if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
+            self._parameters[key] = torch.empty(self._shapes[key], dtype=dtype, device=self.device)
+        if placement.turned:
+            tensor = half_split(tensor, placement)
+        rows = self._parameters[key][placement.first : placement.first + placement.rows]
+        rows.copy_(tensor if placement.spread else tensor.view(placement.extent))
         if not is_finite(rows):
             kind = str(self.dtype).removeprefix("torch.")
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
+        if placement.norm and self.spec.norm_offset:
+            rows += 1.0
         module = _module(key)
         self._missing.remove(name)
         self._open[module] -= 1
@@ -112,16 +120,18 @@ class Decoder:
         parameters, linears = self._parameters, self._linears
         layers = []
         for prefix in (f"layers.{layer}." for layer in range(self.spec.layers)):
-            norm = parameters.get(prefix + "qk_norm")
+            before_attention, after_attention, before_mlp, after_mlp = (parameters.get(prefix + name) for name in NORMS)
             layers.append(
                 Layer(
-                    input_norm=parameters[prefix + "input_norm"],
+                    before_attention=before_attention,
                     qkv=linears[prefix + "qkv"],
-                    qk_norm=None if norm is None else norm.to(self._wide),
+                    qk_norm=parameters.get(prefix + "qk_norm"),
                     output=linears[prefix + "output"],
-                    post_norm=parameters[prefix + "post_norm"],
+                    after_attention=after_attention,
+                    before_mlp=before_mlp,
                     gate_up=linears[prefix + "gate_up"],
                     down=linears[prefix + "down"],
+                    after_mlp=after_mlp,
                 )
             )
         together = put_together(self.spec, layers, self._ops)
@@ -136,7 +146,7 @@ class Decoder:
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         loaded = self._require()
         layers, adapters = loaded.layers, inputs.adapters
-        hidden, delta = loaded.embedding.index_select(0, inputs.token_ids), None
+        hidden, delta = self._embed(loaded, inputs), None
         cos, sin = self._rotary(inputs.positions)
         for layer in range(self.spec.layers):
             attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin, adapters))
@@ -160,15 +170,28 @@ class Decoder:
     def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
-        hidden = loaded.embedding.index_select(0, inputs.token_ids)
+        hidden = self._embed(loaded, inputs)
         delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, inputs.adapters)
         return self._ops.add_norm(hidden, delta, loaded.norm)
 
+    def _embed(self, loaded: Loaded, inputs: StepInputs) -> Tensor:
+        hidden = loaded.embedding.index_select(0, inputs.token_ids)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """The product is computed and rounded in the model's dtype, as transformers does."""
-        return self._require().head.widened(hidden)
+        """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32."""
+        logits, scales = self._require().head.widened(hidden), self.spec.scales
+        if scales.logits != 1.0:
+            logits.mul_(scales.logits)
+        if scales.logits_cap is not None:
+            logits.div_(scales.logits_cap).tanh_().mul_(scales.logits_cap)
+        return logits
 
     def largest(self, hidden: Tensor) -> Tensor:
+        """Rows are written only where they must be: a soft cap, or a scale in float32, may make two logits one."""
+        scales = self.spec.scales
+        if scales.logits_cap is not None or (scales.logits != 1.0 and self.dtype.itemsize > 2):
+            return self.logits(hidden).argmax(dim=-1)
         return self._require().head.largest(hidden)
 
     def _require(self) -> Loaded:

@@ -75,9 +75,28 @@ class Fields:
             raise self._wrong(field, "a finite number greater than 0" if positive else "a finite number", value)
         return float(value)
 
-    def optional_number(self, field: str, *, positive: bool = True) -> float | None:
-        """Like `number`, or None where the field is absent."""
+    def optional_number(self, field: str, default: float | None = None, *, positive: bool = True) -> float | None:
+        """Like `number`, or None where the field is null; ``default`` where it is not there at all."""
+        if field not in self:
+            return default
         return None if self.value(field) is None else self.number(field, positive=positive)
+
+    def numbers(self, field: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` finite numbers greater than 0."""
+        values = self.value(field)
+        if not isinstance(values, list) or len(values) != count:
+            raise self._wrong(field, f"a list of {count} numbers", values)
+        items = Fields({f"{field}[{index}]": value for index, value in enumerate(values)}, self._path)
+        return tuple([items.number(f"{field}[{index}]") for index in range(count)])
+
+    def integers(self, field: str) -> tuple[int, ...] | None:
+        """A list of whole numbers, or None where the field is absent."""
+        values = self.value(field)
+        if values is None:
+            return None
+        if not isinstance(values, list) or not all(type(each) in {int, bool} for each in values):
+            raise self._wrong(field, "a list of whole numbers", values)
+        return tuple(values)
 
     def flag(self, field: str, default: bool | _Required = REQUIRED) -> bool:
         """True or false."""

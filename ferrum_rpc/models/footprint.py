@@ -46,15 +46,15 @@ class Making(NamedTuple):
 def weight_bytes(making: Making) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
     spec, dtype, linear = making.spec, making.dtype, making.linear
-    shapes, total = parameter_shapes(layout(spec)), 0
+    table = layout(spec)
+    shapes, total = parameter_shapes(table), 0
+    norms = {placement.parameter for placement in table.values() if placement.norm}
     for name, shape in shapes.items():
         if name.endswith(".weight"):
             rows, width = shape
             total += linear.nbytes(rows, width, dtype, bias=name.replace(".weight", ".bias") in shapes)
         elif not name.endswith(".bias"):
-            total += math.prod(shape) * dtype.itemsize
-        if name.endswith(".qk_norm") and dtype.itemsize < 4:  # a second one, in float32
-            total += math.prod(shape) * 4
+            total += math.prod(shape) * (max(4, dtype.itemsize) if name in norms else dtype.itemsize)
     if spec.tied_embeddings:
         total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=True)
     return total
@@ -66,11 +66,12 @@ def activation_bytes(making: Making, tokens: int, rows: int, *, attending: int =
     spec, size = making.spec, making.dtype.itemsize
     hidden, inner, attended = spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim
     qkv = attended + 2 * spec.kv_heads * spec.head_dim
-    angles = 4 * (spec.head_dim + spec.head_dim // 2)
+    angles = 4 * (spec.rotary_dim + spec.rotary_dim // 2) * len(spec.ropes)
+    mlp = (2 + spec.gated) * inner  # gate_up, gated
     kept, held = 0, 2 * hidden * size  # hidden, delta
     moments = [0]
     if making.native:
-        kept = (hidden + 3 * inner) * size  # normed, gate_up, gated
+        kept = (hidden + mlp) * size  # normed, and the MLP's
         if isinstance(making.linear, ByteFactory):
             width = _grown(hidden, attended, inner)
             kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
@@ -82,10 +83,13 @@ def activation_bytes(making: Making, tokens: int, rows: int, *, attending: int =
     if not making.native:
         rotating = _rotating_in_torch(spec, size) if issubclass(making.ops, TorchFusedOps) else 0
         moments.append(tokens * ((hidden + qkv) * size + rotating))  # normed, qkv
-        moments.append(tokens * (hidden + 3 * inner) * size)  # normed, gate_up, gated
+        normed = hidden if spec.names.before_mlp or spec.parallel else 0
+        moments.append(tokens * (normed + mlp) * size)
     widened = 4 if making.native or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * widened)
-    return tokens * kept + max(tokens * (held + angles) + max(moments), tokens * hidden * size + logits)
+    turning = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
+    peaks = tokens * turning, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
+    return tokens * kept + max(peaks)
 
 
 def _grown(*wanted: int) -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models.rope import rotate
+from ferrum_rpc.models.rotary import rotate
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
@@ -37,22 +37,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """By `ModelSpec.activation`."""
 
+NATIVE: Final = {SILU: 0, "gelu_tanh": 1, "relu": 2}
+"""Those of the C and CUDA kernels: ``enum activation`` of norm_rope_gate.h."""
+
 
 class FusedOps(Protocol):
-    """Rows are contiguous and of the model's dtype."""
+    """Rows are contiguous and of the model's dtype, norms float32 (or wider)."""
 
     name: str
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add ``delta`` to ``hidden`` [T, width] in place, and return the sum normed: x / rms(x) * weight [width]."""
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Add ``delta``, multiplied with the spec's scale of residuals, to ``hidden`` [T, width] in place, and return
+        the sum normed: x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight + bias. ``norm`` [1 or 2, width]:
+        weights, and biases where there are any. None: the sum itself."""
 
-    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Query [T, heads, head_dim], key and value [T, kv_heads, head_dim] of ``qkv`` [T, all heads side by side],
-        which they may overwrite: query and key normed by ``norm`` (float32 [heads + kv_heads, head_dim], or None) and
-        rotated by `Rotary`'s ``cos`` and ``sin``."""
+        which they may overwrite: query and key normed by ``norm`` ([heads + kv_heads, head_dim], or None), each head or
+        the whole query and the whole key, and turned by one rotation's ``cos`` and ``sin`` of `Rotary`, or not."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]."""
+        """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""
 
 
 def split_heads(qkv: Tensor, spec: ModelSpec) -> Heads:
@@ -73,28 +78,45 @@ class TorchFusedOps:
         self._wide = torch.promote_types(dtype, torch.float32)
         self._activation = ACTIVATIONS[spec.activation]
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        if delta is not None:
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        spec = self._spec
+        if delta is not None and spec.scales.residual == 1.0:
             hidden.add_(delta)
-        return F.rms_norm(hidden, weight.shape, weight, self._spec.norm_eps)
+        elif delta is not None:  # torch would round the scale to the rows' dtype
+            hidden.copy_(torch.add(hidden.to(self._wide), delta.to(self._wide), alpha=spec.scales.residual))
+        if norm is None:
+            return hidden
+        wide, shape = hidden.to(self._wide), hidden.shape[-1:]
+        if spec.norm == "layer":
+            normed = F.layer_norm(wide, shape, norm[0], norm[1] if len(norm) > 1 else None, spec.norm_eps)
+        else:
+            normed = F.rms_norm(wide, shape, norm[0], spec.norm_eps)
+        return normed.to(self._dtype)
 
-    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         spec = self._spec
         heads = qkv.view(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        rotating = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
-        if norm is not None:
-            rotating = F.rms_norm(rotating, (spec.head_dim,), None, spec.norm_eps).mul_(norm)
-        rotated = rotate(rotating, cos, sin).to(self._dtype)
-        return rotated[:, : spec.heads], rotated[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+        turning = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
+        if norm is not None and spec.qk_norm == "row":
+            parts = turning.split_with_sizes((spec.heads, spec.kv_heads), 1)
+            turning = torch.cat([F.rms_norm(each, each.shape[1:], None, spec.norm_eps) for each in parts], 1).mul_(norm)
+        elif norm is not None:
+            turning = F.rms_norm(turning, (spec.head_dim,), None, spec.norm_eps).mul_(norm)
+        if cos is not None and sin is not None:
+            turning = rotate(turning, cos, sin)
+        turned = turning.to(self._dtype)
+        return turned[:, : spec.heads], turned[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
 
     def gate(self, gate_up: Tensor) -> Tensor:
+        if not self._spec.gated:
+            return self._activation(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
 
 
 class NativeFusedOps:
-    """On a CPU, in bfloat16 or float32, with silu. Raises OSError where the kernel is not built or a width is not a
-    multiple of any vector."""
+    """On a CPU, in bfloat16 or float32, with the activations of `NATIVE`. Raises OSError where the kernel is not built
+    or a width is not a multiple of any vector."""
 
     name = "native"
 
@@ -102,51 +124,62 @@ class NativeFusedOps:
         self._library = library.load()
         self._spec = spec
         self._wide = int(dtype == torch.float32)
-        widths = math.gcd(spec.hidden_size, spec.intermediate_size, spec.head_dim // 2)
+        widths = math.gcd(spec.hidden_size, spec.intermediate_size, spec.rotary_dim // 2, spec.head_dim // 2)
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
+        self.kind = library.RowKind(
+            spec.norm == "layer",
+            spec.norm_bias,
+            NATIVE[spec.activation],
+            spec.gated,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.rotary_dim,
+            spec.qk_norm == "row",
+            spec.norm_eps,
+            spec.scales.residual,
+        )
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        out = torch.empty_like(hidden)
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        out = hidden if norm is None else torch.empty_like(hidden)
+        if norm is None and delta is None:
+            return hidden
         self._run(
             library.ADD_NORM,
             hidden,
             hidden.shape[-1],
             out=out.data_ptr(),
             delta=None if delta is None else delta.data_ptr(),
-            weight=weight.data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
         )
         return out
 
-    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
-        spec = self._spec
+    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         self._run(
             library.ROTATE,
             qkv,
             qkv.shape[-1],
-            heads=spec.heads + spec.kv_heads,
-            head_norms=None if norm is None else norm.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
+            cos=None if cos is None else cos.data_ptr(),
+            sin=None if sin is None else sin.data_ptr(),
         )
-        return split_heads(qkv, spec)
+        return split_heads(qkv, self._spec)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // 2))
+        out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // (1 + self._spec.gated)))
         self._run(library.GATE, gate_up, out.shape[-1], out=out.data_ptr())
         return out
 
-    def _run(self, task: int, rows: Tensor, width: int, *, heads: int = 0, **pointers: int | None) -> None:
+    def _run(self, task: int, rows: Tensor, width: int, **pointers: int | None) -> None:
         """``rows`` and what the pointers name must be contiguous, and alive until this returns."""
         job = library.RowTask(
+            kind=ctypes.addressof(self.kind),
             task=task,
             wide=self._wide,
             threads=torch.get_num_threads(),
             width=width,
-            heads=heads,
-            head_dim=self._spec.head_dim,
-            eps=self._spec.norm_eps,
             count=len(rows),
             hidden=rows.data_ptr(),
             **pointers,

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import SILU, FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import Candidate, Unsuited, select
@@ -68,8 +68,8 @@ def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
 
 
 def _check_gate(spec: ModelSpec) -> None:
-    if spec.activation != SILU:
-        raise Unsuited(f"it knows the gate of {SILU}, not of {spec.activation}")
+    if spec.activation not in NATIVE:
+        raise Unsuited(f"it knows the activations {', '.join(NATIVE)}, not {spec.activation}")
 
 
 def _check_small_step(
@@ -93,15 +93,19 @@ def _answers(ops: FusedOps, spec: ModelSpec, dtype: torch.dtype, device: torch.d
         return torch.randn(shape, generator=generator).to(device, kind)
 
     rotating = spec.heads + spec.kv_heads
-    hidden, delta, weight = draw(3, spec.hidden_size), draw(3, spec.hidden_size), draw(spec.hidden_size)
+    hidden, delta = draw(3, spec.hidden_size), draw(3, spec.hidden_size)
+    weight = draw(1 + spec.norm_bias, spec.hidden_size, kind=torch.float32)
     qkv = draw(3, (rotating + spec.kv_heads) * spec.head_dim)
     norm = draw(rotating, spec.head_dim, kind=torch.float32) if spec.qk_norm else None
-    angles = draw(3, 1, spec.head_dim // 2, kind=torch.float32)
+    angles = draw(3, 1, spec.rotary_dim // 2, kind=torch.float32)
     cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
     answers = [
         ops.add_norm(hidden.clone(), None, weight),
         ops.add_norm(hidden, delta, weight),
-        *ops.heads(qkv, norm, cos, sin),
-        ops.gate(draw(3, 2 * spec.intermediate_size)),
+        ops.add_norm(hidden.clone(), delta, None),
+        *ops.heads(qkv.clone(), norm, cos, sin),
+        ops.gate(draw(3, (1 + spec.gated) * spec.intermediate_size)),
     ]
+    if None in spec.layer_ropes:
+        answers += ops.heads(qkv, norm, None, None)
     return [answer.float() for answer in answers]

@@ -27,20 +27,22 @@ from ferrum_rpc.native import library
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One block. Norm weights [hidden]; ``qk_norm`` float32 [heads + kv_heads, head_dim], a row per head, or None."""
+    """One block. Its norms, where there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`."""
 
-    input_norm: Tensor
+    before_attention: Tensor | None
     qkv: Linear
     qk_norm: Tensor | None
     output: Linear
-    post_norm: Tensor
+    after_attention: Tensor | None
+    before_mlp: Tensor | None
     gate_up: Linear
     down: Linear
+    after_mlp: Tensor | None
 
 
 class Layers(Protocol):
     """All layers of a decoder. ``hidden`` [T, hidden] is changed in place; ``delta`` [T, hidden] is what the layer
-    before has yet to add to it. ``adapters`` change the products."""
+    before has yet to add to it. ``cos`` and ``sin`` are those of `Rotary`. ``adapters`` change the products."""
 
     def before(  # noqa: PLR0917 - once a layer: keywords cost time
         self,
@@ -60,8 +62,8 @@ class Layers(Protocol):
 class PlainLayers:
     """Any linears and row operations."""
 
-    def __init__(self, layers: Sequence[Layer], ops: FusedOps) -> None:
-        self._layers, self._ops = layers, ops
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps) -> None:
+        self._spec, self._layers, self._ops = spec, layers, ops
 
     def before(  # noqa: PLR0917
         self,
@@ -72,17 +74,26 @@ class PlainLayers:
         sin: Tensor,
         adapters: StepAdapters | None = None,
     ) -> Heads:
-        parts = self._layers[layer]
-        normed = self._ops.add_norm(hidden, delta, parts.input_norm)
-        return self._ops.heads(_product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm, cos, sin)
+        parts, rope = self._layers[layer], self._spec.layer_ropes[layer]
+        normed = self._ops.add_norm(hidden, delta, parts.before_attention)
+        turning = (None, None) if rope is None else (cos[rope], sin[rope])
+        return self._ops.heads(_product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm, *turning)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        parts = self._layers[layer]
+        parts, ops = self._layers[layer], self._ops
         output = _product(parts.output, attended.flatten(1), adapters, layer, OUTPUT)
-        normed = self._ops.add_norm(hidden, output, parts.post_norm)
+        output = self._normed(output, parts.after_attention)
+        if self._spec.parallel:
+            normed = self._normed(hidden, parts.before_attention)
+            ops.add_norm(hidden, output, None)
+        else:
+            normed = ops.add_norm(hidden, output, parts.before_mlp)
         del output  # no longer than it must be
-        gated = self._ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
-        return _product(parts.down, gated, adapters, layer, DOWN)
+        gated = ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
+        return self._normed(_product(parts.down, gated, adapters, layer, DOWN), parts.after_mlp)
+
+    def _normed(self, rows: Tensor, norm: Tensor | None) -> Tensor:
+        return rows if norm is None else self._ops.add_norm(rows, None, norm)
 
 
 def _product(linear: Linear, x: Tensor, adapters: StepAdapters | None, layer: int, product: int) -> Tensor:
@@ -98,14 +109,16 @@ class NativeLayers:
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
         self._spec = spec
         self._held = tuple(layers)
-        self._weights = (library.LayerWeights * len(layers))(*(_weights(spec, layer, ops.lanes) for layer in layers))
+        self._weights = (library.LayerWeights * len(layers))(
+            *(_weights(spec, layer, rope, ops) for layer, rope in zip(layers, spec.layer_ropes, strict=True))
+        )
         self._addresses = [ctypes.addressof(weights) for weights in self._weights]
         space = _native(layers[0].qkv).space
         self._space = space
         self._library = space.library
         self._width = _native(layers[0].qkv).n
         self._handle = self._library.ferrum_layers_new(space.handle)
-        self._plain = PlainLayers(layers, ops)
+        self._plain = PlainLayers(spec, layers, ops)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -199,20 +212,19 @@ def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps) -> Lay
     linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
     if isinstance(ops, NativeFusedOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
         return NativeLayers(spec, layers, ops)
-    return PlainLayers(layers, ops)
+    return PlainLayers(spec, layers, ops)
 
 
-def _weights(spec: ModelSpec, layer: Layer, lanes: int) -> library.LayerWeights:
+def _weights(spec: ModelSpec, layer: Layer, rope: int | None, ops: NativeFusedOps) -> library.LayerWeights:
     linears = (_native(each).address for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    norms = layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp, layer.qk_norm
     return library.LayerWeights(
         *linears,
-        layer.input_norm.data_ptr(),
-        layer.post_norm.data_ptr(),
-        None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
-        spec.heads + spec.kv_heads,
-        spec.head_dim,
-        lanes,
-        spec.norm_eps,
+        *(None if each is None else each.data_ptr() for each in norms),
+        -1 if rope is None else rope,
+        ops.lanes,
+        spec.parallel,
+        ops.kind,
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
-from ferrum_rpc.models.layout import Placement
+from ferrum_rpc.models.layout import Placement, half_split
 
 PRODUCTS: Final = ("qkv", "output", "gate_up", "down")
 """The products of a layer, by the names of their parameters."""
@@ -129,7 +129,8 @@ class Loras(ABC):
                 )
         adapted = self._adapters[number][change.layer * len(PRODUCTS) + change.product]
         assert adapted is not None  # noqa: S101 - it was added
-        adapted.put(part, down, scaled)
+        placement = self._placements[part.change.module]
+        adapted.put(part, down, half_split(scaled, placement) if placement.turned else scaled)
 
     def drop(self, number: int) -> None:
         """It is no more; no step uses it."""

@@ -1,72 +1,50 @@
 """What makes a decoder: a model family is data.
 
-`ModelSpec.from_config` reads a Hugging Face ``config.json``, in the style of transformers 4 or 5, into the few facts
-in which Llama, Qwen2, Qwen3, Mistral and Ministral differ. The defaults of absent fields and the meaning of a sliding
-window are those of transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the
-keys at p - W + 1 .. p. What a model cannot be served with is refused here, by the field's name, before any weight is
+`ModelSpec.from_config` reads a Hugging Face ``config.json``, in the style of transformers 4 or 5, into the facts in
+which the `families` differ. The defaults of absent fields and the meaning of a sliding window are those of
+transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the keys at
+p - W + 1 .. p. What a model cannot be served with is refused here, by the field's name, before any weight is
 read; `config_keys` says what need not be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
+from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, WITH_IMAGES, Family, Names
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.rope import RopeSpec
+from ferrum_rpc.models.layer_kinds import read_unturned, read_windows
+from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
 
 MAX_LAYERS = 4096
 """More is a broken file: per-layer facts are kept as tuples."""
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-"""``hidden_act`` to the decoder's name of the function."""
-
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture reads its configuration. ``qkv_bias`` and ``output_bias`` None: ``attention_bias`` says.
-    ``windows``: "none", "all" layers, or those from ``max_window_layers`` on where ``use_sliding_window`` says so
-    ("some"); ``layer_types`` goes before."""
+class Scales:
+    """What rows are multiplied with: embeddings (``rounded``: by that number in the model's dtype), what a half of a
+    layer adds, scores (``attention``), logits; and the soft caps of scores and logits."""
 
-    model_types: tuple[str, ...]
-    qkv_bias: bool | None
-    output_bias: bool | None
-    mlp_bias: bool
-    qk_norm: bool
-    windows: str
-    kv_heads: int | None = None
-    head_dim: int | None = None
-
-
-_MISTRAL = Family(("mistral", "ministral"), False, False, mlp_bias=False, qk_norm=False, windows="all", kv_heads=8)
-FAMILIES = {
-    "LlamaForCausalLM": Family(("llama",), None, None, mlp_bias=True, qk_norm=False, windows="none"),
-    "MistralForCausalLM": _MISTRAL,
-    "MinistralForCausalLM": _MISTRAL,
-    "Qwen2ForCausalLM": Family(("qwen2",), True, False, mlp_bias=False, qk_norm=False, windows="some", kv_heads=32),
-    "Qwen3ForCausalLM": Family(
-        ("qwen3",), None, None, mlp_bias=False, qk_norm=True, windows="some", kv_heads=32, head_dim=128
-    ),
-}
-"""By ``architectures[0]``. ``kv_heads`` and ``head_dim`` are what an absent field means there, ``mlp_bias`` whether the
-field of that name is read."""
+    embedding: float = 1.0
+    rounded: bool = False
+    residual: float = 1.0
+    attention: float = 1.0
+    logits: float = 1.0
+    attention_cap: float | None = None
+    logits_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The shape and options of a decoder. ``windows`` has one entry per layer: the tokens that a query sees,
-    itself included, or None for all. ``dtype`` is the checkpoint's, as written there, or None."""
+    itself included, or None for all. ``layer_ropes``: which of ``ropes`` turns the heads of a layer, None: none does.
+    ``pairs``: the checkpoint pairs neighbouring channels of a head. ``dtype`` is the checkpoint's, as written there, or
+    None. See `families.Family` for the other options."""
 
     architecture: str
     vocab_size: int
@@ -79,13 +57,22 @@ class ModelSpec:
     max_context: int
     norm_eps: float
     activation: str
-    rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]
+    layer_ropes: tuple[int | None, ...]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "row"] | None
     tied_embeddings: bool
     windows: tuple[int | None, ...]
+    names: Names = field(default_factory=Names)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_offset: bool = False
+    pairs: bool = False
+    parallel: bool = False
+    gated: bool = True
+    scales: Scales = field(default_factory=Scales)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None
@@ -100,17 +87,14 @@ class ModelSpec:
         config = Fields(data)
         architecture, family = _family(config)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        kv_heads = heads
-        if "num_key_value_heads" not in config and family.kv_heads is not None:
-            kv_heads = family.kv_heads
-        kv_heads = config.integer("num_key_value_heads", kv_heads)
-        if heads % kv_heads:
-            raise InvalidRequest(
-                f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
-                field="num_key_value_heads",
-            )
+        kv_heads = _kv_heads(config, family, heads)
+        head_dim = _head_dim(config, family, hidden, heads)
         layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         max_context = config.integer("max_position_embeddings")
+        biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
+        unturned = read_unturned(config, family, layers)
+        windows = read_windows(config, family, layers, unturned)
+        ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, unturned)
         bos = config.token_ids("bos_token_id")
         spec = cls(
             architecture=architecture,
@@ -120,35 +104,62 @@ class ModelSpec:
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=_head_dim(config, family, hidden, heads),
+            head_dim=head_dim,
             max_context=max_context,
-            norm_eps=config.number("rms_norm_eps", 1e-6),
-            activation=_activation(config),
-            rope=RopeSpec.from_config(config, max_context),
-            qkv_bias=config.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias,
-            output_bias=config.flag("attention_bias", False) if family.output_bias is None else family.output_bias,
-            mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
+            norm_eps=config.number(*family.eps),
+            activation=_activation(config, family),
+            ropes=ropes,
+            layer_ropes=layer_ropes,
+            qkv_bias=biased if family.qkv_bias is None else family.qkv_bias,
+            output_bias=biased if family.output_bias is None else family.output_bias,
+            mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
             qk_norm=family.qk_norm,
-            tied_embeddings=config.flag("tie_word_embeddings", False),
-            windows=_windows(config, family, layers),
+            tied_embeddings=config.flag("tie_word_embeddings", family.tied),
+            windows=windows,
+            names=family.names,
+            norm=family.norm,
+            norm_bias=family.norm_bias,
+            norm_offset=family.offset,
+            pairs=family.rotation.pairs,
+            parallel=family.parallel,
+            gated=family.gated,
+            scales=_scales(config, family, hidden, head_dim),
             eos_token_ids=config.token_ids("eos_token_id"),
             bos_token_id=bos[0] if bos else None,
             dtype=config.text("dtype", config.text("torch_dtype", "")) or None,
         )
-        refuse_unread(config, IRRELEVANT, NEUTRAL)
+        refuse_unread(config, IRRELEVANT | family.irrelevant, {**NEUTRAL, **family.neutral})
         return spec
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per layer."""
-        scale = self.head_dim**-0.5
-        return tuple(AttentionSpec(self.heads, self.kv_heads, self.head_dim, scale, window) for window in self.windows)
+        heads = self.heads, self.kv_heads, self.head_dim
+        scale, cap = self.scales.attention, self.scales.attention_cap
+        return tuple(AttentionSpec(*heads, scale, window, cap) for window in self.windows)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are turned, from the first on."""
+        return self.ropes[0].turned(self.head_dim)
+
+    def for_context(self, tokens: int | None) -> ModelSpec:
+        """Of sequences of at most so many tokens (None: of as many as the model takes): scalings that depend on it are
+        frozen for it."""
+        served = min(tokens or self.max_context, self.max_context)
+        return replace(self, ropes=tuple(replace(rope, context=served) for rope in self.ropes))
 
 
 def _family(config: Fields) -> tuple[str, Family]:
     supported = ", ".join(FAMILIES)
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
+        if text := WITH_IMAGES.get(names[0]):
+            raise NotSupported(
+                f"architectures: {names[0]} is a model of text and images; its text part is served from a checkpoint "
+                f"that holds it alone, as {text}",
+                field="architectures",
+            )
         if names[0] not in FAMILIES:
             raise NotSupported(
                 f"architectures: {names[0][:80]!r} is not supported; supported: {supported}", field="architectures"
@@ -167,6 +178,19 @@ def _family(config: Fields) -> tuple[str, Family]:
     raise InvalidRequest("architectures is missing; it must name the model's class", field="architectures")
 
 
+def _kv_heads(config: Fields, family: Family, heads: int) -> int:
+    kv_heads = heads
+    if "num_key_value_heads" not in config and family.kv_heads is not None:
+        kv_heads = family.kv_heads
+    kv_heads = config.integer("num_key_value_heads", kv_heads)
+    if heads % kv_heads:
+        raise InvalidRequest(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
+            field="num_key_value_heads",
+        )
+    return kv_heads
+
+
 def _head_dim(config: Fields, family: Family, hidden: int, heads: int) -> int:
     if config.value("head_dim") is not None or family.head_dim is not None:
         head_dim = config.integer("head_dim", family.head_dim or 0, high=4096)
@@ -181,39 +205,49 @@ def _head_dim(config: Fields, family: Family, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _activation(config: Fields) -> str:
-    name = config.text("hidden_act", "silu")
+def _activation(config: Fields, family: Family) -> str:
+    field, default = family.activation
+    name = config.text(field, default)
     if name not in ACTIVATIONS:
-        raise NotSupported(
-            f"hidden_act {name[:80]!r} is not supported; supported: {', '.join(ACTIVATIONS)}", field="hidden_act"
+        raise NotSupported(f"{field} {name[:80]!r} is not supported; supported: {', '.join(ACTIVATIONS)}", field=field)
+    return ACTIVATIONS["gelu_pytorch_tanh" if name == "gelu" and family.gelu_is_tanh else name]
+
+
+def _scales(config: Fields, family: Family, hidden: int, head_dim: int) -> Scales:
+    scales = Scales(attention=head_dim**-0.5)
+    if family.scaled_embedding:
+        scales = replace(scales, embedding=hidden**0.5, rounded=True)
+    if family.query_scalar is not None:
+        scales = replace(scales, attention=config.number("query_pre_attn_scalar", family.query_scalar) ** -0.5)
+    if family.multipliers:
+        scales = replace(
+            scales,
+            embedding=config.number("embedding_multiplier", 1.0),
+            residual=config.number("residual_multiplier", 1.0),
+            attention=config.number("attention_multiplier", 1.0),
+            logits=1.0 / config.number("logits_scaling", 1.0),
         )
-    return ACTIVATIONS[name]
+    if family.logit_scale is not None:
+        scales = replace(scales, logits=config.number("logit_scale", family.logit_scale))
+    caps = {name: config.optional_number(name, default) for name, default in family.softcaps.items()}
+    return replace(
+        scales, attention_cap=caps.get("attn_logit_softcapping"), logits_cap=caps.get("final_logit_softcapping")
+    )
 
 
-def _windows(config: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Absent ``sliding_window`` means 4096 where the family has windows, null means none, as in transformers. A switch
-    or a list that contradicts the family is refused."""
-    window, first = None, 0
-    if "sliding_window" not in config and family.windows != "none":
-        window = 4096
-    elif config.value("sliding_window") is not None:
-        window = config.integer("sliding_window")
-    used = config.flag("use_sliding_window", window is not None and family.windows != "some")
-    if family.windows == "none" and used:
-        raise NotSupported(f"sliding_window: {window} is not supported for this architecture", field="sliding_window")
-    if family.windows == "all" and used != (window is not None):
-        raise InvalidRequest(f"use_sliding_window {used} contradicts sliding_window", field="use_sliding_window")
-    window = window if used else None
-    if window is None or family.windows == "some":
-        first = config.integer("max_window_layers", 28, low=0)
-    if config.value("layer_types") is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
-    types = config.texts("layer_types")
-    if len(types) != layers:
-        raise InvalidRequest(f"layer_types has {len(types)} entries for {layers} layers", field="layer_types")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise NotSupported(f"layer_types: {kind[:80]!r} is not supported", field="layer_types")
-        if kind == "sliding_attention" and window is None:
-            raise InvalidRequest("layer_types has sliding layers, but there is no sliding_window", field="layer_types")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+def _ropes(  # noqa: PLR0917
+    config: Fields,
+    family: Family,
+    max_context: int,
+    head_dim: int,
+    windows: tuple[int | None, ...],
+    unturned: tuple[bool, ...] | None,
+) -> tuple[tuple[RopeSpec, ...], tuple[int | None, ...]]:
+    """All rotations of the model, and which of them every layer has."""
+    if family.rotation.local is not None:
+        ropes = read_ropes_of_windows(config, family.rotation, max_context)
+        return ropes, tuple(int(window is not None) for window in windows)
+    rope = read_rope(config, family.rotation, max_context, head_dim)
+    if family.unturned == "windowless":
+        unturned = tuple(window is None for window in windows)
+    return (rope,), tuple(None if unturned is not None and unturned[layer] else 0 for layer in range(len(windows)))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import Heads, split_heads
+from ferrum_rpc.models.fused_ops import NATIVE, Heads, split_heads
 from ferrum_rpc.models.spec import ModelSpec
 
 HEADS_AT_ONCE = 8
@@ -27,56 +27,78 @@ GATES_AT_ONCE = 1024
 
 
 class TritonFusedOps:
-    """A `FusedOps` for rows on a CUDA device, in any dtype up to float32, with silu."""
+    """A `FusedOps` for rows on a CUDA device, in any dtype up to float32, with the activations of `NATIVE`."""
 
     name = "triton"
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        out = torch.empty_like(hidden)
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        spec = self._spec
+        out = hidden if norm is None else torch.empty_like(hidden)
         width = hidden.shape[-1]
         padded = triton.next_power_of_2(width)
-        if len(hidden):
+        if len(hidden) and not (norm is None and delta is None):
             add_norm_kernel[(len(hidden),)](
                 hidden,
                 hidden if delta is None else delta,
-                weight,
+                hidden if norm is None else norm,
                 out,
-                self._spec.norm_eps,
+                spec.norm_eps,
+                spec.scales.residual,
                 WIDTH=width,
                 PADDED=padded,
                 HAS_DELTA=delta is not None,
+                HAS_NORM=norm is not None,
+                CENTRED=spec.norm == "layer",
+                BIASED=spec.norm_bias,
                 num_warps=min(16, max(4, padded // 512)),
             )
         return out
 
-    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Heads:
+    def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Query, key and value are views of ``qkv``."""
         spec = self._spec
-        rotating = spec.heads + spec.kv_heads
-        if len(qkv):
-            rotate_kernel[(len(qkv), triton.cdiv(rotating, HEADS_AT_ONCE))](
+        turning = spec.heads + spec.kv_heads
+        whole = norm is not None and spec.qk_norm == "row"
+        blocks = triton.cdiv(turning, HEADS_AT_ONCE)
+        if len(qkv) and not (norm is None and cos is None):
+            turned = spec.head_dim if cos is None else cos.shape[-1]
+            rotate_kernel[(len(qkv), 1 if whole else blocks)](
                 qkv,
                 qkv if norm is None else norm,
-                cos,
-                sin,
+                qkv if cos is None else cos,
+                qkv if sin is None else sin,
                 spec.norm_eps,
-                ROTATING=rotating,
-                HEADS=rotating + spec.kv_heads,
-                HALF=spec.head_dim // 2,
-                PADDED=triton.next_power_of_2(spec.head_dim // 2),
+                QUERIES=spec.heads,
+                TURNING=turning,
+                HEADS=turning + spec.kv_heads,
+                DIM=spec.head_dim,
+                HALF=turned // 2,
+                PADDED=triton.next_power_of_2(turned // 2),
+                REST=triton.next_power_of_2(spec.head_dim - turned) if turned < spec.head_dim else 0,
                 AT_ONCE=HEADS_AT_ONCE,
+                BLOCKS=blocks if whole else 1,
+                ROW=triton.next_power_of_2(spec.heads * spec.head_dim) if whole else 0,
                 HAS_NORM=norm is not None,
+                HAS_ROPE=cos is not None,
             )
         return split_heads(qkv, spec)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[-1] // 2
+        spec = self._spec
+        rows, width = len(gate_up), gate_up.shape[-1] // (1 + spec.gated)
         out = gate_up.new_empty((rows, width))
         if rows:
-            gate_kernel[(rows, triton.cdiv(width, GATES_AT_ONCE))](gate_up, out, WIDTH=width, AT_ONCE=GATES_AT_ONCE)
+            gate_kernel[(rows, triton.cdiv(width, GATES_AT_ONCE))](
+                gate_up,
+                out,
+                WIDTH=width,
+                AT_ONCE=GATES_AT_ONCE,
+                ACTIVATION=NATIVE[spec.activation],
+                GATED=spec.gated,
+            )
         return out
 
 
@@ -84,12 +106,16 @@ class TritonFusedOps:
 def add_norm_kernel(
     hidden: tl.tensor,  # [T, WIDTH], dense, as all here; the sum is left there
     delta: tl.tensor,
-    weight: tl.tensor,  # [WIDTH]
+    norm: tl.tensor,  # float32 [1 or 2, WIDTH]
     out: tl.tensor,
     eps: tl.tensor,
+    residual: tl.tensor,  # what delta is multiplied with
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIASED: tl.constexpr,
 ) -> None:
     """One program per row. The sum is rounded before it is normed: what the next layer adds to is what was normed."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
@@ -97,61 +123,110 @@ def add_norm_kernel(
     held = column < WIDTH
     x = tl.load(hidden + row + column, mask=held, other=0.0)
     if HAS_DELTA:
-        x = (x.to(tl.float32) + tl.load(delta + row + column, mask=held, other=0.0).to(tl.float32)).to(x.dtype)
+        added = tl.load(delta + row + column, mask=held, other=0.0).to(tl.float32) * residual
+        x = (x.to(tl.float32) + added).to(x.dtype)
         tl.store(hidden + row + column, x, mask=held)
-    wide = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = wide * scale * tl.load(weight + column, mask=held, other=0.0).to(tl.float32)
-    tl.store(out + row + column, normed.to(x.dtype), mask=held)
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        if CENTRED:
+            wide = tl.where(held, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        normed = wide * scale * tl.load(norm + column, mask=held, other=0.0)
+        if BIASED:
+            normed += tl.load(norm + WIDTH + column, mask=held, other=0.0)
+        tl.store(out + row + column, normed.to(x.dtype), mask=held)
 
 
 @triton.jit
 def rotate_kernel(
-    qkv: tl.tensor,  # [T, HEADS, 2 * HALF], of which the first ROTATING heads are normed and rotated where they are
-    norm: tl.tensor,  # float32 [ROTATING, 2 * HALF]
+    qkv: tl.tensor,  # [T, HEADS, DIM], of which the first TURNING heads are normed and turned where they are
+    norm: tl.tensor,  # float32 [TURNING, DIM]
     cos: tl.tensor,  # float32 [T, 1, 2 * HALF]: both halves are the same
     sin: tl.tensor,  # float32 [T, 1, HALF]
     eps: tl.tensor,
-    ROTATING: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TURNING: tl.constexpr,
     HEADS: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    REST: tl.constexpr,  # room for the channels behind the pairs; 0: there are none
     AT_ONCE: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of AT_ONCE heads that a program works on
+    ROW: tl.constexpr,  # room for a whole query, which is normed as one, as is the key; 0: each head is
     HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
 ) -> None:
-    """One program per token and AT_ONCE heads. Channel i is paired with i + HALF."""
+    """One program per token and BLOCKS times AT_ONCE heads. Channel i is paired with i + HALF."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     dim = tl.arange(0, PADDED)
     in_dim = dim < HALF
-    held = (head < ROTATING)[:, None] & in_dim[None, :]
-    at = qkv + (token * HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
-    first = tl.load(at, mask=held, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=held, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
-        weight = norm + head[:, None] * (2 * HALF) + dim[None, :]
-        first = first * scale * tl.load(weight, mask=held, other=0.0)
-        second = second * scale * tl.load(weight + HALF, mask=held, other=0.0)
-    c = tl.load(cos + token * (2 * HALF) + dim, mask=in_dim, other=0.0)[None, :]
-    s = tl.load(sin + token * HALF + dim, mask=in_dim, other=0.0)[None, :]
-    tl.store(at, (first * c - second * s).to(qkv.dtype.element_ty), mask=held)
-    tl.store(at + HALF, (second * c + first * s).to(qkv.dtype.element_ty), mask=held)
+    of_query = 0.0
+    of_key = 0.0
+    if ROW > 0:
+        whole = tl.arange(0, ROW)
+        at = qkv + token * HEADS * DIM + whole
+        query = tl.load(at, mask=whole < QUERIES * DIM, other=0.0).to(tl.float32)
+        key = tl.load(at + QUERIES * DIM, mask=whole < (TURNING - QUERIES) * DIM, other=0.0).to(tl.float32)
+        of_query = 1.0 / tl.sqrt(tl.sum(query * query, 0) / (QUERIES * DIM) + eps)
+        of_key = 1.0 / tl.sqrt(tl.sum(key * key, 0) / ((TURNING - QUERIES) * DIM) + eps)
+    for block in tl.static_range(BLOCKS):
+        head = (tl.program_id(1) * BLOCKS + block) * AT_ONCE + tl.arange(0, AT_ONCE)
+        held = (head < TURNING)[:, None] & in_dim[None, :]
+        at = qkv + (token * HEADS + head)[:, None] * DIM + dim[None, :]
+        first = tl.load(at, mask=held, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF, mask=held, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            if REST > 0:
+                behind = tl.arange(0, REST)
+                rest_held = (head < TURNING)[:, None] & (2 * HALF + behind < DIM)[None, :]
+                rest_at = (head * DIM)[:, None] + (2 * HALF + behind)[None, :]
+                rest = tl.load(qkv + token * HEADS * DIM + rest_at, mask=rest_held, other=0.0).to(tl.float32)
+            if ROW > 0:
+                scale = tl.where(head < QUERIES, of_query, of_key)[:, None]
+            else:
+                squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+                if REST > 0:
+                    squares += tl.sum(rest * rest, 1)
+                scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
+            weight = norm + head[:, None] * DIM + dim[None, :]
+            first = first * scale * tl.load(weight, mask=held, other=0.0)
+            second = second * scale * tl.load(weight + HALF, mask=held, other=0.0)
+            if REST > 0:
+                rest = rest * scale * tl.load(norm + rest_at, mask=rest_held, other=0.0)
+                tl.store(qkv + token * HEADS * DIM + rest_at, rest.to(qkv.dtype.element_ty), mask=rest_held)
+        if HAS_ROPE:
+            c = tl.load(cos + token * (2 * HALF) + dim, mask=in_dim, other=0.0)[None, :]
+            s = tl.load(sin + token * HALF + dim, mask=in_dim, other=0.0)[None, :]
+            turned = first * c - second * s
+            second = second * c + first * s
+            first = turned
+        tl.store(at, first.to(qkv.dtype.element_ty), mask=held)
+        tl.store(at + HALF, second.to(qkv.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def gate_kernel(
-    gate_up: tl.tensor,  # [T, 2 * WIDTH]
+    gate_up: tl.tensor,  # [T, 2 * WIDTH], or without a gate [T, WIDTH]
     out: tl.tensor,  # [T, WIDTH]
     WIDTH: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> None:
-    """One program per row and AT_ONCE numbers: silu(gate) * up."""
+    """One program per row and AT_ONCE numbers: activation(gate) * up, or activation(up)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     held = column < WIDTH
-    gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=held, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=held, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    begin = gate_up + row * ((1 + GATED) * WIDTH)
+    x = tl.load(begin + column, mask=held, other=0.0).to(tl.float32)
+    if ACTIVATION == 2:
+        result = tl.where(x < 0.0, 0.0, x)
+    else:
+        s = x
+        if ACTIVATION == 1:  # the tanh form of gelu: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
+            s = x * (x * x * 0.0713548163 + 1.59576912)
+        result = x / (1.0 + tl.exp(-s))
+    if GATED:
+        result = result * tl.load(begin + WIDTH + column, mask=held, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=held)

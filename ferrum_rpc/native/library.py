@@ -32,14 +32,25 @@ class SpanArrays(ctypes.Structure):
     )
 
 
-class RowTask(ctypes.Structure):
-    """``struct row_task`` of norm_rope_gate.h: one task for every row. Pointers are to the tensors' elements."""
+class RowKind(ctypes.Structure):
+    """``struct row_kind`` of norm_rope_gate.h: what a model does to its rows."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width", "heads", "head_dim")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("centred", "biased", "activation", "gated", "heads", "kv_heads")),
+        *((name, ctypes.c_int32) for name in ("head_dim", "turned", "whole_rows")),
+        *((name, ctypes.c_float) for name in ("eps", "residual")),
+    )
+
+
+class RowTask(ctypes.Structure):
+    """``struct row_task`` of norm_rope_gate.h: one task for every row. Pointers are to a `RowKind`, and to the tensors'
+    elements."""
+
+    _fields_ = (
+        ("kind", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("task", "wide", "threads", "width")),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "out", "delta", "weight", "head_norms", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "out", "delta", "norm", "cos", "sin")),
     )
 
 
@@ -57,9 +68,10 @@ class LayerWeights(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "head_norms")),
-        *((name, ctypes.c_int32) for name in ("rotating", "head_dim", "lanes")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        ("head_norms", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rope", "lanes", "parallel")),
+        ("kind", RowKind),
     )
 
 
@@ -132,10 +144,10 @@ class LoraStep(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    *(SpanArrays, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
+    *(SpanArrays, RowKind, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
     *(LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 11
+ABI_VERSION: Final = 12
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"

@@ -12,7 +12,7 @@
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 11
+#define FERRUM_ABI_VERSION 12
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -21,6 +21,7 @@ int32_t ferrum_abi(int32_t which)
     static const int32_t numbers[] = {
         FERRUM_ABI_VERSION,
         sizeof(struct span_arrays),
+        sizeof(struct row_kind),
         sizeof(struct row_task),
         sizeof(struct matrix),
         sizeof(struct layer_weights),

@@ -64,75 +64,91 @@ static int32_t product_of(struct ferrum_layers *self, const struct matrix *linea
 
 static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+/* `count` rows: hidden += delta, where there is one; out = their norm, where there is one. Returns where the normed rows
+ * are: `out`, or without a norm `hidden`. */
+static char *add_norm(const struct layer_weights *weights, char *hidden, const char *delta, const float *norm, char *out,
+                      int64_t count, int32_t threads)
+{
+    const struct row_task rows = {
+        .kind = &weights->kind,
+        .task = ADD_NORM,
+        .threads = threads,
+        .width = weights->output->n,
+        .count = count,
+        .hidden = hidden,
+        .out = out,
+        .delta = delta,
+        .norm = norm,
+    };
+    if (delta || norm)
+        ferrum_rows(&rows, weights->lanes);
+    return norm ? out : hidden;
+}
+
 /* hidden [count, width] += delta, where there is one; qkv [count, ...] = its norm through the weights, heads rotated by
- * cos and sin. 0, or -1 where there is no memory for the buffers. */
+ * cos and sin, of which there are those of every rotation. 0, or -1 where there is no memory for the buffers. */
 int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weights *weights, char *hidden,
                             const char *delta, const float *cos, const float *sin, int64_t count, char *qkv,
                             int32_t threads)
 {
-    const int width = weights->qkv->k;
+    const int width = weights->output->n;
     if (!reserve_buffer(&self->buffer, &self->size, (size_t)count * width * 2))
         return -1;
-    struct row_task rows = {
-        .task = ADD_NORM,
-        .threads = threads,
-        .width = width,
-        .eps = weights->eps,
-        .count = count,
-        .hidden = hidden,
-        .out = self->buffer,
-        .delta = delta,
-        .weight = weights->input_norm,
-    };
-    ferrum_rows(&rows, weights->lanes);
-    if (product_of(self, weights->qkv, QKV, self->buffer, count, qkv, threads))
+    const char *normed = add_norm(weights, hidden, delta, weights->before_attention, self->buffer, count, threads);
+    if (product_of(self, weights->qkv, QKV, normed, count, qkv, threads))
         return -1;
-    rows = (struct row_task){
+    const int64_t table = weights->rope * count * weights->kind.turned;
+    const struct row_task rows = {
+        .kind = &weights->kind,
         .task = ROTATE,
         .threads = threads,
         .width = weights->qkv->n,
-        .heads = weights->rotating,
-        .head_dim = weights->head_dim,
-        .eps = weights->eps,
         .count = count,
         .hidden = qkv,
-        .head_norms = weights->head_norms,
-        .cos = cos,
-        .sin = sin,
+        .norm = weights->head_norms,
+        .cos = weights->rope < 0 ? NULL : cos + table,
+        .sin = weights->rope < 0 ? NULL : sin + table / 2,
     };
-    ferrum_rows(&rows, weights->lanes);
+    if (rows.norm || rows.cos)
+        ferrum_rows(&rows, weights->lanes);
     return 0;
 }
 
-/* hidden += attended [count, ...] through the output weights; delta = the MLP of its norm. As above. */
+/* hidden += attended [count, ...] through the output weights; delta = the MLP of its norm, or, where the two are parallel,
+ * of its norm as it was before. As above. */
 int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weights *weights, char *hidden,
                            const char *attended, int64_t count, char *delta, int32_t threads)
 {
-    const int width = weights->output->n, inner = weights->down->k;
-    const size_t row = rounded((size_t)count * width * 2), wide = rounded((size_t)count * 2 * inner * 2);
+    const int width = weights->output->n, inner = weights->down->k, wide_row = weights->gate_up->n;
+    const size_t row = rounded((size_t)count * width * 2), wide = rounded((size_t)count * wide_row * 2);
     if (!reserve_buffer(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
         return -1;
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
     if (product_of(self, weights->output, OUTPUT, attended, count, delta, threads))
         return -1;
-    struct row_task rows = {
-        .task = ADD_NORM,
-        .threads = threads,
-        .width = width,
-        .eps = weights->eps,
-        .count = count,
-        .hidden = hidden,
-        .out = normed,
-        .delta = delta,
-        .weight = weights->post_norm,
-    };
-    ferrum_rows(&rows, weights->lanes);
+    add_norm(weights, delta, NULL, weights->after_attention, delta, count, threads);
+    if (weights->parallel) {
+        normed = add_norm(weights, hidden, NULL, weights->before_attention, normed, count, threads);
+        add_norm(weights, hidden, delta, NULL, NULL, count, threads);
+    } else {
+        normed = add_norm(weights, hidden, delta, weights->before_mlp, normed, count, threads);
+    }
     if (product_of(self, weights->gate_up, GATE_UP, normed, count, gate_up, threads))
         return -1;
-    rows = (struct row_task){
-        .task = GATE, .threads = threads, .width = inner, .count = count, .hidden = gate_up, .out = gated};
+    const struct row_task rows = {
+        .kind = &weights->kind,
+        .task = GATE,
+        .threads = threads,
+        .width = inner,
+        .count = count,
+        .hidden = gate_up,
+        .out = gated,
+    };
     ferrum_rows(&rows, weights->lanes);
-    return product_of(self, weights->down, DOWN, gated, count, delta, threads);
+    if (product_of(self, weights->down, DOWN, gated, count, delta, threads))
+        return -1;
+    add_norm(weights, delta, NULL, weights->after_mlp, delta, count, threads);
+    return 0;
 }
 
 /* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. Not 0 where there

@@ -6,14 +6,15 @@
 #include <stdint.h>
 
 #include "linear.h"
+#include "norm_rope_gate.h"
 
-/* Norm weights are bfloat16, those of heads float32 or NULL. `rotating`: heads of query and key. */
+/* Norms before and after each half of a layer, and of heads: NULL where there is none. `rope`: which of a step's rotations
+ * turns its heads; -1: none does. `parallel`: attention and MLP read the same row. */
 struct layer_weights {
     const struct matrix *qkv, *output, *gate_up, *down;
-    const char *input_norm, *post_norm;
-    const float *head_norms;
-    int32_t rotating, head_dim, lanes;
-    float eps;
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *head_norms;
+    int32_t rope, lanes, parallel;
+    struct row_kind kind;
 };
 
 #endif

@@ -9,45 +9,84 @@ INLINE float ISA(inverse_rms)(FV squares, int n, float eps)
     return 1.0f / __builtin_sqrtf(ISA(total)(squares) / (float)n + eps);
 }
 
-/* hidden += delta (where there is one), rounded; out = hidden / rms(hidden) * weight. */
+/* out = (hidden - its mean) / its deviation * weight + bias. */
+INLINE void ISA(centre)(const struct row_task *rows, const char *hidden, char *out, int wide)
+{
+    const int n = rows->width;
+    FV sum = {0}, squares = {0};
+    for (int i = 0; i < n; i += LANES)
+        sum += ISA(load)(hidden, i, wide);
+    const float mean = ISA(total)(sum) / (float)n;
+    for (int i = 0; i < n; i += LANES) {
+        const FV x = ISA(load)(hidden, i, wide) - mean;
+        squares += x * x;
+    }
+    const float scale = ISA(inverse_rms)(squares, n, rows->kind->eps);
+    for (int i = 0; i < n; i += LANES) {
+        FV x = (ISA(load)(hidden, i, wide) - mean) * scale * *(const FV *)(rows->norm + i);
+        if (rows->kind->biased)
+            x += *(const FV *)(rows->norm + n + i);
+        ISA(store)(out, i, wide, x);
+    }
+}
+
+/* hidden += delta * residual (where there is one), rounded; out = hidden / rms(hidden) * weight (where there is a norm), or
+ * `centre`. `out` may be `hidden`. */
 INLINE void ISA(add_norm)(const struct row_task *rows, int64_t row, int wide)
 {
     const int n = rows->width;
     const size_t element = wide ? 4 : 2, at = (size_t)row * n * element;
     char *hidden = rows->hidden + at;
     const char *delta = rows->delta ? rows->delta + at : NULL;
+    const float residual = rows->kind->residual;
     FV squares[2] = {{0}, {0}};
     for (int i = 0; i < n; i += LANES) {
         FV x = ISA(load)(hidden, i, wide);
         if (delta) {
-            ISA(store)(hidden, i, wide, x + ISA(load)(delta, i, wide));
+            ISA(store)(hidden, i, wide, x + ISA(load)(delta, i, wide) * residual);
             x = ISA(load)(hidden, i, wide);
         }
         squares[i / LANES & 1] += x * x;
     }
-    const float scale = ISA(inverse_rms)(squares[0] + squares[1], n, rows->eps);
+    if (!rows->norm)
+        return;
+    if (rows->kind->centred) {
+        ISA(centre)(rows, hidden, rows->out + at, wide);
+        return;
+    }
+    const float scale = ISA(inverse_rms)(squares[0] + squares[1], n, rows->kind->eps);
     for (int i = 0; i < n; i += LANES)
-        ISA(store)(rows->out + at, i, wide, ISA(load)(hidden, i, wide) * scale * ISA(load)(rows->weight, i, wide));
+        ISA(store)(rows->out + at, i, wide, ISA(load)(hidden, i, wide) * scale * *(const FV *)(rows->norm + i));
 }
 
-/* The heads of a row that are rotated, in place: normed where there are norms, then channel i with i + dim / 2. */
+/* What n elements of a row, from x on, are to be multiplied with to have a root mean square of one. */
+INLINE float ISA(norm_of)(const char *x, int n, float eps, int wide)
+{
+    FV squares = {0};
+    for (int i = 0; i < n; i += LANES) {
+        const FV each = ISA(load)(x, i, wide);
+        squares += each * each;
+    }
+    return ISA(inverse_rms)(squares, n, eps);
+}
+
+/* Query and key of a row, in place: normed where there are norms, then channel i turned with i + turned / 2 where there is
+ * a rotation. */
 INLINE void ISA(rotate)(const struct row_task *rows, int64_t row, int wide)
 {
-    const int dim = rows->head_dim, half = dim / 2;
+    const struct row_kind *kind = rows->kind;
+    const int dim = kind->head_dim, turned = rows->cos ? kind->turned : 0, half = turned / 2;
     const size_t element = wide ? 4 : 2;
-    const float *cos = rows->cos + (size_t)row * dim, *sin = rows->sin + (size_t)row * half;
-    for (int head = 0; head < rows->heads; head++) {
-        char *x = rows->hidden + ((size_t)row * rows->width + (size_t)head * dim) * element;
-        const float *norm = rows->head_norms ? rows->head_norms + (size_t)head * dim : NULL;
-        float scale = 1.0f;
-        if (norm) {
-            FV squares = {0};
-            for (int i = 0; i < dim; i += LANES) {
-                const FV each = ISA(load)(x, i, wide);
-                squares += each * each;
-            }
-            scale = ISA(inverse_rms)(squares, dim, rows->eps);
-        }
+    const float *cos = rows->cos + (size_t)row * turned, *sin = rows->sin + (size_t)row * half;
+    char *first_head = rows->hidden + (size_t)row * rows->width * element;
+    float scale = 1.0f;
+    for (int head = 0; head < kind->heads + kind->kv_heads; head++) {
+        char *x = first_head + (size_t)head * dim * element;
+        const float *norm = rows->norm ? rows->norm + (size_t)head * dim : NULL;
+        if (norm && !kind->whole_rows)
+            scale = ISA(norm_of)(x, dim, kind->eps, wide);
+        else if (norm && (head == 0 || head == kind->heads))
+            scale = ISA(norm_of)(x, dim * (head ? kind->kv_heads : kind->heads), kind->eps, wide);
         for (int i = 0; i < half; i += LANES) {
             FV first = ISA(load)(x, i, wide), second = ISA(load)(x, i + half, wide);
             if (norm) {
@@ -58,21 +97,47 @@ INLINE void ISA(rotate)(const struct row_task *rows, int64_t row, int wide)
             ISA(store)(x, i, wide, first * c - second * s);
             ISA(store)(x, i + half, wide, second * *(const FV *)(cos + half + i) + first * s);
         }
+        if (norm)
+            for (int i = turned; i < dim; i += LANES)
+                ISA(store)(x, i, wide, ISA(load)(x, i, wide) * scale * *(const FV *)(norm + i));
     }
 }
 
-/* out = silu(gate) * up, where a row holds gate and up one after the other. */
-INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide)
+/* silu(x) = x / (1 + e^-x), or the tanh form of gelu, which is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+INLINE FV ISA(activated)(FV x, int activation)
+{
+    if (activation == RELU)
+        return ISA(where)(x < 0.0f, (FV){0}, x);
+    FV s = x;
+    if (activation == GELU_TANH)
+        s = x * (x * x * 0.0713548163f + 1.59576912f);
+    const FV t = ISA(exp)(ISA(where)(s < 0.0f, s, -s)); /* e^-|s|: no overflow on either side */
+    return ISA(where)(s < 0.0f, x * t, x) / (1.0f + t);
+}
+
+/* out = activation(gate) * up, where a row holds gate and up one after the other; without a gate activation(up). */
+INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide, int activation, int gated)
 {
     const int n = rows->width;
     const size_t element = wide ? 4 : 2;
-    const char *gate = rows->hidden + (size_t)row * 2 * n * element, *up = gate + (size_t)n * element;
+    const char *gate = rows->hidden + (size_t)row * (1 + gated) * n * element, *up = gate + (size_t)n * element;
     for (int i = 0; i < n; i += LANES) {
-        const FV x = ISA(load)(gate, i, wide);
-        const FV t = ISA(exp)(ISA(where)(x < 0.0f, x, -x)); /* e^-|x|: no overflow on either side */
-        const FV silu = ISA(where)(x < 0.0f, x * t, x) / (1.0f + t);
-        ISA(store)(rows->out + (size_t)row * n * element, i, wide, silu * ISA(load)(up, i, wide));
+        FV x = ISA(activated)(ISA(load)(gate, i, wide), activation);
+        if (gated)
+            x *= ISA(load)(up, i, wide);
+        ISA(store)(rows->out + (size_t)row * n * element, i, wide, x);
     }
+}
+
+/* What most models do is worth code of its own. */
+INLINE void ISA(any_gate)(const struct row_task *rows, int64_t row, int wide)
+{
+    if (rows->kind->activation == SILU && rows->kind->gated)
+        ISA(gate)(rows, row, wide, SILU, 1);
+    else if (rows->kind->activation == GELU_TANH && rows->kind->gated)
+        ISA(gate)(rows, row, wide, GELU_TANH, 1);
+    else
+        ISA(gate)(rows, row, wide, rows->kind->activation, rows->kind->gated);
 }
 
 static TARGET void ISA(run_row)(const struct row_task *rows, int64_t row)
@@ -91,9 +156,9 @@ static TARGET void ISA(run_row)(const struct row_task *rows, int64_t row)
         ISA(rotate)(rows, row, 1);
         break;
     case GATE * 2:
-        ISA(gate)(rows, row, 0);
+        ISA(any_gate)(rows, row, 0);
         break;
     default:
-        ISA(gate)(rows, row, 1);
+        ISA(any_gate)(rows, row, 1);
     }
 }

@@ -34,7 +34,7 @@ FP8 = dict.fromkeys(("keys", "values"), "*fp8e4nv")
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales", "sinks"), "*fp32")
 POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"}
-FLOATS = ("factor", "cap", "eps")
+FLOATS = ("factor", "cap", "eps", "residual")
 STRIDES = ("query_", "kv_", "key_", "value_")
 
 
@@ -90,17 +90,20 @@ def usage(
 
 def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     """Compile what lies between the products, and the cache write, for the widths of an 8B model."""
-    heads, rotating, half, width = 48, 40, 64, 4096
+    half, width = 64, 4096
+    norming = {"WIDTH": width, "PADDED": width, "HAS_DELTA": True, "HAS_NORM": True, "CENTRED": False, "BIASED": False}
+    turning = {"QUERIES": 32, "TURNING": 40, "HEADS": 48, "DIM": 2 * half, "HALF": half, "PADDED": half, "REST": 0}
+    turning |= {"AT_ONCE": 8, "BLOCKS": 1, "ROW": 0, "HAS_NORM": True, "HAS_ROPE": True}
     kernels: list[tuple[Any, dict[str, Any], int]] = [
         (store_kernel, {"HEAD_DIM": 2 * half, "SIZE": 1024, "WIDTH": 1024}, 4),
         (round_kernel, {"HEADS": 8, "HEAD_DIM": 2 * half, "PADDED_DIM": 2 * half, "ROW": 2 * half + 4}, 4),
-        (add_norm_kernel, {"WIDTH": width, "PADDED": width, "HAS_DELTA": True}, 8),
+        (add_norm_kernel, norming, 8),
         (
             rotate_kernel,
-            {"ROTATING": rotating, "HEADS": heads, "HALF": half, "PADDED": half, "AT_ONCE": 8, "HAS_NORM": True},
+            turning,
             4,
         ),
-        (gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024}, 4),
+        (gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024, "ACTIVATION": 1, "GATED": True}, 4),
     ]
     name = TRITON_TYPES[dtype]
     return [

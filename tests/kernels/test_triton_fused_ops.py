@@ -15,6 +15,7 @@ from ferrum_rpc.models.fused_ops import TorchFusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
+from tests import exact_rows
 from tests.checkpoints import TINY
 
 SPEC = replace(
@@ -44,7 +45,7 @@ def close(actual, expected):
 
 @TYPES
 def test_the_sum_is_kept_and_normed(device, dtype):
-    weight, delta = draw(device, 96, dtype=dtype, seed=1), draw(device, 3, 96, dtype=dtype, seed=2)
+    weight, delta = draw(device, 1, 96, seed=1), draw(device, 3, 96, dtype=dtype, seed=2)
     hidden = draw(device, 3, 96, dtype=dtype) * 3
     total = hidden + delta
     for each in (delta, None):
@@ -81,10 +82,20 @@ def test_the_gate_is_rounded_once(device, dtype):
     close(TritonFusedOps(SPEC).gate(gate_up), F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("name", exact_rows.VARIANTS)
+def test_what_families_differ_in(device, name):
+    spec = exact_rows.variant(SPEC, name)
+
+    def drawn(*shape, **options):
+        return draw(device, *shape, **options)
+
+    exact_rows.check(TritonFusedOps(spec), spec, drawn, close, torch.float32)
+
+
 def test_no_rows_are_no_launch(device):
     ops = TritonFusedOps(SPEC)
     empty = draw(device, 0, 96)
-    assert ops.add_norm(empty, empty, draw(device, 96)).shape == (0, 96)
+    assert ops.add_norm(empty, empty, draw(device, 1, 96)).shape == (0, 96)
     assert ops.gate(draw(device, 0, 3000)).shape == (0, 1500)
     query, key, value = ops.heads(draw(device, 0, 440), None, draw(device, 0, 1, 40), draw(device, 0, 1, 20))
     assert query.shape == (0, 7, 40) and key.shape == value.shape == (0, 2, 40)
@@ -114,7 +125,7 @@ def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
     ("spec", "dtype", "word"),
     [
         (SPEC, torch.float64, "float64"),
-        (replace(SPEC, activation="relu"), torch.float32, "relu"),
+        (replace(SPEC, activation="gelu"), torch.float32, "not gelu"),
         (replace(SPEC, hidden_size=1 << 15), torch.float32, "wider"),
     ],
 )

@@ -38,26 +38,29 @@ def native(
 
 def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """float64 [T, vocab] of the transformers model computed in ``dtype``, its rotary frequencies kept in float32."""
-    frequencies = reference.model.rotary_emb.inv_freq.clone()
     original = next(reference.parameters()).dtype
     with torch.inference_mode():
-        reference.to(dtype)
-        reference.model.rotary_emb.inv_freq = frequencies
+        convert(reference, dtype)
         ids = torch.as_tensor(np.asarray(tokens), dtype=torch.int64)[None]
         logits = reference(input_ids=ids, use_cache=False).logits[0].double()
-        reference.to(original)
-        reference.model.rotary_emb.inv_freq = frequencies
+        convert(reference, original)
     return logits
 
 
 def rounded_model(family: str, dtype: torch.dtype, **overrides: Any) -> Any:
     """A random transformers model whose weights are exact in ``dtype``, held in float64; its rotary frequencies, which
     no checkpoint holds, stay float32."""
-    model = make_model(family, **overrides)
-    frequencies = model.model.rotary_emb.inv_freq.clone()
-    model = model.to(dtype).double()
-    model.model.rotary_emb.inv_freq = frequencies
-    return model
+    return convert(convert(make_model(family, **overrides), dtype), torch.float64)
+
+
+def convert(reference: Any, dtype: torch.dtype) -> Any:
+    """``reference`` in ``dtype``, but for its rotary frequencies."""
+    rotary = reference.model.rotary_emb
+    frequencies = {name: each.clone() for name, each in rotary.named_buffers()}
+    reference.to(dtype)
+    for name, each in frequencies.items():
+        setattr(rotary, name, each)
+    return reference
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,7 +11,9 @@ import torch
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.layers import PlainLayers
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from tests.checkpoints import FAMILIES
 from tests.numerics.harness import CPU, Executor, native, rounded_model
 
 BF16 = torch.bfloat16
@@ -29,19 +31,24 @@ STEPS = [{0: 70, 1: 3, 2: 130}, {0: 1}, {1: 40, 0: 1, 3: 33, 2: 5}, {0: 1, 1: 1,
 """Tokens of each sequence: short spans, long ones, and both in one step."""
 
 
-def decoder(factory=PairFactory, dtype=BF16, **overrides):
+def decoder(factory=PairFactory, dtype=BF16, family="qwen3", **overrides):
     """A decoder whose products are ours, or why there is none: a compiler or an instruction."""
     try:
         linear = factory()
     except OSError as error:
         pytest.skip(str(error))
-    reference = rounded_model("qwen3", dtype, **(SHAPE | overrides))
+    reference = rounded_model(family, dtype, **(SHAPE | overrides))
     made = Decoder(native(reference, dtype, "plain").spec, dtype, CPU, linear)
     for name in made.expected_tensors():
         made.load(name, reference.state_dict()[name])
     if not made.native:
         pytest.skip("norms, rotation and gate are not ours here")
     return made
+
+
+def plain(model):
+    """The same layers, every product and operation called by itself."""
+    return PlainLayers(model.spec, model._loaded.layers._held, model._ops)
 
 
 def by_callbacks(model, kv_dtype="auto"):
@@ -93,6 +100,20 @@ def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, kv_dtype
             assert not called
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if each not in {"llama", "mistral", "ministral", "qwen2"}]
+)
+def test_every_family_runs_in_one_call(family):
+    model = decoder(family=family, num_hidden_layers=3)
+    expected, executor = run(by_callbacks(model)), Executor(model)
+    called = callbacks(executor)
+    found = run(executor)
+    assert not called
+    model._loaded = dataclasses.replace(model._loaded, layers=plain(model))
+    for ours, theirs, apart in zip(found, expected, run(by_callbacks(model)), strict=True):
+        assert torch.equal(ours, theirs) and torch.equal(ours, apart)
 
 
 def test_spans_that_no_kernel_takes_are_called_back():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.models.decoder import Decoder
 from tests.checkpoints import make_checkpoint
 from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst
 
@@ -80,6 +81,47 @@ CASES = {
     ),
 }
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0]}
+LONGROPE |= {"long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]}
+PARTIAL = {"partial_rotary_factor": 0.5} | {name: each[:4] for name, each in LONGROPE.items() if name != "rope_type"}
+LATER = {
+    "gemma": ("gemma", {"hidden_size": 96}),
+    "gemma, gelu by its old name": ("gemma", {"hidden_act": "gelu"}),
+    "gemma2": ("gemma2", {"hidden_size": 96, "num_hidden_layers": 3}),
+    "gemma2, caps that bend": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3", {"hidden_size": 96}),
+    "gemma3 scaled": ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}),
+    "phi3": ("phi3", {}),
+    "phi3 window": ("phi3", {"sliding_window": 11}),
+    "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3 longrope, partial": (
+        "phi3",
+        {"rope_parameters": LONGROPE | PARTIAL, "original_max_position_embeddings": 32},
+    ),
+    "granite": ("granite", {}),
+    "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 windows": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 4},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases": ("olmo2", {"attention_bias": True}),
+    "glm4": ("glm4", {}),
+    "glm4 whole heads, no biases": ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 window, no biases": ("starcoder2", {"use_bias": False, "sliding_window": 9}),
+    "cohere2": ("cohere2", {}),
+    "cohere2 biases": ("cohere2", {"attention_bias": True, "logit_scale": 0.7}),
+}
+CASES |= LATER
+
+SIXTEEN_BITS = ["llama every bias", "llama yarn", "mistral window", "qwen2", "qwen3", "qwen3 tied"]
+SIXTEEN_BITS += ["gemma", "gemma2", "gemma3", "phi3 longrope, partial", "granite biases", "smollm3", "olmo2", "glm4"]
+SIXTEEN_BITS += ["starcoder2", "cohere2"]
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_float32_is_the_oracle_to_2e_5_whole_chunked_and_decoded(case):
@@ -108,8 +150,34 @@ def test_mistral_with_layer_types_is_ministral_as_it_is_published(tmp_path):
     assert worst(ours, truth) <= 2e-5
 
 
+def test_longrope_is_frozen_for_the_context_that_is_served():
+    """transformers takes the short factors where the whole batch is short: so does a server of short contexts, but one
+    of long contexts takes the long ones for every sequence."""
+    overrides = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+    reference = rounded_model("phi3", torch.float32, **overrides)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    spec = native(reference).spec
+    for context, same in ((64, True), (65, False), (None, False)):
+        decoder = Decoder(spec.for_context(context), torch.float32, torch.device("cpu"))
+        for name in decoder.expected_tensors():
+            decoder.load(name, reference.state_dict()[name])
+        assert (worst(Executor(decoder).run(TOKENS, [40]), truth) <= 2e-5) is same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2"])
+def test_the_largest_logit_is_that_of_the_rows(family, dtype):
+    """Also where a soft cap makes several logits one."""
+    decoder = native(rounded_model(family, dtype), dtype)
+    hidden = torch.randn((9, 64), generator=torch.Generator().manual_seed(1)).mul(200).to(dtype)
+    rows = decoder.logits(hidden)
+    if family == "gemma2":
+        assert (rows == rows.amax(-1, keepdim=True)).sum() > len(rows)
+    assert torch.equal(decoder.largest(hidden), rows.argmax(-1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ["llama every bias", "llama yarn", "mistral window", "qwen2", "qwen3", "qwen3 tied"])
+@pytest.mark.parametrize("case", SIXTEEN_BITS)
 def test_sixteen_bits_err_at_most_twice_as_much_as_transformers(case, dtype):
     family, overrides = CASES[case]
     reference = rounded_model(family, dtype, **overrides)

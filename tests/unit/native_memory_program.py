@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,9 +18,21 @@ from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.models.fused_ops import NativeFusedOps
 from ferrum_rpc.models.layers import Layer, NativeLayers
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
-SPEC = SimpleNamespace(hidden_size=64, intermediate_size=64, heads=2, kv_heads=1, head_dim=32, norm_eps=1e-6)
+SPEC = ModelSpec.from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+)
 
 
 def draw(*shape):
@@ -47,11 +58,11 @@ def eights():
 
 
 def layers():
-    factory, norm = PairFactory(), torch.ones(64).bfloat16()
+    factory, norm = PairFactory(), torch.ones(1, 64)
     linears = [factory(draw(rows, 64), None) for rows in (128, 64, 128, 64)]
-    layer = Layer(norm, linears[0], None, linears[1], norm, linears[2], linears[3])
+    layer = Layer(norm, linears[0], None, linears[1], None, norm, linears[2], linears[3], None)
     whole = NativeLayers(SPEC, [layer], NativeFusedOps(SPEC, torch.bfloat16))
-    hidden, cos, sin = draw(3, 64), torch.ones(3, 1, 32), torch.ones(3, 1, 16)
+    hidden, cos, sin = draw(3, 64), torch.ones(1, 3, 1, 32), torch.ones(1, 3, 1, 16)
     return *whole.before(0, hidden, None, cos, sin), whole.after(0, hidden, draw(3, 2, 32))
 
 

@@ -1,0 +1,269 @@
+"""The families that are served, as data: what each reads in a ``config.json``, and what its checkpoints call tensors.
+
+The oracle of every default and of every detail is the source of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+ACTIVATIONS: Final = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""``hidden_act`` to the decoder's name of the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls the tensors of a layer. There is a norm before and after each half of a layer where it
+    has a name. ``qkv`` and ``gate_up`` are several tensors, or one that holds all; an MLP without a gate has one."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How heads are turned. ``theta``: what an absent ``rope_theta`` means. ``partial``: what an absent
+    ``partial_rotary_factor`` means; None: heads are turned whole. ``pairs``: neighbouring channels are one pair, not
+    channel i and i + half. ``longrope``: it has that scaling (and only that), with ``original`` as the context
+    before it. ``local``: the base of layers with a window, which have a rotation of their own."""
+
+    theta: float = 10_000.0
+    partial: float | None = None
+    pairs: bool = False
+    longrope: bool = False
+    original: int | None = None
+    local: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture reads its configuration.
+
+    - ``qkv_bias`` and ``output_bias`` None: the field ``bias`` says, and ``biased`` where it is absent. ``mlp_bias``:
+      the field that says it of the MLP.
+    - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may say another);
+      where ``use_sliding_window`` says so, those from ``max_window_layers`` on ("some") or those without a rotation
+      ("unturned"). ``listed``: ``layer_types`` goes before. ``window`` is what an absent ``sliding_window`` means.
+    - ``kv_heads``, ``head_dim``, ``tied``: what absent fields mean.
+    - ``norm``: root mean square, or "layer" (of the mean and the variance), with biases or without; ``offset``: weights
+      are stored less one. ``eps``: the field, and what it means where it is absent. ``qk_norm``: of each head of query
+      and key, or of the whole row.
+    - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
+      ``parallel``: attention and MLP read the same row.
+    - ``unturned``: layers without a rotation: those that ``no_rope_layers`` says, or those without a window.
+    - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
+      ``logit_scale``: what the absent fields ``query_pre_attn_scalar`` and ``logit_scale`` mean; None: there are none.
+      ``softcaps``: the fields of soft caps, and what they mean where they are absent.
+    - ``irrelevant``, ``neutral``: as in `config_keys`, of this family alone.
+    """
+
+    model_types: tuple[str, ...]
+    names: Names = field(default_factory=Names)
+    rotation: Rotation = field(default_factory=Rotation)
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    bias: str = "attention_bias"
+    biased: bool = False
+    mlp_bias: str | None = None
+    windows: Literal["none", "all", "some", "pattern", "unturned"] = "none"
+    listed: bool = True
+    window: int | None = None
+    pattern: int = 1
+    pattern_field: str | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    offset: bool = False
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    qk_norm: Literal["head", "row"] | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    gelu_is_tanh: bool = False
+    parallel: bool = False
+    gated: bool = True
+    unturned: Literal["listed", "windowless"] | None = None
+    multipliers: bool = False
+    scaled_embedding: bool = False
+    query_scalar: float | None = None
+    logit_scale: float | None = None
+    softcaps: Mapping[str, float | None] = field(default_factory=dict)
+    irrelevant: frozenset[str] = frozenset()
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+_SANDWICH: Final = Names(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_MISTRAL: Final = Family(
+    ("mistral", "ministral"), qkv_bias=False, output_bias=False, windows="all", window=4096, kv_heads=8
+)
+_GELU_TANH: Final = "gelu_pytorch_tanh"
+
+FAMILIES: Final[dict[str, Family]] = {
+    "LlamaForCausalLM": Family(("llama",), mlp_bias="mlp_bias"),
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": Family(("qwen2",), qkv_bias=True, output_bias=False, windows="some", window=4096, kv_heads=32),
+    "Qwen3ForCausalLM": Family(("qwen3",), qk_norm="head", windows="some", window=4096, kv_heads=32, head_dim=128),
+    "GemmaForCausalLM": Family(
+        ("gemma",),
+        kv_heads=16,
+        head_dim=256,
+        tied=True,
+        offset=True,
+        activation=("hidden_act", _GELU_TANH),
+        gelu_is_tanh=True,
+        scaled_embedding=True,
+        irrelevant=frozenset(("hidden_activation",)),
+    ),
+    "Gemma2ForCausalLM": Family(
+        ("gemma2",),
+        _SANDWICH,
+        windows="pattern",
+        window=4096,
+        pattern=2,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        offset=True,
+        activation=("hidden_activation", _GELU_TANH),
+        scaled_embedding=True,
+        query_scalar=256.0,
+        softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        irrelevant=frozenset(("hidden_act", "cache_implementation")),
+    ),
+    "Gemma3ForCausalLM": Family(
+        ("gemma3_text",),
+        _SANDWICH,
+        Rotation(theta=1_000_000.0, local=10_000.0),
+        windows="pattern",
+        window=4096,
+        pattern=6,
+        pattern_field="sliding_window_pattern",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        offset=True,
+        qk_norm="head",
+        activation=("hidden_activation", _GELU_TANH),
+        scaled_embedding=True,
+        query_scalar=256.0,
+        softcaps={"final_logit_softcapping": None},
+        irrelevant=frozenset(("hidden_act", "cache_implementation", "_sliding_window_pattern")),
+    ),
+    "Phi3ForCausalLM": Family(
+        ("phi3",),
+        Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        Rotation(partial=1.0, longrope=True, original=4096),
+        qkv_bias=False,
+        output_bias=False,
+        windows="all",
+        listed=False,
+        eps=("rms_norm_eps", 1e-5),
+        neutral={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
+    ),
+    "GraniteForCausalLM": Family(("granite",), mlp_bias="mlp_bias", multipliers=True),
+    "SmolLM3ForCausalLM": Family(
+        ("smollm3",),
+        rotation=Rotation(theta=2_000_000.0),
+        mlp_bias="mlp_bias",
+        windows="unturned",
+        kv_heads=4,
+        tied=True,
+        unturned="listed",
+        irrelevant=frozenset(("max_window_layers",)),
+    ),
+    "Olmo2ForCausalLM": Family(
+        ("olmo2",),
+        Names(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+        eps=("rms_norm_eps", 1e-5),
+        qk_norm="row",
+    ),
+    "Glm4ForCausalLM": Family(
+        ("glm4",),
+        Names(
+            after_attention="post_self_attn_layernorm",
+            after_mlp="post_mlp_layernorm",
+            gate_up=("mlp.gate_up_proj",),
+        ),
+        Rotation(partial=0.5, pairs=True),
+        output_bias=False,
+        biased=True,
+        kv_heads=2,
+        head_dim=128,
+        eps=("rms_norm_eps", 0.00000015625),
+    ),
+    "Starcoder2ForCausalLM": Family(
+        ("starcoder2",),
+        Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        bias="use_bias",
+        biased=True,
+        mlp_bias="use_bias",
+        windows="all",
+        listed=False,
+        kv_heads=2,
+        tied=True,
+        norm="layer",
+        norm_bias=True,
+        gated=False,
+        eps=("norm_epsilon", 1e-5),
+        activation=("hidden_act", _GELU_TANH),
+        irrelevant=frozenset(("activation_function", "mlp_type", "norm_type", "residual_dropout", "embedding_dropout")),
+    ),
+    "Cohere2ForCausalLM": Family(
+        ("cohere2",),
+        Names(before_mlp=None),
+        Rotation(pairs=True),
+        windows="pattern",
+        window=4096,
+        pattern=4,
+        pattern_field="sliding_window_pattern",
+        tied=True,
+        norm="layer",
+        eps=("layer_norm_eps", 1e-5),
+        parallel=True,
+        unturned="windowless",
+        logit_scale=0.0625,
+        irrelevant=frozenset(
+            (
+                *("cache_implementation", "layer_switch", "order_of_interleaved_layers", "position_embedding_type"),
+                *("use_embedding_sharing", "use_parallel_embedding"),
+            )
+        ),
+        neutral={
+            "rotary_pct": (1.0,),
+            "use_gated_activation": (True,),
+            "use_parallel_block": (True,),
+            "use_qk_norm": (False,),
+        },
+    ),
+}
+"""By ``architectures[0]``."""
+
+WITH_IMAGES: Final = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
+"""Architectures of text and images, and the one that their text part is when it is saved alone."""
