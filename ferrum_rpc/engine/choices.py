@@ -179,6 +179,9 @@ def _choose_pretrained(
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
     spec, ops = spec.for_context(config.max_context), None
+    if spec.ropes[0].kind == "longrope":
+        reason = f"its factors are those of {spec.ropes[0].context} tokens, whatever a sequence's length"
+        choices.append(("rope=longrope", reason))
     if not elsewhere:
         reason, ops = select_fused_ops(spec, dtype, device)
         choices.append((f"rows={ops.name}", reason))

@@ -63,6 +63,28 @@ def test_float32_is_the_model_with_merged_weights(case: str, tmp_path: Path) -> 
     assert worst(Executor(decoder, loras=loras).run(TOKENS, [40]), plain) <= 2e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("glm4", ("q_proj", "k_proj", "v_proj", "gate_up_proj")),
+        ("phi3", ("qkv_proj", "down_proj")),
+        ("starcoder2", ("k_proj", "c_fc", "c_proj")),
+        ("cohere2", ("q_proj", "o_proj", "up_proj")),
+        ("gemma3", ("q_proj", "o_proj", "down_proj")),
+    ],
+)
+def test_families_whose_tensors_are_named_or_laid_out_otherwise(family: str, targets: tuple[str, ...], tmp_path: Path):
+    reference = rounded_model(family, torch.float32)
+    folder = make_adapter(tmp_path / "a" / "one", reference, targets=targets)
+    decoder = native(reference)
+    truth = reference_logits(merge(reference, folder), TOKENS, torch.float64)
+    _, loras = decoder.take_adapters()
+    load(tmp_path / "a", loras)
+    executor = Executor(decoder, loras=loras)
+    executor.adapters[0] = 1
+    assert worst(executor.run(TOKENS, [13, 9, 1, 17]), truth) <= 2e-5
+
+
 def bfloat16_decoder(reference: Any, *, ours: bool) -> Any:
     """Whose products are ours, or torch's."""
     if not ours:

@@ -258,6 +258,144 @@ PUBLISHED = {
 }
 
 
+OTHERS = without(LLAMA, "architectures", "model_type", "rope_scaling", "rms_norm_eps", "rope_theta")
+PUBLISHED |= {
+    "Gemma": OTHERS
+    | {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256, "rms_norm_eps": 1e-06},
+    "Gemma 2": OTHERS
+    | {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 224}
+    | {"cache_implementation": "hybrid", "sliding_window": 4096, "head_dim": 128},
+    "Gemma 3": OTHERS
+    | {"model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256}
+    | {"rope_local_base_freq": 10000, "rope_theta": 1000000, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    | {
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "cache_implementation": "hybrid",
+    },
+    "Gemma 3, saved by transformers 5": OTHERS
+    | {"model_type": "gemma3_text", "layer_types": (["sliding_attention"] * 7 + ["full_attention"]) * 4}
+    | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"}
+    | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+    "Phi-3 mini": OTHERS
+    | {"model_type": "phi3", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "sliding_window": 2047, "rope_scaling": None}
+    | {"original_max_position_embeddings": 4096, "attention_bias": False, "auto_map": {"AutoConfig": "c.Phi3Config"}},
+    "Phi-3.5 mini, as it was called first": OTHERS
+    | {"model_type": "phi3", "original_max_position_embeddings": 4096, "sliding_window": 262144}
+    | {"rope_scaling": {"type": "su", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}},
+    "Phi-4 mini": OTHERS
+    | {"model_type": "phi3", "partial_rotary_factor": 0.75, "full_attn_mod": 1, "interpolate_factor": 1}
+    | {"lm_head_bias": False, "mlp_bias": False, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}},
+    "Granite 3": OTHERS
+    | {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0}
+    | {"attention_multiplier": 0.0078125, "mlp_bias": False, "attention_bias": False, "rope_scaling": None},
+    "SmolLM3": OTHERS
+    | {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 1, 1, 0] * 8,
+        "no_rope_layer_interval": 4,
+        "max_window_layers": 28,
+    }
+    | {"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 32, "rope_theta": 5e6},
+    "OLMo 2": OTHERS | {"model_type": "olmo2", "rms_norm_eps": 1e-06, "rope_scaling": None, "attention_bias": False},
+    "GLM-4": OTHERS
+    | {
+        "model_type": "glm4",
+        "partial_rotary_factor": 0.5,
+        "head_dim": 128,
+        "attention_bias": True,
+        "rope_theta": 10000.0,
+    },
+    "StarCoder 2": OTHERS
+    | {"model_type": "starcoder2", "activation_function": "gelu", "hidden_act": "gelu_pytorch_tanh", "use_bias": True}
+    | {"mlp_type": "default", "norm_type": "layer_norm", "norm_epsilon": 1e-05, "residual_dropout": 0.1}
+    | {"embedding_dropout": 0.1, "sliding_window": 4096, "rope_theta": 999999.4420358813},
+    "Command R7B": OTHERS
+    | {
+        "model_type": "cohere2",
+        "layer_switch": 4,
+        "logit_scale": 0.25,
+        "order_of_interleaved_layers": "local_attn_first",
+    }
+    | {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4}
+    | {"use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True}
+    | {"use_parallel_embedding": True, "cache_implementation": "hybrid", "layer_norm_eps": 1e-05},
+}
+
+
+def test_what_the_later_families_differ_in():
+    def spec(name, **fields):
+        return ModelSpec.from_config(PUBLISHED[name] | fields)
+
+    gemma, gemma2, gemma3 = spec("Gemma"), spec("Gemma 2"), spec("Gemma 3")
+    assert gemma.activation == "gelu_tanh" and gemma.norm_offset and gemma.tied_embeddings
+    assert gemma2.attention_specs[0].softcap == 50.0 and gemma2.attention_specs[0].scale == 224**-0.5
+    assert gemma2.windows == (4096, None) * 16 and gemma2.scales.logits_cap == 30.0
+    assert gemma3.windows[:6] == (512,) * 5 + (None,) and gemma3.layer_ropes[:6] == (1,) * 5 + (0,)
+    assert [(rope.theta, rope.factor) for rope in gemma3.ropes] == [(1e6, 8.0), (1e4, 1.0)]
+    phi, phi4 = spec("Phi-3.5 mini, as it was called first"), spec("Phi-4 mini")
+    assert phi.ropes[0].kind == "longrope" and phi.ropes[0].long and not phi.for_context(4096).ropes[0].long
+    assert (phi4.rotary_dim, phi4.head_dim) == (96, 128)
+    assert spec("Granite 3").scales.logits == 1 / 16 and spec("SmolLM3").layer_ropes[:4] == (0, 0, 0, None)
+    assert spec("OLMo 2").qk_norm == "row" and spec("OLMo 2").names.before_mlp is None
+    assert spec("GLM-4").pairs and spec("GLM-4").rotary_dim == 64 and not spec("GLM-4").output_bias
+    starcoder, cohere = spec("StarCoder 2"), spec("Command R7B")
+    assert not starcoder.gated and starcoder.norm_bias and starcoder.mlp_bias and starcoder.windows == (4096,) * 32
+    assert cohere.parallel and cohere.layer_ropes[:4] == (0, 0, 0, None) and cohere.scales.logits == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "error", "field"),
+    [
+        ("Gemma", {"use_bidirectional_attention": True}, NotSupported, "use_bidirectional_attention"),
+        ("Gemma 2", {"sliding_window_pattern": 3}, NotSupported, "sliding_window_pattern"),
+        ("Gemma 2", {"final_logit_softcapping": -1.0}, InvalidRequest, "final_logit_softcapping"),
+        ("Gemma 2", {"query_pre_attn_scalar": 0}, InvalidRequest, "query_pre_attn_scalar"),
+        ("Gemma 3", {"attn_logit_softcapping": 50.0}, NotSupported, "attn_logit_softcapping"),
+        ("Gemma 3", {"rope_parameters": {}}, None, ""),
+        ("Gemma 3", {"rope_parameters": {"rope_theta": 7.0}}, NotSupported, "rope_parameters.rope_theta"),
+        ("Gemma 3", {"architectures": ["Gemma3ForConditionalGeneration"]}, NotSupported, "architectures"),
+        ("Phi-3 mini", {"layer_types": ["full_attention"] * 32}, NotSupported, "layer_types"),
+        (
+            "Phi-3 mini",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            NotSupported,
+            "rope_scaling.rope_type",
+        ),
+        ("Phi-3 mini", {"partial_rotary_factor": 0.01}, InvalidRequest, "partial_rotary_factor"),
+        ("Phi-3 mini", {"partial_rotary_factor": 1.5}, InvalidRequest, "partial_rotary_factor"),
+        (
+            "Phi-3 mini",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0] * 63}},
+            InvalidRequest,
+            "rope_scaling.long_factor",
+        ),
+        (
+            "Phi-3 mini",
+            {"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 64, "long_factor": [1.0] * 64}},
+            InvalidRequest,
+            "rope_scaling.short_factor[0]",
+        ),
+        ("Granite 3", {"residual_multiplier": "much"}, InvalidRequest, "residual_multiplier"),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}, InvalidRequest, "no_rope_layers"),
+        ("SmolLM3", {"no_rope_layers": [1.5] * 32}, InvalidRequest, "no_rope_layers"),
+        ("OLMo 2", {"clip_qkv": 8.0}, NotSupported, "clip_qkv"),
+        ("StarCoder 2", {"rms_norm_eps": 1e-6}, NotSupported, "rms_norm_eps"),
+        ("Command R7B", {"use_qk_norm": True}, NotSupported, "use_qk_norm"),
+        ("Command R7B", {"sliding_window_pattern": 0}, InvalidRequest, "sliding_window_pattern"),
+        ("Command R7B", {"logit_scale": 0.0}, InvalidRequest, "logit_scale"),
+    ],
+)
+def test_what_the_later_families_refuse(name, fields, error, field):
+    if error is None:
+        ModelSpec.from_config(PUBLISHED[name] | fields)
+    else:
+        refused(PUBLISHED[name] | fields, error, field)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_as_they_are_published_are_read(name):
     assert ModelSpec.from_config(PUBLISHED[name]).layers == 32
