@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,29 @@ def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path) -> No
             await sequence.decode(4)
 
     asyncio.run(go())
+
+
+def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all of them would be in memory twice."""
+    folder = make_family_checkpoint(tmp_path, "mixtral", num_hidden_layers=6)
+    alive, most = 0, 0
+    read = hf_model._Stored.__getitem__
+
+    def forget(count: int) -> None:
+        nonlocal alive
+        alive -= count
+
+    def counted(stored: Any, index: Any) -> torch.Tensor:
+        nonlocal alive, most
+        tensor = read(stored, index)
+        if ".experts." in stored.name:
+            alive += tensor.nbytes
+            most = max(most, alive)
+            weakref.finalize(tensor, forget, tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(hf_model._Stored, "__getitem__", counted)
+    model: Any = build_runner(settings(folder, model_backend="hf", dtype="float32")).model
+    joined = sum(each.nbytes for name, each in model._model.named_parameters() if ".experts." in name)
+    assert 0 < most <= joined / 6
+    assert alive == 0

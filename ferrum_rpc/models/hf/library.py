@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -38,3 +39,19 @@ def quiet() -> Iterator[None]:
         logs.set_verbosity(level)
         if bar:
             logs.enable_progress_bar()
+
+
+@contextmanager
+def reading_one_by_one() -> Iterator[None]:
+    """Its threads read ahead as fast as they can. Where it joins tensors (those of experts), all of them would be in
+    memory twice."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.describe import HfSpec, first_line
 from ferrum_rpc.models.hf.head import Head
-from ferrum_rpc.models.hf.library import quiet
+from ferrum_rpc.models.hf.library import quiet, reading_one_by_one
 from ferrum_rpc.models.hf.rope import freeze
 
 EXACT_EXPERTS: Final = "eager"
@@ -103,8 +104,9 @@ def load(
 ) -> HfModel:
     """The model with the weights of a checkpoint, ``stored`` by their names there. ``max_context``: of the longest
     sequence, for scalings that depend on it. Raises InvalidRequest for weights that do not fit, or are not finite."""
+    joined = any(name not in spec.shapes for name in stored)
     try:
-        with quiet():
+        with quiet(), reading_one_by_one() if joined else nullcontext():
             model, found = spec.kind.from_pretrained(
                 None,
                 config=spec.config,
