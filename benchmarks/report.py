@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 from xml.sax.saxutils import escape
 
 from benchmarks import tables
+from benchmarks.adapters import BASE
+from benchmarks.adapters import TARGET as ADAPTERS_TARGET
 from benchmarks.cache import EXACT
 from benchmarks.cache import TARGET as INT8_CACHE_TARGET
 from benchmarks.cases import CELLS
@@ -152,6 +154,8 @@ def _costs() -> Iterator[Target]:
         yield Target(what, "speculation", ("points", point, "of_single"), bound)
     what = "decode b32 @2048 over an int8 cache, in process, of bfloat16"
     yield Target(what, "cache", ("cells", {"cell": "decode b32 @2048"}, "ratios", EXACT, "median"), INT8_CACHE_TARGET)
+    what = "decode b32 @256 with an adapter of rank 16 each, in process, of none"
+    yield Target(what, "adapters", ("cells", {"cell": "decode b32 @256"}, "ratios", BASE, "median"), ADAPTERS_TARGET)
     what = "p99 of a decode step beside 32 runs, in those beside single steps"
     yield Target(what, "trips", ("beside", {"beside": "runs"}, "of_single_steps"), OTHERS_TARGET, least=False)
     yield Target("a plan, off by what is resident", "memory", ("off",), PLAN_TARGET, least=False)
@@ -462,15 +466,24 @@ def speculation(name: str, result: Any) -> str:
 
 def cache(name: str, result: Any) -> str:
     """One run of `benchmarks.cache`."""
-    settings = result["settings"]
-    rows = [
+    parts = [TEXTS["cache"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
+    parts += [tables.answers(result["answers"]).markdown(), "", _legend("answers"), ""]
+    return "\n".join([*parts, conditions(name, result, _rounds(result["settings"]))])
+
+
+def _rounds(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
         ("threads", f"{settings['threads']}"),
         ("rounds", f"{settings['rounds']}, {settings['lead_in_steps']} untimed steps at the start of each"),
         ("seed", str(settings["seed"])),
     ]
-    parts = [TEXTS["cache"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
-    parts += [tables.answers(result["answers"]).markdown(), "", _legend("answers"), ""]
-    return "\n".join([*parts, conditions(name, result, rows)])
+
+
+def adapters(name: str, result: Any) -> str:
+    """One run of `benchmarks.adapters`."""
+    told = ("adapters", f"{result['adapters']} of rank {result['rank']}, of all products")
+    parts = [TEXTS["adapters"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
+    return "\n".join([*parts, conditions(name, result, [told, *_rounds(result["settings"])])])
 
 
 def memory(name: str, result: Any) -> str:
@@ -524,6 +537,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "trips": trips,
     "speculation": speculation,
     "cache": cache,
+    "adapters": adapters,
     "memory": memory,
     "prefix": prefix,
     "transfer": transfer,

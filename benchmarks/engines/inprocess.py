@@ -28,13 +28,18 @@ T = TypeVar("T")
 
 
 class Inside:
-    """A runner, the thread that it belongs to, and the sequences of a cell."""
+    """A runner, the thread that it belongs to, and the sequences of a cell: numbered from ``first`` on, and with those
+    adapters in turn."""
 
-    def __init__(self, runner: TorchRunner, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, runner: TorchRunner, pool: ThreadPoolExecutor, adapters: Sequence[int] = (0,), first: int = 0
+    ) -> None:
         self.runner, self._pool = runner, pool
+        self._adapters, self._first = adapters, first
         self._vocab_size = runner.info.vocab_size
         self._live: list[int] = []
-        self._context = self._next = 0
+        self._context = 0
+        self._next = first
         device = runner.device
         self.facts = {
             "name": INSIDE,
@@ -58,6 +63,21 @@ class Inside:
             yield side
             del side
         gc.collect()
+
+    def beside(self, adapters: Sequence[int], first: int) -> Inside:
+        """Another side of the same runner."""
+        return Inside(self.runner, self._pool, adapters, first)
+
+    async def load_adapters(self, name: str, count: int) -> None:
+        """Load the adapter of this name so many times, with the numbers from 1 on."""
+
+        def load() -> None:
+            for number in range(1, count + 1):
+                self.runner.open_adapter(number, name)
+                while self.runner.read_adapter(number) is None:
+                    pass
+
+        await self._run(load)
 
     async def prepare(self, cell: Cell) -> None:
         """Prefill what is missing, a sequence a step."""
@@ -111,7 +131,10 @@ class Inside:
             drafted = cell.fed(self._vocab_size, steps)[:, :, None].repeat(cell.rows, axis=2)
             for index, fed in timed.steps(drafted, LEAD_IN):
                 start = cell.context + index  # the first step rolls back, and every one of drafts
-                spans = [Span(each, token, start, output) for each, token in zip(self._live, fed, strict=False)]
+                spans = [
+                    Span(each, token, start, output, adapter=self._adapter(each))
+                    for each, token in zip(self._live, fed, strict=False)
+                ]
                 block = self._forward(spans)
                 timed.done()
         timed.last = last_rows(block)
@@ -120,7 +143,10 @@ class Inside:
     def _creation(self, prompt: Any, output: OutputSpec) -> Span:
         self._live.append(self._next)
         self._next += 1
-        return Span(self._live[-1], prompt, 0, output, create=True)
+        return Span(self._live[-1], prompt, 0, output, create=True, adapter=self._adapter(self._live[-1]))
+
+    def _adapter(self, sequence: int) -> int:
+        return self._adapters[(sequence - self._first) % len(self._adapters)]
 
     def _forward(self, spans: Sequence[Span]) -> Any:
         """The block of rows of a step."""

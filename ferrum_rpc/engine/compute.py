@@ -78,7 +78,9 @@ class Compute:
         adapted, first = list[tuple[int, int, int]](), 0
         for span in spans:
             count = len(span.tokens)
-            if span.adapter:
+            if span.adapter and adapted and adapted[-1][0] == span.adapter and sum(adapted[-1][1:]) == first:
+                adapted[-1] = (span.adapter, adapted[-1][1], adapted[-1][2] + count)
+            elif span.adapter:
                 adapted.append((span.adapter, first, count))
             first += count
         return self.loras.step(adapted, first) if adapted else None

@@ -113,8 +113,8 @@ class Loras(ABC):
     def add(self, number: int, changes: Sequence[Change]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
         adapted: list[Adapted | None] = [None] * (self._layers * len(PRODUCTS))
-        for each in changes:
-            adapted[each.layer * len(PRODUCTS) + each.product] = self._adapted(each)
+        for each, made in zip(changes, self._adapted(changes), strict=True):
+            adapted[each.layer * len(PRODUCTS) + each.product] = made
         self._adapters[number] = adapted
         return sum([each.nbytes for each in adapted if each is not None])
 
@@ -145,8 +145,8 @@ class Loras(ABC):
         """For a step of so many tokens: ``spans`` are those with an adapter, as (its number, first row, rows)."""
 
     @abstractmethod
-    def _adapted(self, change: Change) -> Adapted:
-        """Room for it."""
+    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+        """Room for them, in their order."""
 
 
 @runtime_checkable
@@ -195,8 +195,8 @@ class TorchLoras(Loras):
     def nbytes(self, changes: Sequence[Change]) -> int:
         return sum(each.rank * (each.size_in + each.size_out) for each in changes) * self._dtype.itemsize
 
-    def _adapted(self, change: Change) -> Adapted:
-        return TorchAdapted(change, self._dtype, self._device)
+    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+        return [TorchAdapted(each, self._dtype, self._device) for each in changes]
 
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
         places: dict[int, list[tuple[int, int]]] = {}

@@ -7,7 +7,8 @@ batch, bit for bit.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -28,28 +29,36 @@ ROWS: Final = np.dtype([("changes", np.uint64), ("first", np.int64), ("count", n
 MOST_ROWS: Final = 24
 """``LORA_ROWS`` there."""
 
+LOT: Final = 4
+"""Panels that lie beside each other, vector by vector."""
+
 
 class NativeAdapted(Adapted):
-    """Panels of D of all parts, and of U of each."""
+    """Panels of D of all parts, and of U of each, in ``room``, which is zero."""
 
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change: Change, room: Tensor) -> None:
         self._width = change.size_in
-        self._down = torch.zeros(_panels(change.rank, change.size_in), dtype=torch.bfloat16)
-        self._ups = {part: torch.zeros(_panels(part.rows, part.rank), dtype=torch.bfloat16) for part in change.parts}
-        self.nbytes = _bytes(change)
+        self.nbytes = room.nbytes
+        down, *ups = _cut(room, _sizes(change))
+        self._down = _lots(down, change.size_in)
+        self._ups = {part: _lots(up, part.rank) for part, up in zip(change.parts, ups, strict=True)}
         self.struct = library.LoraChange(
-            self._down.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
+            down.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
         )
-        for place, (part, up) in enumerate(self._ups.items()):
+        for place, (part, up) in enumerate(zip(change.parts, ups, strict=True)):
             self.struct.part[place] = library.LoraPart(up.data_ptr(), part.first, part.rows, part.start, part.rank)
 
     def put(self, part: Part, down: Tensor, up: Tensor) -> None:
-        rank = part.change.rank
-        rows = torch.arange(part.start, part.start + rank)
-        pairs = down.to(torch.bfloat16).view(rank, self._width // 2, 2)
-        self._down[rows // COLUMNS, :, rows % COLUMNS] = pairs
+        rank, size = part.change.rank, LOT * COLUMNS
+        pairs, columns = down.to(torch.bfloat16).view(rank, -1, 2), torch.arange(part.start, part.start + rank)
+        for number, lot in enumerate(self._down):
+            here = columns // size == number
+            place = columns[here] % size
+            lot.transpose(1, 2)[place // COLUMNS, place % COLUMNS] = pairs[here]
         padded = F.pad(up.to(torch.bfloat16), (0, part.rank - rank, 0, -part.rows % COLUMNS))
-        self._ups[part].copy_(padded.view(-1, COLUMNS, part.rank // 2, 2).transpose(1, 2))
+        panels = padded.view(-1, COLUMNS, part.rank // 2, 2).transpose(1, 2)
+        for number, lot in enumerate(self._ups[part]):
+            lot.copy_(panels[number * LOT : number * LOT + LOT])
 
 
 class NativeLoras(Loras):
@@ -70,7 +79,7 @@ class NativeLoras(Loras):
         self._ranks: dict[int, int] = {}
 
     def nbytes(self, changes: Sequence[Change]) -> int:
-        return sum(map(_bytes, changes))
+        return 2 * sum(map(_size, changes))
 
     def add(self, number: int, changes: Sequence[Change]) -> int:
         taken = super().add(number, changes)
@@ -87,8 +96,12 @@ class NativeLoras(Loras):
         self._structs.pop(number, None)
         self._ranks.pop(number, None)
 
-    def _adapted(self, change: Change) -> Adapted:
-        return NativeAdapted(change)
+    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+        """In one piece, in the order in which a step reads it."""
+        room = torch.empty(self.nbytes(changes) // 2, dtype=torch.bfloat16)
+        library.prefer_huge_pages(room)
+        rooms = _cut(room.zero_(), map(_size, changes))
+        return [NativeAdapted(each, own) for each, own in zip(changes, rooms, strict=True)]
 
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
         parts = [
@@ -121,10 +134,24 @@ def _whole(rank: int) -> int:
     return -(-rank // COLUMNS) * COLUMNS
 
 
-def _panels(rows: int, width: int) -> tuple[int, int, int, int]:
-    return -(-rows // COLUMNS), width // 2, COLUMNS, 2
+def _sizes(change: Change) -> list[int]:
+    """Elements of the panels of D, and of U of each part."""
+    ups = [_whole(part.rows) * part.rank for part in change.parts]
+    return [_whole(change.rank) * change.size_in, *ups]
 
 
-def _bytes(change: Change) -> int:
-    down = _whole(change.rank) * change.size_in
-    return 2 * (down + sum(_whole(part.rows) * part.rank for part in change.parts))
+def _size(change: Change) -> int:
+    return sum(_sizes(change))
+
+
+def _lots(room: Tensor, width: int) -> list[Tensor]:
+    """The lots of panels that fill the room: [panels, pairs, 16, 2] each, a view."""
+    size = LOT * COLUMNS * width
+    lots = [room[first : first + size] for first in range(0, len(room), size)]
+    return [lot.view(width // 2, -1, COLUMNS, 2).transpose(0, 1) for lot in lots]
+
+
+def _cut(room: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """The parts of a room, one behind the other."""
+    ends = list(accumulate(sizes, initial=0))
+    return [room[first:last] for first, last in pairwise(ends)]

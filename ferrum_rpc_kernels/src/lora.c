@@ -18,10 +18,44 @@
 
 #if defined(__x86_64__)
 
-#define JOB_PANELS 32 /* of U, that a job takes */
+#define JOB_PANELS 32  /* of U, that a job takes: lots of four */
+#define AHEAD 2048     /* bytes that are fetched ahead */
 #define TARGET COMPILED_FOR(AVX512_BF16)
 
-GEMM_ENTRY(lora_entry, gemm_pairs, AVX512_BF16)
+/* Rows against a lot of panels, as gemm_pairs, of which every panel is a vector further on; sums begin at zero. */
+GEMM_INLINE(AVX512_BF16) void lora_pairs(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    __m512 sums[GEMM_ROWS][GEMM_PANELS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+            sums[r][p] = _mm512_setzero_ps();
+    const char *row = tile->rows, *panel = tile->panels;
+    const size_t row_bytes = tile->row_bytes;
+    for (int i = 0; i < tile->vectors; i++, row += 4, panel += panels * 64) {
+        __m512i weights[GEMM_PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            weights[p] = _mm512_loadu_si512(panel + p * 64);
+            _mm_prefetch(panel + p * 64 + AHEAD, _MM_HINT_T0);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const __m512i x = gemm_broadcast(row + r * row_bytes);
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++)
+                sums[r][p] = _mm512_dpbf16_ps(sums[r][p], (__m512bh)weights[p], (__m512bh)x);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+            _mm512_storeu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[r][p]);
+}
+
+GEMM_ENTRY(lora_entry, lora_pairs, AVX512_BF16)
 
 int32_t ferrum_lora_supported(void) { return CPU_HAS(AVX512_BF16); }
 
@@ -32,7 +66,7 @@ static inline TARGET __m512 widened(__m256i half)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* Rows against panels of D from `panel` on: their sums. */
+/* Rows against a lot of panels of D, of which `panel` is the first: their sums. */
 static TARGET void lower(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
                          const char *x, size_t x_bytes, char *sums, size_t sums_bytes)
 {
@@ -40,13 +74,11 @@ static TARGET void lower(const struct lora_rows *rows, const struct lora_change 
     const char *weights = change->down + panel * panel_bytes;
     for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
         const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
-        float tile_sums[GEMM_ROWS * GEMM_WIDTH] = {0};
+        float tile_sums[GEMM_ROWS * GEMM_WIDTH];
         const struct gemm_tile tile = {
             .rows = x + row * x_bytes,
             .panels = weights,
-            .ahead = weights,
             .row_bytes = x_bytes,
-            .panel_bytes = panel_bytes,
             .sums = tile_sums,
             .vectors = change->k / 2,
         };
@@ -59,7 +91,7 @@ static TARGET void lower(const struct lora_rows *rows, const struct lora_change 
     }
 }
 
-/* The sums of rows against panels of a part's U from `panel` on: added to y. */
+/* The sums of rows against lots of panels of a part's U, of which `panel` is the first: added to y. */
 static TARGET void lift(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
                          size_t y_bytes, const char *sums, size_t sums_bytes)
 {
@@ -69,13 +101,11 @@ static TARGET void lift(const struct lora_rows *rows, const struct lora_part *pa
         const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
         for (int done = 0; done < panels; done += GEMM_PANELS) {
             const int width = panels - done < GEMM_PANELS ? panels - done : GEMM_PANELS;
-            float tile_sums[GEMM_ROWS * GEMM_WIDTH] = {0};
+            float tile_sums[GEMM_ROWS * GEMM_WIDTH];
             const struct gemm_tile tile = {
                 .rows = sums + row * sums_bytes + part->start * 2,
                 .panels = weights + done * panel_bytes,
-                .ahead = weights + done * panel_bytes,
                 .row_bytes = sums_bytes,
-                .panel_bytes = panel_bytes,
                 .sums = tile_sums,
                 .vectors = part->rank / 2,
             };
@@ -101,14 +131,12 @@ void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, c
 {
     const size_t x_bytes = (size_t)x_stride * 2, sums_bytes = (size_t)step->rank * 2;
     const int place = layer * PRODUCTS + product;
-    /* units of work of one lot of rows, of any adapter at most */
-    const int lower_unit = step->count < 4 * threads ? 1 : GEMM_PANELS;
-    int lowers = 0, raises = 0;
+    int lowers = 0, raises = 0; /* jobs of one of the `rows`, of any adapter at most */
     for (int i = 0; i < step->count; i++) {
         const struct lora_change *change = step->rows[i].changes + place;
         if (!change->rank)
             continue;
-        const int down = (panels_of(change->rank) + lower_unit - 1) / lower_unit;
+        const int down = (panels_of(change->rank) + GEMM_PANELS - 1) / GEMM_PANELS;
         const int up = (panels_of(change->n) + JOB_PANELS - 1) / JOB_PANELS;
         lowers = down > lowers ? down : lowers;
         raises = up > raises ? up : raises;
@@ -123,9 +151,9 @@ void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, c
         for (job = 0; job < lower_jobs; job++) {
             const struct lora_rows *rows = step->rows + job / lowers;
             const struct lora_change *change = rows->changes + place;
-            const int panel = (int)(job % lowers) * lower_unit, left = panels_of(change->rank) - panel;
+            const int panel = (int)(job % lowers) * GEMM_PANELS, left = panels_of(change->rank) - panel;
             if (change->rank && left > 0)
-                lower(rows, change, panel, left < lower_unit ? left : lower_unit, x, x_bytes, step->sums, sums_bytes);
+                lower(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, x, x_bytes, step->sums, sums_bytes);
         }
 #pragma omp for schedule(dynamic, 1)
         for (job = 0; job < raise_jobs; job++) {

@@ -7,14 +7,17 @@
 
 enum product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
+/* Panels here are those of gemm_tile.h, but four of them lie vector by vector beside each other: [panels / 4][pairs][4][16][2],
+ * the last lot with fewer than four. So a row reads all that it needs from one end to the other. */
+
 /* One matrix of a fused product: `columns` of the output from `first` on, and `rank` sums, which is even, from `start` on.
- * `up`: panels of gemm_tile.h, [columns / 16][rank / 2][16][2]. */
+ * `up`: panels of `columns`, of `rank` / 2 pairs. */
 struct lora_part {
     const char *up;
     int32_t first, columns, start, rank;
 };
 
-/* What an adapter changes of a product [n, k]; of `rank` 0: nothing. `down`: panels [rank / 16][k / 2][16][2]. Bfloat16. */
+/* What an adapter changes of a product [n, k]; of `rank` 0: nothing. `down`: panels of `rank` columns, of k / 2 pairs. */
 struct lora_change {
     const char *down;
     int32_t n, k, rank, parts;

@@ -214,7 +214,11 @@ def test_what_is_told_of_the_memory_is_what_is_taken(dtype: torch.dtype, tmp_pat
     load(tmp_path / "a", loras)
     tensors = 0
     for each in filter(None, loras._adapters[1]):
-        parts = [each.down, each.up] if isinstance(each, TorchAdapted) else [each._down, *each._ups.values()]
+        parts = (
+            [each.down, each.up]
+            if isinstance(each, TorchAdapted)
+            else [*each._down, *(lot for lots in each._ups.values() for lot in lots)]
+        )
         assert each.nbytes == sum(tensor.nbytes for tensor in parts)
         tensors += each.nbytes
     adapters = Adapters(tmp_path / "a", loras, bytes(32), 64, 1 << 30)
