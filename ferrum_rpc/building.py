@@ -25,24 +25,28 @@ DEMO: Final = ("demo", "demo-draft")
 DEMO_PACKAGE: Final = "ferrum_rpc_demo"
 BUILT_IN: Final = (*DEMO, IDENTITY)
 CONFIG: Final = "config.json"
+GGUF: Final = ".gguf"
 
 log = structlog.get_logger("ferrum_rpc.serve")
 
 
 def model_folder(model: str) -> str:
-    """Where a model lies; ``identity`` lies nowhere, a name on the hub is fetched later: both are answered as they are.
-    Raises `InvalidRequest` with the whole path where no model can be there, before torch is loaded: that takes seconds.
+    """Where a model lies, a folder or a GGUF file; ``identity`` lies nowhere, a name on the hub is fetched later: both
+    are answered as they are. Raises `InvalidRequest` with the whole path where no model can be there, before torch is
+    loaded: that takes seconds.
     """
     if model == IDENTITY or is_hub_name(model):
         return model
     path = _demo_folder(model) if model in DEMO else str(Path(model).absolute())
+    if path.lower().endswith(GGUF) and os.path.isfile(path):
+        return path
     try:
         names = os.listdir(path)
     except OSError as error:
         meant = hint(model, BUILT_IN)
         raise InvalidRequest(f"model folder {path}: {error.strerror or error}{meant}", field="model") from None
-    if CONFIG not in names:
-        raise InvalidRequest(f"model folder {path} has no {CONFIG}", field="model")
+    if CONFIG not in names and not any(name.lower().endswith(GGUF) for name in names):
+        raise InvalidRequest(f"model folder {path} has neither {CONFIG} nor a GGUF file", field="model")
     return path
 
 

@@ -52,7 +52,9 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         usage = f"ferrum-rpc {name} [-h] [--config CONFIG]{own} [--SETTING VALUE ...] model"
         command = named[name] = commands.add_parser(name, help=text, allow_abbrev=False, usage=usage)
         built_in = "`demo`, `demo-draft`, `identity`"
-        command.add_argument("model", help=f"a Hugging Face folder or name, or one that is built in: {built_in}")
+        command.add_argument(
+            "model", help=f"a Hugging Face folder or name, a GGUF file, or one that is built in: {built_in}"
+        )
         command.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
         if settings:
             _add_settings(command)

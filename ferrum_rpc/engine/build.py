@@ -78,7 +78,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         reason = f"requested; rounding the weights changed them by {linear.error:.2%} (root mean square)"
         choices.append((f"quantize={QUANTIZE_INT8}", reason))
     if not isinstance(parts.model, IdentityModel) and not config.name:
-        info = replace(info, folder=str(Path(config.path).absolute()))
+        where = Path(config.path).absolute()
+        info = replace(info, folder=str(where if where.is_dir() else where.parent))
     block_bytes = info.kv_bytes_per_token * config.block_size
     left = max(0, free_memory(device) - adapter_bytes(config))
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)

@@ -1,7 +1,7 @@
 """A model on disk: its configuration and its tensors, from one file or many shards.
 
-Only safetensors is read: other formats run code when they are opened. Nothing outside the folder is read either: shard
-names come from an untrusted index file, so they must be plain names, and links must stay inside (the
+A folder with safetensors, or a GGUF file: other formats run code when they are opened. Nothing outside the folder is
+read either: shard names come from an untrusted index file, so they must be plain names, and links must stay inside (the
 blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by reading
 headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. A quantized matrix is one entry,
 and streams as numbers. Which tensors a model wants is not known here.
@@ -10,6 +10,7 @@ and streams as numbers. Which tensors a model wants is not known here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.weights.entries import TensorEntry, broken, forbidden, open_regular
+from ferrum_rpc.weights.gguf.model import read_model
 from ferrum_rpc.weights.quantized import decoded_entries
 from ferrum_rpc.weights.reading import Reader
 from ferrum_rpc.weights.safetensors_file import read_entries
@@ -27,6 +29,7 @@ from ferrum_rpc.weights.safetensors_file import read_entries
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20
+GGUF = ".gguf"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -42,7 +45,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Read the headers of the model in folder ``path``.
+        """Read the headers of the model ``path``: a folder, or a GGUF file.
 
         Raises InvalidRequest that names the file and what is wrong with it, NotSupported for a folder with pickled
         weights only, and for weights that are quantized in a way that is not read.
@@ -55,8 +58,13 @@ class Checkpoint:
         except (OSError, RuntimeError, ValueError):
             raise InvalidRequest(f"model folder {Path(path).name!r} does not exist", field="model") from None
         if not is_folder:
-            raise InvalidRequest(f"{folder.name!r} is not a folder", field="model")
+            if Path(path).suffix.lower() != GGUF:  # a cache of files may link to a name without one
+                raise InvalidRequest(f"{folder.name!r} is neither a folder nor a GGUF file", field="model")
+            return cls(Path(path).name, *_of_gguf(folder))
         config = read_json(folder, CONFIG)
+        single = _only_gguf(folder)
+        if single is not None:
+            return cls(_name(folder), *_of_gguf(single))
         if config is None:
             raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
         generation = read_json(folder, GENERATION_CONFIG) or {}
@@ -120,6 +128,28 @@ def _name(folder: Path) -> str:
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
     return folder.name
+
+
+def _of_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorEntry]]:
+    config, entries = read_model(file)
+    return config, {}, entries
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no safetensors, or None. Raises InvalidRequest where it has several."""
+    try:
+        files = os.listdir(folder)
+    except OSError:  # may be entered, but not listed
+        return None
+    names = sorted(name for name in files if name.lower().endswith(GGUF))
+    if not names or SINGLE in files or INDEX in files:
+        return None
+    if len(names) > 1:
+        shown = f"{names[0]}, {names[1]}{', ...' if len(names) > 2 else ''}"
+        raise InvalidRequest(
+            f"model folder {folder.name!r} has {len(names)} GGUF files ({shown}): name one of them", field="model"
+        )
+    return inside(folder, names[0])
 
 
 def _entries(folder: Path) -> dict[str, TensorEntry]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.weights.gguf.blocks import mapped
 from ferrum_rpc.weights.safetensors_file import MappedFile
 
 
@@ -22,7 +23,7 @@ class Reader:
     def read(self, name: str, entry: TensorEntry, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor that is stored: it reads the mapped file. What is quantized: a new one in ``dtype``."""
         if entry.encoding is None:
-            return self._file(entry.file).tensor(name, entry)
+            return mapped(entry) if entry.offset is not None else self._file(entry.file).tensor(name, entry)
         parts = {role: self.read(*part) for role, part in entry.encoding.parts.items()}
         return entry.encoding.matrix(parts, entry.shape, dtype)
 

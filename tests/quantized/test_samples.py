@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,10 @@ from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.harness import error
 from tests.quantized.make import ROWS, SAMPLES, TOKENS
 
-KINDS = sorted(each.name for each in SAMPLES.iterdir())
+KINDS = [
+    pytest.param(name, marks=pytest.mark.skipif(name.startswith("gguf") and not find_spec("gguf"), reason="no gguf"))
+    for name in sorted(each.name for each in SAMPLES.iterdir())
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

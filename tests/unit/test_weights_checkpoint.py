@@ -123,7 +123,7 @@ def test_a_snapshot_of_the_hugging_face_cache_may_link_to_its_blobs(single, tmp_
 def test_no_such_folder(tmp_path):
     refused(tmp_path / "nowhere", "nowhere.*does not exist")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "not a folder")
+    refused(tmp_path / "file", "neither a folder nor a GGUF file")
     refused(tmp_path, "config.json is missing")
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "neither model.safetensors nor")

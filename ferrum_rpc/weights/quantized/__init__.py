@@ -42,7 +42,7 @@ def decoded_entries(config: Mapping[str, object], entries: dict[str, TensorEntry
     method = section.text("quant_method", "")
     if method not in SCHEMES:
         raise NotSupported(
-            f"{SECTION}.quant_method: {method[:80]!r} is not read, but {', '.join(SCHEMES)} are; "
+            f"{SECTION}.quant_method: {method[:80]!r} is not read, but {', '.join(SCHEMES)} are, and GGUF files; "
             "take such a file of the model, or one in bfloat16",
             field=SECTION,
         )

@@ -1,0 +1,93 @@
+"""llama.cpp's own converter writes GGUF files, its library quantizes them, and transformers 5.23.0 reads them.
+
+Logits of llama.cpp itself, which rounds activations too, are compared with the oracle's here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.checkpoints import make_model
+from tests.quantized.make import SHAPE, TOKENS, finish, folder
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 32}
+KINDS = {
+    "gguf-q8_0": ("qwen3", {}, 7),
+    "gguf-q4_k_m": ("llama", WIDE | {"rope_parameters": LLAMA3}, 15),
+    "gguf-q5_1": ("qwen2", {}, 9),
+}
+"""Of each the family, its shape, and llama.cpp's number of the file's type."""
+
+
+def make(llama_cpp_folder: str) -> None:
+    sys.path[:0] = [llama_cpp_folder, f"{llama_cpp_folder}/gguf-py"]
+    import gguf
+    from conversion import get_model_class
+
+    transformers.logging.set_verbosity_error()
+    llama_cpp.llama_backend_init()
+    for name, (family, shape, kind) in KINDS.items():
+        made = folder(name)
+        made.mkdir()
+        with tempfile.TemporaryDirectory() as scratch:
+            original, plain, file = Path(scratch) / "original", Path(scratch) / "f32.gguf", made / "model.gguf"
+            model = make_model(family, **SHAPE | shape)
+            model.save_pretrained(original)
+            writer = get_model_class(type(model).__name__)
+            writer.set_vocab = without_words
+            with torch.inference_mode():
+                writer(original, gguf.LlamaFileType.ALL_F32, plain).write()
+            options = llama_cpp.llama_model_quantize_default_params()
+            options.ftype = kind
+            assert not llama_cpp.llama_model_quantize(str(plain).encode(), str(file).encode(), ctypes.byref(options))
+            read = transformers.AutoModelForCausalLM.from_pretrained(  # which reads no head_dim
+                made, gguf_file="model.gguf", dtype=torch.float32, config=model.config
+            )
+        matrices = {
+            name: tensor for name, tensor in read.state_dict().items() if tensor.dim() == 2 and name != "lm_head.weight"
+        }
+        finish(made, matrices, family, **shape)
+        expected = load_file(made / "oracle.safetensors")["logits"]
+        theirs = logits(file)
+        print(name, "llama.cpp differs by", float((theirs - expected).square().mean().sqrt() / expected.std()))
+
+
+def without_words(self) -> None:
+    """There is no tokenizer: the file says so, and how many tokens there are."""
+    self.gguf_writer.add_tokenizer_model("none")
+    if self.gguf_writer.arch != "llama":  # it says so itself
+        self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
+
+
+def logits(file: Path) -> torch.Tensor:
+    """float32 [T, vocab] of `TOKENS`, by llama.cpp."""
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+    assert model
+    wanted = llama_cpp.llama_context_default_params()
+    wanted.n_ctx = 256
+    context = llama_cpp.llama_init_from_model(model, wanted)
+    batch = llama_cpp.llama_batch_init(len(TOKENS), 0, 1)
+    batch.n_tokens = len(TOKENS)
+    for index, token in enumerate(TOKENS):
+        batch.token[index], batch.pos[index] = token, index
+        batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, True
+    assert not llama_cpp.llama_decode(context, batch)
+    address = ctypes.cast(llama_cpp.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
+    return torch.from_numpy(np.ctypeslib.as_array(address, shape=(len(TOKENS), SHAPE["vocab_size"])).copy())
