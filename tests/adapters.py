@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.spec import ModelSpec
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
+
+
+class Weights:
+    """The names and sizes of a model's matrices, for `make_adapter`: without any of its weights."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As torch's modules have them."""
+        for name, placement in layout(self._spec).items():
+            yield name, torch.empty(placement.shape, device="meta")
 
 
 def make_adapter(
@@ -27,9 +42,9 @@ def make_adapter(
     size: float = 0.3,
     **config: Any,
 ) -> Path:
-    """Write an adapter of a transformers model: of those of its matrices whose names end with one of ``targets``.
-    ``ranks``: by such endings, where they differ from ``r``. ``size``: of what it adds, in parts of the products.
-    ``config`` are more fields of ``adapter_config.json``."""
+    """Write an adapter of a transformers model, or of `Weights`: of those of its matrices whose names end with one of
+    ``targets``. ``ranks``: by such endings, where they differ from ``r``. ``size``: of what it adds, in parts of the
+    products. ``config`` are more fields of ``adapter_config.json``."""
     ranks = ranks or {}
     whole = {
         "peft_type": "LORA",

@@ -202,6 +202,8 @@ PROVOCATIONS: Final[tuple[Callable[[Provoked], Awaitable[None]], ...]] = (
 ELSEWHERE: Final = frozenset(
     {
         Reason.STARTING,  # tests/service/test_error_table.py
+        Reason.ADAPTER_UNKNOWN,  # tests/service/test_adapters.py
+        Reason.ADAPTER_IN_USE,  # the same
         Reason.UNAUTHENTICATED,  # R12
         Reason.PERMISSION_DENIED,  # R12
         Reason.DEVICE_LOST,  # R16

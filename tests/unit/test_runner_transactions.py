@@ -127,7 +127,7 @@ class Saboteur:
             return logits(hidden)
 
         attention.plan, attention.attend = planned, attended
-        attention.native_step = lambda slots, plan: None  # in C nobody stands between storing and attending
+        attention.native_step = lambda plan: None  # in C nobody stands between storing and attending
         store.save, store.copy_blocks, attention.write = saved, copied, written
         model.logits = projected
 

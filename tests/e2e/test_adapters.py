@@ -1,0 +1,84 @@
+"""Adapters as operators and schedulers meet them: a server process, its engine in another, the commands, a restart."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ferrum_rpc import ask, cli
+from ferrum_rpc.client import Capability, ExecutorClient
+from ferrum_rpc.errors import AdapterInUse, AdapterUnknown, InstanceMismatch
+from ferrum_rpc.models.spec import ModelSpec
+from tests.adapters import Weights, make_adapter
+from tests.faults.process import serving
+
+MODEL = "demo-draft"
+PROMPT = b"In the beginning"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One adapter that turns the demo model's words."""
+    made = tmp_path_factory.mktemp("adapters")
+    config = json.loads((resources.files("ferrum_rpc_demo") / MODEL / "config.json").read_text())
+    make_adapter(made / "words", Weights(ModelSpec.from_config(config)), size=2.0)
+    return made
+
+
+async def command(capsys: pytest.CaptureFixture[str], target: str, *flags: str) -> Any:
+    parser, _ = cli.build_parser(settings=False)
+    parsed = parser.parse_args(["adapters", "--target", target, "--json", *flags])
+    parsed.token = None
+    capsys.readouterr()
+    assert await ask.adapters(parsed) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+async def text(client: ExecutorClient, adapter: str = "") -> list[int]:
+    async with client.sequence(adapter=adapter) as sequence:
+        return [token async for token in sequence.generate(list(PROMPT), max_tokens=12, stop=())]
+
+
+async def test_an_operator_loads_one_and_a_restart_forgets_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--adapter-dir", str(folder), "--engine", "process", "--block-size", "4")
+    texts = []
+    for _ in range(2):
+        async with (
+            serving(*flags, model=MODEL, kv_blocks=128) as server,
+            ExecutorClient(server.target, session=True) as client,
+        ):
+            assert Capability.ADAPTERS in (await client.info()).capabilities
+            assert await command(capsys, server.target) == []
+            with pytest.raises(AdapterUnknown):
+                await text(client, "words")
+            [info] = await command(capsys, server.target, "--load", "words")
+            assert (info["name"], info["rank"], info["sequences"]) == ("words", 4, 0)
+            texts.append((await text(client, "words"), await text(client), info["fingerprint"]))
+            sequence = client.sequence(adapter="words")
+            await sequence.prefill(list(PROMPT))
+            with pytest.raises(AdapterInUse) as refused:
+                await command(capsys, server.target, "--unload", "words")
+            assert refused.value.number("sequences") == 1
+            await server.kill()
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+
+
+async def test_a_lost_sequence_is_not_rebuilt_without_its_adapter(folder: Path) -> None:
+    """It would go on with other words than it began with."""
+    flags = ("--adapter-dir", str(folder))
+    async with serving(*flags, model=MODEL, kv_blocks=128) as server:
+        port, target = server.port, server.target
+        async with ExecutorClient(target) as client:
+            await client.load_adapter("words")
+            kept = client.sequence(adapter="words", rebuild=True)
+            first = await kept.prefill(list(PROMPT))
+            await server.kill()
+            async with serving(*flags, model=MODEL, kv_blocks=128, port=port):
+                with pytest.raises((AdapterUnknown, InstanceMismatch)):
+                    await kept.decode(first.token)
+                await client.load_adapter("words")
+                assert (await kept.decode(first.token)).length == len(PROMPT) + 1
