@@ -15,6 +15,8 @@ from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.hf.describe import describe
+from tests.adapters import ALL as ALL_PROJECTIONS
+from tests.adapters import make_adapter, merge
 from tests.numerics.harness import error
 from tests.numerics.hf_families import FAMILIES, TINY, UNSAFE, make_family
 
@@ -151,3 +153,30 @@ def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_fo
     make_family(family, **overrides).save_pretrained(tmp_path)
     assert choose_parts(settings(tmp_path)).max_context == 32
     assert choose_parts(settings(tmp_path, max_context=1000)).max_context == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ALL_PROJECTIONS),
+        ("qwen3_moe", ("q_proj", "o_proj")),
+        ("gpt_neox", ("query_key_value", "dense_h_to_4h")),
+    ],
+)
+def test_adapters_behind_its_linear_layers_are_the_model_with_merged_weights(family, targets, tmp_path):
+    model = make_family(family)
+    model.save_pretrained(tmp_path / "model")
+    plain = plain_logits(model)
+    folder = make_adapter(tmp_path / "adapters" / "one", model, targets=targets)
+    runner = build_runner(settings(tmp_path / "model", adapter_dir=tmp_path / "adapters"))
+    truth = plain_logits(merge(model, folder))
+    with runner.context():
+        runner.open_adapter(1, "one")
+        while runner.read_adapter(1) is None:
+            pass
+        spans = [Span(number, TOKENS[number % 3], 0, ALL, create=True, adapter=number // 3) for number in range(6)]
+        outcomes = runner.forward(Step(tuple(spans))).outcomes
+    rows = [torch.from_numpy(each.rows.block["logits"][each.rows.first :][:20].copy()) for each in outcomes]
+    assert error(torch.stack(rows[3:]), truth.double()) <= 1e-5
+    assert error(torch.stack(rows[:3]), plain.double()) <= 1e-5
+    assert error(truth, plain.double()) > 0.01

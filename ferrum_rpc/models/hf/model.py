@@ -23,7 +23,9 @@ from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.describe import HfSpec, first_line
 from ferrum_rpc.models.hf.head import Head
 from ferrum_rpc.models.hf.library import quiet, reading_one_by_one
+from ferrum_rpc.models.hf.lora import LinearHooks
 from ferrum_rpc.models.hf.rope import freeze
+from ferrum_rpc.models.lora import Loras
 
 EXACT_EXPERTS: Final = "eager"
 """Who runs the experts in float64, which the others refuse."""
@@ -40,6 +42,7 @@ class HfModel:
     """A `Model`. ``model`` is the causal language model of transformers, with its weights, made by `load`."""
 
     rowwise = False
+    _hooks: LinearHooks | None = None
 
     def __init__(self, spec: HfSpec, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -53,8 +56,13 @@ class HfModel:
         self._body = model.base_model
         self._head = Head(model)
 
+    def take_adapters(self) -> tuple[str, Loras]:
+        self._hooks = LinearHooks(self._model, self.dtype, self.device)
+        return "behind the linear layers of transformers, one adapter after the other", self._hooks.loras
+
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
-        with attention.attending(attend):
+        adapted = nullcontext() if self._hooks is None else self._hooks.step(inputs)
+        with adapted, attention.attending(attend):
             return self._run(self._body, inputs).last_hidden_state[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

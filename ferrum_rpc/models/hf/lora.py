@@ -1,0 +1,63 @@
+"""Adapters of a decoder of `transformers`: what they change of a linear layer is added behind it.
+
+Experts are left alone: each sees some of a step's rows, and which, only the layer knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.models.base import StepAdapters, StepInputs
+from ferrum_rpc.models.layout import Placement
+from ferrum_rpc.models.lora import PRODUCTS, TorchLoras
+
+
+class LinearHooks:
+    """Behind the linear layers of ``model``, in ``dtype``. To `TorchLoras` each is a layer with one product."""
+
+    _adapters: StepAdapters | None = None  # of the step that is computed
+    _tokens = 0
+
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        head = model.get_output_embeddings()
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, Linear)
+            and module is not head
+            and module.weight.dtype == dtype
+            and "experts" not in name.split(".")
+        }
+        table = {}
+        for place, (name, linear) in enumerate(linears.items()):
+            shape = linear.out_features, linear.in_features
+            table[f"{name}.weight"] = Placement(f"layers.{place}.{PRODUCTS[0]}.weight", 0, shape[0], shape)
+            linear.register_forward_hook(partial(self._add, place))
+        if not table:
+            raise NotSupported("this model has no linear layers that adapters could change", field="adapter_dir")
+        self.loras = TorchLoras(table, len(table), dtype, device)
+
+    @contextmanager
+    def step(self, inputs: StepInputs) -> Iterator[None]:
+        """What is computed within is of this step."""
+        self._adapters, self._tokens = inputs.adapters, len(inputs.token_ids)
+        try:
+            yield
+        finally:
+            self._adapters = None
+
+    def _add(self, place: int, module: Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self._adapters is None:
+            return
+        x, y = inputs[0].reshape(-1, module.in_features), output.view(-1, module.out_features)
+        if len(y) != self._tokens:
+            raise RuntimeError(f"a linear layer sees {len(y)} rows of a step of {self._tokens}")
+        self._adapters.add(place, 0, x, y)
