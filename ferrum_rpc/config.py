@@ -127,7 +127,7 @@ class ModelSettings:
         default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
     )
     kv_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
-    kv_tier_dir: Path | None = Field(
+    kv_tier_dir: File | None = Field(
         default=None, description="folder for what must leave the prefix cache; it outlives the process"
     )
     kv_tier_bytes: Bytes = Field(default=8 << 30, description="what that folder may hold, e.g. 50GiB")

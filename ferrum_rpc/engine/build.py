@@ -164,7 +164,7 @@ def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) 
     try:
         return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes)
     except OSError as error:
-        raise InvalidRequest(f"{error.filename}: {error.strerror}", field="kv_tier_dir") from error
+        raise InvalidRequest(f"kv_tier_dir {folder}: {error.strerror or error}", field="kv_tier_dir") from error
     except ValueError as error:
         raise InvalidRequest(f"{error}; raise --kv-tier-bytes", field="kv_tier_bytes") from error
 

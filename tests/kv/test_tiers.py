@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from ferrum_rpc.kv import tiers
 from ferrum_rpc.kv.tiers import HEAD, BlockFiles
@@ -57,7 +58,9 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert [hashed(number) in files for number in range(4)] == [True, True, False, True]
     files.end([], 10)
     assert {each.name for each in tmp_path.iterdir()} == {hashed(number).hex() for number in (0, 1, 3)}
-    assert len(opened(tmp_path, blocks=2).hashes()) == len([*tmp_path.iterdir()]) == 2
+    fewer = opened(tmp_path, blocks=2)
+    fewer.end([], 10)
+    assert len(fewer.hashes()) == len([*tmp_path.iterdir()]) == 2
 
 
 def cut(path: Path) -> None:
@@ -90,6 +93,52 @@ def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, 
     assert opened(tmp_path).read(hashed(0)) == content(0), "it was written anew"
 
 
+def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
+    filled(tmp_path, 5).end([], 10)
+    for number, length in enumerate((0, SIZE, 200)):
+        os.truncate(tmp_path / hashed(number).hex(), length)
+    with capture_logs() as logs:
+        files = opened(tmp_path)
+    [told] = logs
+    assert (told["event"], told["blocks"], told["folder"]) == ("cached_block_lost", 3, str(tmp_path))
+    assert set(files.hashes()) == {hashed(3), hashed(4)}
+    files.end([], 10)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
+    first = filled(tmp_path, 3)
+    first.end([], 10)
+    first = opened(tmp_path)
+    with capture_logs() as logs:
+        second = opened(tmp_path, blocks=4)
+    [told] = logs
+    assert told["event"] == "tier_shared" and "--kv-tier-dir" in told["action"]
+    for number in (0, 3, 4):
+        second.write(hashed(number), lambda number=number: content(number))
+    assert len(second.hashes()) == 4, "it keeps to its own limit"
+    second.clear()
+    second.end([], 10)
+    assert {each.name for each in tmp_path.iterdir()} == {hashed(number).hex() for number in range(3)}
+    assert [first.read(hashed(number)) for number in range(3)] == [*map(content, range(3))]
+    first.end([], 10)
+
+
+def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path: Path) -> None:
+    first = filled(tmp_path, 2)
+    second = opened(tmp_path, blocks=4)
+    first.end([(hashed(2), lambda: content(2))], 10)
+    for number in range(10, 15):
+        second.write(hashed(number), lambda number=number: content(number))
+    second.end([], 10)
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {each.hex() for each in second.hashes()} and len(left) == 4, "what the first left counts"
+    third = opened(tmp_path)
+    third.clear()
+    third.end([], 10)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_is_no_block_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "abcd").write_bytes(b"x")
@@ -120,12 +169,17 @@ def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path: Path, monkeypatch: py
     assert len([*tmp_path.iterdir()]) == kept.count(True)
 
 
-def test_a_disk_that_fails_costs_the_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(("code", "action"), [(28, "make room there"), (2, "put the folder"), (5, "see why")])
+def test_a_disk_that_fails_costs_the_blocks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, action: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers, "_write", full)
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(tiers, "_write", fails)
         files = filled(tmp_path, 3)
         files.end([], 10)
+    [told] = logs
+    assert told["event"] == "tier_write_failed" and told["action"].startswith(action)
     assert [files.read(hashed(number)) for number in range(3)] == [None] * 3
