@@ -245,6 +245,13 @@ class ServeSettings:
     )
     failpoint_seed: int = Field(default=0, description="seed of failpoints with a probability")
 
+    @field_validator("kv_park_idle_s")
+    @classmethod
+    def _somewhere(cls, value: float, others: ValidationInfo) -> float:
+        if value and others.data.get("kv_park_dir") is None:
+            raise ValueError("nothing is parked without kv_park_dir; set that too")
+        return value
+
     def limits(self) -> Limits:
         """The part that the service floor enforces and GetInfo names."""
         own = {name: getattr(self, name) for name in Limits.__dataclass_fields__ if hasattr(self, name)}

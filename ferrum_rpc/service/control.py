@@ -139,7 +139,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:
         block_size = self._state.engine.cache.block_size
-        info.label = f"sequence-{record.order}"
+        info.label = record.label
         info.seq_len = record.length
         info.parked = record.parked is not None
         info.blocks = 0 if record.parked else -(-max(record.length, record.held_to) // block_size)

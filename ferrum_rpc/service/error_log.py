@@ -38,7 +38,10 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.INVALID_REQUEST: Advice("info", "correct the scheduler: the message names the field"),
     Reason.REQUEST_ID_REUSED: Advice("info", "give every new operation of the scheduler a new request id"),
     Reason.HANDLE_UNKNOWN: Advice("info", "look for a scheduler that keeps handles after it released them"),
-    Reason.HANDLE_RELEASED: Advice("info", "look for a scheduler that uses a sequence after it released it"),
+    Reason.HANDLE_RELEASED: Advice(
+        "info",
+        "the message says what ended it: a release, then look for a scheduler that goes on after it; or else what",
+    ),
     Reason.LEASE_EXPIRED: Advice("info", "see why the scheduler did not renew in time, or raise lease_ttl_s"),
     Reason.LEASE_UNKNOWN: Advice("info", "none: the scheduler acquires a new lease"),
     Reason.TOKEN_MASK_UNKNOWN: Advice(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
 log = structlog.get_logger("ferrum_rpc.parking")
 
 PREFIX: Final = "ferrum-parked-"
+NAME: Final = re.compile(rf"{PREFIX}\d+")
 LOCK: Final = "ferrum-parked.lock"
 CLOSE_S: Final = 5.0
 
@@ -122,7 +124,8 @@ class ParkedFiles:
     def _delete_all(self) -> None:
         assert self._folder is not None  # noqa: S101 - it is open
         for path in self._folder.glob(f"{PREFIX}*"):
-            path.unlink(missing_ok=True)
+            if NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
 
 async def _delete(path: Path) -> None:
@@ -130,4 +133,4 @@ async def _delete(path: Path) -> None:
         await asyncio.to_thread(path.unlink, missing_ok=True)
     except OSError as error:
         action = "look at the disk of --kv-park-dir; the file is deleted when the executor ends or starts again"
-        log.warning("parked_file_left", path=str(path), error=repr(error), action=action)
+        log.warning("parked_file_left", path=str(path), error=error.strerror or str(error), action=action)

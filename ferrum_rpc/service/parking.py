@@ -48,6 +48,9 @@ log = structlog.get_logger("ferrum_rpc.parking")
 CHUNK_OVERHEAD: Final = 512
 """Bytes of a chunk in a file beside its tensors, generously; of a token's id in its layout there are 5 at most."""
 
+LOST: Final = {errno.ENOENT: "is gone", errno.EIO: "can be read no more"}
+"""Errors of a file after which its sequence has ended; after others it stays parked."""
+
 IDLE_TURN_S: Final = 1.0
 SHORT_PART: Final = 0.05
 """Blocks are short where a smaller part of them is free."""
@@ -176,7 +179,7 @@ class Park(Moving):
                 written = file.tell()
         except OSError as error:
             action = "make room on the disk of --kv-park-dir; the sequence stays in the cache"
-            log.warning("parking_failed", path=str(path), error=repr(error), action=action)
+            log.warning("parking_failed", path=str(path), error=error.strerror or str(error), action=action)
             raise StepFailed(f"the cache could not be written ({error.strerror}); nothing changed") from error
         return Parked(path, written, checksum([first]), starts)
 
@@ -254,17 +257,21 @@ class _Return(Incoming):
     def _refusal(self, error: Exception) -> ExecutorError:
         """What the call is answered with. A file that is not what was written ends the sequence."""
         state, record = self._state, self.record
-        unreadable = isinstance(error, OSError)
-        if (unreadable and error.errno in {errno.ENOENT, errno.EIO}) or isinstance(  # type: ignore[attr-defined]
-            error, KvCorrupt | InvalidRequest | DecodeError | ValueError
-        ):
+        about = {"sequence": record.label, "path": "" if record.parked is None else str(record.parked.path)}
+        why = ""
+        if isinstance(error, OSError):
+            why = LOST.get(error.errno or 0, "")
+            if not why:
+                action = "see why; the sequence stays parked"
+                log.error("parked_sequence_unread", **about, error=error.strerror or str(error), action=action)
+                return StepFailed("the parked cache could not be read; the sequence stays parked")
+        elif isinstance(error, KvCorrupt | InvalidRequest | DecodeError | ValueError):
+            why = "is not what was written"
+        if why:
             action = "look at the disk of --kv-park-dir, and whether anything else writes there"
-            log.error("parked_sequence_lost", error=repr(error), action=action)
+            log.error("parked_sequence_lost", **about, reason=f"the file {why}", error=str(error), action=action)
             record.pending_end = record.pending_end or Ending.LOST
-            return KvCorrupt("what was parked of this sequence is not what was written; it has ended, prefill it again")
-        if unreadable:
-            log.error("parked_sequence_unread", error=repr(error), action="see why; the sequence stays parked")
-            return StepFailed("the parked cache could not be read; the sequence stays parked")
+            return KvCorrupt(f"what was parked of this sequence {why}; it has ended, prefill it again")
         if isinstance(error, ExecutorError):
             state.counters.kv_exhausted += isinstance(error, KvBlocksExhausted)
             return error

@@ -180,6 +180,11 @@ class SequenceRecord:
             self.lease.renew(now)
 
     @property
+    def label(self) -> str:
+        """What operators call it: no handle."""
+        return f"sequence-{self.order}"
+
+    @property
     def handle(self) -> HandleRef:
         """The handle that the caller must pass back next."""
         return named(HandleRef, (self.id, self.length, self.version))

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
@@ -387,15 +388,24 @@ async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: s
     [file] = await files(served)
     HARM[harm](file)
     other = await parked(served)
-    if call == "step_fork":
-        create = forward_pb2.CreateOptions(fork=True)
-        items = [item([5], handle, create=create), item([5], other, create=create)]
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
-        assert error_from_status(answer.results[0].error).reason is Reason.KV_CORRUPT
-        assert answer.results[1].output.handle.seq_len == 32
-    else:
-        await refused(NEXT[call](served, handle), Reason.KV_CORRUPT, LOST)
-    await refused(decode(served, handle), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+    [label, _] = [
+        each.label
+        for each in (await served.control.ListSequences(executor_control_pb2.ListSequencesRequest())).sequences
+    ]
+    with capture_logs() as logs:
+        if call == "step_fork":
+            create = forward_pb2.CreateOptions(fork=True)
+            items = [item([5], handle, create=create), item([5], other, create=create)]
+            answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+            error = error_from_status(answer.results[0].error)
+            assert error.reason is Reason.KV_CORRUPT
+            assert answer.results[1].output.handle.seq_len == 32
+        else:
+            error = await refused(NEXT[call](served, handle), Reason.KV_CORRUPT, LOST)
+        await refused(decode(served, handle), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+    assert ("is gone" if harm == "missing" else "is not what was written") in error.message
+    [told] = [each for each in logs if each["event"] == "parked_sequence_lost"]
+    assert (told["sequence"], told["path"]) == (label, str(file)) and "(" not in told["error"]
     await decode(served, other)
     assert not await files(served)
 
@@ -658,14 +668,16 @@ async def test_the_folder_is_one_process_s_and_left_empty(tmp_path: Path) -> Non
     folder = tmp_path / "made" / "here"
     folder.mkdir(parents=True)
     (folder / "ferrum-parked-7").write_bytes(b"of an earlier process")
-    (folder / "somebody's").write_bytes(b"")
+    for each in ("somebody's", "ferrum-parked-notes", "ferrum-parked-7.txt"):
+        (folder / each).write_bytes(b"")
     async with serving(folder) as served:
-        assert not await files(served)
+        assert not (folder / "ferrum-parked-7").exists()
         await parked(served)
         with pytest.raises(InvalidRequest, match="another executor's"):
             ParkedFiles(folder, LIMITS).open()
-        assert len(await files(served)) == 1
-    assert {each.name for each in folder.iterdir()} == {"somebody's", "ferrum-parked.lock"}
+        assert len(await files(served)) == 1 + 2
+    left = {"somebody's", "ferrum-parked-notes", "ferrum-parked-7.txt", "ferrum-parked.lock"}
+    assert {each.name for each in folder.iterdir()} == left
     with pytest.raises(InvalidRequest, match="kv_park_dir"):
         ParkedFiles(folder / "somebody's", LIMITS).open()
 

@@ -91,6 +91,13 @@ def test_bytes_are_written_with_units(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
+def test_parking_of_idle_sequences_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_park_idle_s: nothing is parked without kv_park_dir"):
+        load_settings("identity", {"kv_park_idle_s": "2"})
+    assert load_settings("identity", {"kv_park_idle_s": "0"}).kv_park_idle_s == 0
+    assert load_settings("identity", {"kv_park_idle_s": "2", "kv_park_dir": "here"}).kv_park_idle_s == 2
+
+
 def test_a_cache_sized_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^kv_blocks: kv_memory says how large the cache is; set one of the two"):
         load_settings("identity", {"kv_memory": "1MiB", "kv_blocks": "5"})

@@ -235,6 +235,7 @@ def test_every_reason_says_what_an_operator_should_do() -> None:
     loud = {reason for reason, advice in ADVICE.items() if advice.level == "error"}
     assert loud >= {Reason.INTERNAL_ERROR, Reason.DEVICE_LOST, Reason.STEP_FAILED}
     assert ADVICE[Reason.INVALID_REQUEST].level == "info"
+    assert "the message says" in ADVICE[Reason.HANDLE_RELEASED].action, "a reset or a disk may have ended it too"
     capacity = (Reason.KV_BLOCKS_EXHAUSTED, Reason.SEQUENCES_EXHAUSTED, Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)
     assert {ADVICE[reason].level for reason in capacity} == {"warning"}
 
