@@ -35,7 +35,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             *([("adapters", gib(made.adapters_bytes), "--adapter-memory")] if made.adapters_bytes else []),
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens"),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
-            ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes, {sequences}"),
+            ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
             ("left", gib(max(0, made.memory_bytes - made.total_bytes)), "" if made.fits else "it does not fit"),
         ]
 

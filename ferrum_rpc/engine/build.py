@@ -24,7 +24,7 @@ from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
-from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, size_cache
+from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, mib, size_cache
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
@@ -83,7 +83,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     block_bytes = info.kv_bytes_per_token * config.block_size
     left = max(0, free_memory(device) - adapter_bytes(config))
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
-    choices.append((f"kv_blocks={blocks} ({blocks * block_bytes / 2**20:.0f} MiB)", reason))
+    choices.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     try:
         store = KvStore(parts.cache, blocks + 1, config.block_size, device)
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU

@@ -42,9 +42,9 @@ class LargestStep(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
-    kept for them. ``step_tokens``: of the
-    largest step that the cache can hold. ``reason``: of the cache's size. ``alternative``: flags that fit, where these
-    do not."""
+    kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
+    kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
+    not."""
 
     architecture: str
     device: str
@@ -55,6 +55,7 @@ class Plan:
     adapters_bytes: int
     activations_bytes: int
     step_tokens: int
+    kv_dtype: str
     kv_bytes_per_token: int
     block_size: int
     kv_blocks: int
@@ -91,6 +92,8 @@ class Plan:
     def advice(self) -> str:
         """What to do where it does not fit, or where no sequence can become as long as it may; or nothing."""
         if not self.fits:
+            if self.total_bytes <= self.memory_bytes and not self.alternative:
+                return self.reason
             weights, step, cache = map(gib, (self.weights_bytes, self.activations_bytes, self.kv_bytes))
             weights += " of weights"
             if self.adapters_bytes:
@@ -114,6 +117,11 @@ def gib(count: int) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.2f} MiB"
 
 
+def mib(count: int) -> str:
+    """The size of a cache, for people."""
+    return f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**10:.0f} KiB"
+
+
 def size_cache(config: ModelSettings, block_bytes: int, max_context: int, device: str, left: int) -> tuple[int, str]:
     """``(blocks, reason)``, the null block not counted; ``left``: bytes that the weights leave. Raises InvalidRequest
     where that is no block."""
@@ -132,7 +140,7 @@ def size_cache(config: ModelSettings, block_bytes: int, max_context: int, device
     if blocks == useful:
         reason += f"; {config.max_sequences} sequences of {max_context} tokens need no more"
         if config.kv_memory is not None:
-            reason = f"{config.kv_memory / 2**20:.0f} MiB {reason}"
+            reason = f"{mib(config.kv_memory)} {reason}"
     if blocks < 1:
         raise InvalidRequest(
             f"kv memory of {budget} bytes holds no block of {block_bytes} bytes; raise --kv-memory",
@@ -149,7 +157,8 @@ def adapter_bytes(config: ModelSettings) -> int:
 def make_plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int) -> Plan:
     """What ``parts`` take of ``memory`` free bytes, and settings that fit where these do not."""
     plan = _plan(parts, config, largest, memory)
-    if not plan.fits:
+    no_block = not plan.kv_blocks and config.kv_memory is not None and plan.total_bytes <= memory
+    if not plan.fits and not no_block:
         for alternative, other in _alternatives(parts, config, largest, memory):
             if other.fits:
                 return replace(plan, alternative=alternative)
@@ -198,6 +207,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
         adapters_bytes=adapters,
         activations_bytes=_activations(parts, tokens, min(tokens, largest.sequences), min(parts.max_context, held)),
         step_tokens=tokens,
+        kv_dtype=str(parts.cache[0].dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype,
         kv_bytes_per_token=parts.slot_bytes,
         block_size=config.block_size,
         kv_blocks=blocks,

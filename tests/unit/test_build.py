@@ -162,13 +162,13 @@ def test_a_size_that_is_lowered_says_what_it_became():
     runner, told = choices(**identity, max_context=1000, kv_memory=64 << 20, max_sequences=2)
     assert runner.info.max_context == 64
     assert told["max_context=64"] == "1000 requested, the model has no more"
-    assert told["kv_blocks=32 (0 MiB)"] == "64 MiB requested; 2 sequences of 64 tokens need no more"
+    assert told["kv_blocks=32 (64 KiB)"] == "64 MiB requested; 2 sequences of 64 tokens need no more"
 
 
 def test_a_size_that_is_honoured_says_so():
     identity = {"identity_layers": 2, "identity_kv_heads": 4, "identity_head_dim": 8, "identity_max_context": 64}
     _, told = choices(**identity, max_context=32, kv_memory=1 << 20, max_sequences=1000)
-    assert told["max_context=32"] == "requested" and told["kv_blocks=512 (1 MiB)"] == "requested"
+    assert told["max_context=32"] == "requested" and told["kv_blocks=512 (1024 KiB)"] == "requested"
 
 
 def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):

@@ -291,7 +291,8 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
     facts = json.loads(out)
     assert status == 0 and facts["fits"] is True
     assert {name: type(value) for name, value in facts.items()} == {
-        **dict.fromkeys(("architecture", "device", "dtype", "quantize", "reason", "alternative", "advice"), str),
+        **dict.fromkeys(("architecture", "device", "dtype", "quantize", "kv_dtype"), str),
+        **dict.fromkeys(("reason", "alternative", "advice"), str),
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
         **dict.fromkeys(("kv_bytes", "total_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
@@ -306,6 +307,14 @@ def test_people_get_a_table_and_what_would_fit(folder: Path, command: Any) -> No
     status, out, _ = command(folder, *flags, "--kv-memory", "1MiB")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()[:4]] == ["memory", "weights", "activations", "kv"]
+    assert "(bfloat16)" in out
+    assert "(int8)" in command(folder, *flags, "--kv-memory", "1MiB", "--kv-dtype", "int8")[1]
+    status, out, _ = command(folder, *flags, "--kv-memory", "1KiB", "--max-batch-tokens", 16)
+    assert (status, out.splitlines()[-1]) == (
+        2,
+        "kv memory of 1024 bytes holds no block of 16384 bytes; raise --kv-memory",
+    )
+    assert command(folder, "--kv-memory", "many")[:2] == (2, ""), "a wrong flag prints nothing"
     status, out, _ = command(folder, *flags, "--kv-memory", "16MiB", "--max-batch-tokens", 1024)
     assert status == 2
     assert "it does not fit" in out and "--kv-blocks" in out.splitlines()[-1] and out.endswith("would fit\n")
