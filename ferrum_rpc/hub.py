@@ -36,6 +36,7 @@ def fetched(model: str) -> str:
     name, revision = match.groups()
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ModuleNotFoundError:
         raise _refusal(model, "the package huggingface_hub, which would fetch it, is not installed") from None
@@ -43,11 +44,18 @@ def fetched(model: str) -> str:
         disable_progress_bars()
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=list(FILES))
+    except LocalEntryNotFoundError as error:
+        why = f"it is not in the cache, and the hub could not be asked ({_first_line(error.__cause__ or error)})"
+        raise _refusal(model, why) from None
     except Exception as error:  # the hub's, the network's and the disk's errors have no class in common
-        raise _refusal(model, str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__) from None
+        raise _refusal(model, _first_line(error)) from None
     commit = Path(folder).name
     log.info("hub_model", model=name, revision=commit, folder=folder, action=f"serve {name}@{commit} to keep this one")
     return folder
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _refusal(model: str, why: str) -> InvalidRequest:

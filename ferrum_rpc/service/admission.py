@@ -332,7 +332,7 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
         start = 0 if parent is None else check_length(parent.length, truncate_to, 0, None)
         end = start + len(tokens)
         room = end + create.reserve_tokens
-        check_length(0, None, room, model)
+        check_length(start, None, len(tokens), model, create.reserve_tokens)
         if run is not None:
             run, output = _fitted(run, output, end, model)
             room = max(room, end + run.max_tokens - 1)
@@ -453,9 +453,11 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
     return named(Admitted, (index, record, span, entry))
 
 
-def check_length(length: int, truncate_to: int | None, tokens: int, model: ModelInfo | None) -> int:
-    """Refuse a rollback that would be growth, and growth beyond the model's context (None: it does not grow). Returns
-    where the new tokens begin."""
+def check_length(
+    length: int, truncate_to: int | None, tokens: int, model: ModelInfo | None, reserve_tokens: int = 0
+) -> int:
+    """Refuse a rollback that would be growth, and growth beyond the model's context (None: it does not grow), with what
+    a new sequence has reserved. Returns where the new tokens begin."""
     if truncate_to is not None:
         if truncate_to > length:
             raise TruncateBeyondLength(
@@ -463,9 +465,10 @@ def check_length(length: int, truncate_to: int | None, tokens: int, model: Model
                 metadata={"seq_len": length},
             )
         length = truncate_to
-    if model is not None and length + tokens > model.max_context:
+    if model is not None and length + tokens + reserve_tokens > model.max_context:
+        reserved = f" and {reserve_tokens} of reserve_tokens" if reserve_tokens else ""
         raise ContextLengthExceeded(
-            f"{length} tokens and {tokens} more exceed the context of {model.max_context}",
+            f"{length} tokens and {tokens} more{reserved} exceed the context of {model.max_context}",
             metadata={"max_context": model.max_context, "seq_len": length},
         )
     return length

@@ -40,7 +40,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.HANDLE_UNKNOWN: Advice("info", "look for a scheduler that keeps handles after it released them"),
     Reason.HANDLE_RELEASED: Advice(
         "info",
-        "the message says what ended it: a release, then look for a scheduler that goes on after it; or else what",
+        "the message says what ended it; after a release, look for a scheduler that still uses it",
     ),
     Reason.LEASE_EXPIRED: Advice("info", "see why the scheduler did not renew in time, or raise lease_ttl_s"),
     Reason.LEASE_UNKNOWN: Advice("info", "none: the scheduler acquires a new lease"),

@@ -128,7 +128,7 @@ class Import(Incoming):
         super().__init__(state, layout)
         self._tokens, self._options, self._forget = tokens, options, forget
         length, ahead = len(tokens), options.reserve_tokens
-        check_length(length, None, ahead, state.model)
+        check_length(length, None, 0, state.model, ahead)
         lease = state.leases.find(options.lease_id, caller.name) if options.lease_id else None
         account = state.quotas.account(caller)
         held_to, prefix = length + ahead if ahead else 0, options.prefix

@@ -158,6 +158,10 @@ async def test_context_limit_and_growth_by_truncation_are_out_of_range(served: S
     too_long = pb.PrefillRequest(item=item([1] * 124, handle))
     error = await refused(served.executor.Prefill(too_long), Reason.CONTEXT_LENGTH_EXCEEDED, out_of_range)
     assert (error.number("max_context"), error.number("seq_len")) == (128, 5)
+    options = forward_pb2.CreateOptions(reserve_tokens=1 << 30)
+    too_much = served.executor.Prefill(pb.PrefillRequest(item=item([1] * 3, create=options)))
+    error = await refused(too_much, Reason.CONTEXT_LENGTH_EXCEEDED, out_of_range)
+    assert error.message == f"0 tokens and 3 more and {1 << 30} of reserve_tokens exceed the context of 128"
     reserve = pb.ReserveKvRequest(handle=handle, tokens=124)
     await refused(served.executor.ReserveKv(reserve), Reason.CONTEXT_LENGTH_EXCEEDED, out_of_range)
     beyond = Reason.TRUNCATE_BEYOND_LENGTH

@@ -113,6 +113,15 @@ def test_what_the_hub_does_not_have_says_how_to_get_it(hub):
     assert any("no/such" in path for path in hub.asked)
 
 
+def test_a_hub_that_cannot_be_reached_is_told_in_plain_words(hub):
+    hub.stop()
+    with pytest.raises(
+        InvalidRequest, match=r"on the Hugging Face hub: it is not in the cache, and the hub could not"
+    ) as told:
+        found(ModelSettings(NAME))
+    assert "refused" in told.value.message and "Error:" not in told.value.message
+
+
 @pytest.mark.parametrize(
     ("model", "is_one"),
     [
