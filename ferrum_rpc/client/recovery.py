@@ -12,7 +12,7 @@ from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import GREEDY
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.pieces import Piece, Pieces
-from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import PREFILL, Feed
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Run
@@ -46,6 +46,7 @@ class Recovering:
         self._state = state
         self._rebuilds = rebuild
         self._lost: Lost | None = None
+        self._left = False  # a call whose fate is unknown may still hold it
 
     async def _recover(
         self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
@@ -59,11 +60,13 @@ class Recovering:
             try:
                 if self._lost is not None:
                     await self._feed_lost(deadline)
-                return await send()
+                result = await send()
+                self._left = False
+                return result
             except SequenceBusy:
                 state, backoff = self._state, backoff or Backoff.while_busy(deadline)
                 made = state.handle is None and state.parent is not None  # another child of its parent is being made
-                may_run = state.doubt is not None and state.doubt.unknown
+                may_run = self._left or (state.doubt is not None and state.doubt.unknown)
                 if not (made or may_run) or not await backoff.wait():
                     raise
             except SEQUENCE_GONE:
@@ -73,6 +76,9 @@ class Recovering:
                 self._restart(self._held_tokens()[:truncate_to])
                 if self._lost is not None and not self._lost.tokens:
                     self._lost = None
+            except BaseException as error:
+                self._left = self._left or fate_unknown(error)
+                raise
 
     async def _forward(
         self,

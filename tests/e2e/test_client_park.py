@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ferrum_rpc.client import ExecutorClient, FullLogits
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import KvCorrupt, NotSupported
+from ferrum_rpc.service import parking
 from tests.serving import serve_identity
 
 PROMPT = [*range(60, 103)]
@@ -41,6 +45,36 @@ async def test_a_parked_sequence_goes_on(tmp_path: Path) -> None:
         await sequence.park()
         assert files(tmp_path)
     assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("then", ["decode", "park", "export_to"])
+async def test_a_call_waits_for_a_parking_that_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    begun, go, append = threading.Event(), threading.Event(), parking._append
+
+    def held(*about: Any) -> None:
+        begun.set()
+        assert go.wait(10)
+        append(*about)
+
+    async with (
+        serve_identity(positional=True, park_dir=tmp_path) as served,
+        ExecutorClient(served.target) as client,
+        client.sequence() as sequence,
+    ):
+        await sequence.prefill(PROMPT)
+        monkeypatch.setattr(parking, "_append", held)
+        task = asyncio.create_task(sequence.park())
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.wait({task})
+        about = {"decode": (9,), "park": (), "export_to": (tmp_path / "file",)}[then]
+        call = asyncio.create_task(getattr(sequence, then)(*about))
+        assert not (await asyncio.wait({call}, timeout=0.05))[0]
+        go.set()
+        await call
+        await sequence.decode(10)
 
 
 async def test_what_was_lost_on_the_disk_is_made_anew(tmp_path: Path) -> None:
