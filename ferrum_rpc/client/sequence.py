@@ -295,7 +295,8 @@ class Sequence(Feeding):
 
     async def export_to(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """Write what it has in the cache to a file, for `import_from`. It does not change, and the file is whole or not
-        there. Raises `NotSupported` where the executor moves no sequences, `InvalidRequest` for the path."""
+        there, and for this user alone: prompts could be guessed from it. Raises `NotSupported` where the executor
+        moves no sequences, `InvalidRequest` for the path."""
         deadline = self._context.deadline(timeout_s)
         await transfer.check_offered(self._context, deadline)
 
@@ -327,7 +328,7 @@ class Sequence(Feeding):
 
         ``transport``: what carries the cache. With "nixl" the other executor reads it out of this one's memory, and
         this client has only the checksums: both must offer it (`Capability.KV_TRANSPORT_NIXL`; `NotSupported`) and
-        reach each other.
+        reach each other. Another word is refused with `InvalidRequest`.
 
         Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
         deadline = self._context.deadline(timeout_s)

@@ -50,7 +50,10 @@ Frames = Callable[[int], AsyncGenerator[bytes, None]]
 
 
 async def check_offered(context: Context, deadline: Deadline, transport: Transport = "grpc") -> None:
-    """Raise `NotSupported` where the executor moves no sequences, or not so."""
+    """Raise `NotSupported` where the executor moves no sequences, or not so; `InvalidRequest` for a word that is no
+    transport."""
+    if transport not in TRANSPORTS:
+        raise InvalidRequest(f"{transport!r} is no transport; there are {', '.join(TRANSPORTS)}", field="transport")
     offered = (await context.info(deadline)).capabilities
     if Capability.KV_TRANSFER not in offered:
         raise NotSupported("the executor does not move sequences (capability KV_TRANSFER)")
@@ -173,11 +176,11 @@ async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline
 
 
 async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
-    """Write all frames of an export. Raises `InvalidRequest` where the file cannot be written; then, and where the
-    frames break off, nothing is there."""
+    """Write all frames of an export, for this user alone. Raises `InvalidRequest` where the file cannot be written;
+    then, and where the frames break off, nothing is there."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(FILE_MAGIC)
             async with aclosing(frames):
                 async for frame in frames:

@@ -270,9 +270,12 @@ class _Read:
 def offered(nixl: Nixl | None, transport: pb.KvTransport) -> Nixl:
     """What carries data so. Raises `NotSupported`."""
     if nixl is None or transport != pb.KV_TRANSPORT_NIXL:
-        name = pb.KvTransport.Name(transport) if transport in pb.KvTransport.values() else str(transport)
+        why = f"transport {transport} is none that this executor knows"
+        if transport in pb.KvTransport.values():
+            name = pb.KvTransport.Name(transport)
+            why = f"transport {name} is not offered (capability {CAPABILITY}): the executor has no --kv-transport nixl"
         raise NotSupported(
-            f"transport {name} is not offered (capability {CAPABILITY}): the executor has no --kv-transport nixl",
+            why,
             field="transport",
             metadata={"capability": CAPABILITY},
         )

@@ -168,7 +168,7 @@ async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There,
     path = tmp_path / "sequence.kv"
     async with await fed(client) as source:
         await source.export_to(path)
-        assert os.listdir(tmp_path) == [path.name]
+        assert os.listdir(tmp_path) == [path.name] and path.stat().st_mode & 0o777 == 0o600
         np.testing.assert_array_equal(await row(source), await expected(client))
     for _ in range(2):
         async with other.sequence() as sequence:
@@ -240,6 +240,9 @@ async def test_another_transport_carries_it_where_both_offer_it(there: There) ->
             source, target = await fed(client), other.sequence()
             with pytest.raises(NotSupported, match="KV_TRANSPORT_NIXL"):
                 await source.move_to(plain.sequence(), transport="nixl")
+            with pytest.raises(InvalidRequest, match="there are grpc, nixl") as caught:
+                await source.move_to(target, transport="x")  # type: ignore[arg-type]
+            assert caught.value.field == "transport"
             assert not source.released
             fabric.spoil_at = 5
             async with asyncio.timeout(10), target:

@@ -336,13 +336,15 @@ async def test_where_it_is_not_offered_both_ends_say_so(source: Served) -> None:
     export, layout, frames = await staged(source)
     async with serving(None) as plain:
         handle = await fed(plain)
-        for call in (
-            exported(plain, handle, transport=NIXL),
-            exported(plain, handle, transport=99),
-            imported(plain, header(layout), frames[0]),
+        strange = kt.ImportKvRequest(source=kt.KvSource(transport=99, agent=b"x"))
+        for call, why in (
+            (exported(plain, handle, transport=NIXL), "no --kv-transport nixl"),
+            (exported(plain, handle, transport=99), "transport 99 is none that this executor knows"),
+            (imported(plain, header(layout), frames[0]), "no --kv-transport nixl"),
+            (imported(plain, header(layout, "strange"), strange), "transport 99 is none that this executor knows"),
         ):
             error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
-            assert error.metadata["capability"] == nixl.CAPABILITY
+            assert error.metadata["capability"] == nixl.CAPABILITY and error.message.endswith(why)
         await refused(imported(plain, header(layout, "other"), frames[1]), Reason.INVALID_REQUEST, INVALID)
         info = await plain.executor.GetInfo(pb.GetInfoRequest())
         assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL not in info.capabilities
