@@ -183,7 +183,7 @@ def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):
     [
         ("no/such/model", "model folder {here}/no/such/model: No such file or directory"),
         ("demmo", "model folder {here}/demmo: No such file or directory (did you mean 'demo'?)"),
-        ("empty", "model folder {here}/empty has no config.json"),
+        ("empty", "model folder {here}/empty has neither config.json nor a GGUF file"),
         ("file", "model folder {here}/file: Not a directory"),
     ],
 )
