@@ -68,7 +68,7 @@ class Borrowed(NamedTuple):
         spec, size = self.spec, self.dtype.itemsize
         heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in spec.layers)
         experts = getattr(spec.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
-        token = (ROWS * spec.hidden_size + 2 * heads + 3 * spec.inner_size * experts) * size + 2 * spec.hidden_size * 4
+        token = (ROWS * spec.hidden_size + 2 * heads + 2 * spec.inner_size * experts) * size + 2 * spec.hidden_size * 4
         return tokens * token + attending + rows * spec.vocab_size * (2 * size + 4)
 
 

@@ -17,6 +17,7 @@ from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.engine.choices import IDENTITY, QUANTIZE_INT8, Parts, Pretrained, choose_parts
+from ferrum_rpc.engine.hf_model import Borrowed
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.models.footprint import THREAD_BYTES
 from ferrum_rpc.models.identity import IdentityModel
@@ -44,7 +45,7 @@ class Plan:
     """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
     kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
     kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
-    not."""
+    not. ``estimated``: activations are, on the safe side."""
 
     architecture: str
     device: str
@@ -62,6 +63,7 @@ class Plan:
     max_context: int
     reason: str
     alternative: str = ""
+    estimated: bool = False
 
     @property
     def kv_tokens(self) -> int:
@@ -213,6 +215,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
         kv_blocks=blocks,
         max_context=parts.max_context,
         reason=reason,
+        estimated=isinstance(model, Borrowed),
     )
 
 

@@ -232,3 +232,13 @@ def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
     joined = sum(each.nbytes for name, each in model._model.named_parameters() if ".experts." in name)
     assert 0 < most <= joined / 6
     assert alive == 0
+
+
+def test_a_model_of_any_size_is_described_without_memory_for_it() -> None:
+    """Gemma 4 with its table for every layer, as it is published; and DeepSeek-V3."""
+    found = describe({"model_type": "gemma4_text", "vocab_size_per_layer_input": 262144})
+    assert found.parameters > 5e9
+    assert {each.head_dim for each in found.layers} == {256, 512}
+    found = describe({"model_type": "deepseek_v3"})
+    assert found.parameters > 6e11
+    assert (found.layers[0].kv_heads, found.layers[0].head_dim) == (128, 192)

@@ -29,6 +29,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.checkpoints import make_checkpoint
+from tests.numerics.hf_families import make_family_checkpoint
 
 SHAPE = {
     "vocab_size": 1000,
@@ -175,6 +176,19 @@ def test_a_step_takes_what_was_planned(folder: Path, kind: str) -> None:
     assert abs(planned(config).activations_bytes - taken) <= 0.03 * taken
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
+def test_a_step_of_transformers_takes_no_more_than_the_estimate(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 1000, "max_position_embeddings": CONTEXT}
+    config = settings(make_family_checkpoint(tmp_path, family, **sizes), "float32", model_backend="hf")
+    runner = build_runner(config)
+    span = Span(1, np.arange(TOKENS, dtype=np.int32) % 900, 0, OutputSpec(Positions.LAST), create=True)
+    with runner.context():
+        left, most = of_torch(lambda: runner.forward(Step((span,))))
+    plan = planned(config)
+    assert plan.estimated
+    assert 0.3 * plan.activations_bytes < most - left <= plan.activations_bytes
+
+
 def test_a_server_gives_its_cache_the_share_that_was_planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, free = settings(folder, kv_blocks=None, max_sequences=1 << 20), 300 << 20
     plan = planned(config, memory=free)
@@ -296,7 +310,7 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
         **dict.fromkeys(("kv_bytes", "total_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
-        **{"max_context": int, "full_sequences": float, "fits": bool},
+        **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool},
     }
     expected = {"memory_bytes": 64 << 20, "kv_blocks": 64, "kv_tokens": 1024, "step_tokens": 512, "device": "cpu"}
     assert expected.items() <= facts.items()

@@ -100,7 +100,7 @@ def _check_counts(data: Mapping[str, Any]) -> None:
     for name, value in data.items():
         if isinstance(value, dict):
             _check_counts(value)
-        elif isinstance(value, int) and (name.startswith("num_") or "layer" in name):
+        elif isinstance(value, int) and (name.startswith("num_") or name.endswith(("layers", "layer"))):
             most = MAX_LAYERS if "layer" in name else MAX_COUNT
             if value > most:
                 raise InvalidRequest(f"{name[:80]} is {value}, more than {most}", field=name[:80])
@@ -237,7 +237,8 @@ def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bo
     edges = {1, 2, 16, 17, context // 2, context}
     if window is not None:
         edges |= {window - 1, window, window + 1, 2 * window, 2 * window + 1}
-    places = torch.tensor(sorted({at + by for at in edges for by in (-2, -1, 0, 1)} & {*range(2 * context)}))
+    near = {at + by for at in edges for by in (-2, -1, 0, 1)}
+    places = torch.tensor(sorted(at for at in near if 0 <= at < 2 * context))
     query, key = places[:, None], places[None, :]
     expected = key <= query
     if window is not None:
