@@ -30,6 +30,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
         estimate = ", an estimate" if made.estimated else ""
         weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"
+        left = made.memory_bytes - made.total_bytes
         return [
             ("memory", gib(made.memory_bytes), f"on {made.device}"),
             ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
@@ -37,7 +38,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens{estimate}"),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
-            ("left", gib(max(0, made.memory_bytes - made.total_bytes)), "" if made.fits else "it does not fit"),
+            ("left", gib(max(0, left)), "it does not fit" if left < 0 else ""),
         ]
 
     config = found(settings.model)
