@@ -25,9 +25,13 @@ CUT: Final = 7
 STRIDE: Final = 7919
 """Between two of their ids."""
 
-TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+TOLERANCES: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 """Largest error of the median row of a piece, in standard deviations of the logits. The median, for rounding may send
 a token of a row or two to another expert. A wrong position, mask or scale gives more than this in every family."""
+
+
+ROUNDED: Final = 0.3
+"""The same of a cache in 8 bits."""
 
 
 def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
@@ -47,6 +51,8 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
             rows = model.logits(compute.forward([span], geometry)) - expected[start:end]
             errors.append(float(rows.square().mean(-1).sqrt().median() / expected.std().clamp_min(1e-30)))
     error, most = max(errors), TOLERANCES[model.dtype]
+    if store.keys[0].dtype != model.dtype:  # rounded; an error of its own, which the log has
+        most = ROUNDED
     if not all(each <= most for each in errors):  # one that is no number among them
         raise NotSupported(
             f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "

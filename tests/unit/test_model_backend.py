@@ -173,6 +173,13 @@ def test_a_family_that_a_description_gets_wrong_does_not_start(
         build_runner(settings(other_folder))
 
 
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"dtype": "float16"}], ids=str)
+def test_other_types_start_too(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = make_family_checkpoint(tmp_path, "mixtral")
+    runner = build_runner(settings(folder, model_backend="hf", **options))
+    assert "parity" in dict(runner.device.choices)
+
+
 def test_all_of_its_weights_and_its_cache_are_planned(other_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = choose_parts(settings(other_folder))
     plan = make_plan(parts, settings(other_folder), LargestStep(64, 4), 1 << 30)

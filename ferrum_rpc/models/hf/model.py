@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ferrum_rpc.models.hf.library import quiet, reading_one_by_one
 from ferrum_rpc.models.hf.lora import LinearHooks
 from ferrum_rpc.models.hf.rope import freeze
 from ferrum_rpc.models.lora import Loras
-
-EXACT_EXPERTS: Final = "eager"
-"""Who runs the experts in float64, which the others refuse."""
 
 
 class Stored(Protocol):
@@ -121,7 +118,7 @@ def load(
                 state_dict=dict(stored),
                 dtype=dtype,
                 attn_implementation=attention.NAME,
-                experts_implementation=EXACT_EXPERTS if dtype == torch.float64 else None,
+                experts_implementation=None,
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
