@@ -137,7 +137,8 @@ class MethodCount:
 class KvBlocks:
     """Where the blocks of a cache are: ``free`` without content, ``cached`` with some that a prompt may find (and free
     as well, when their place is needed), ``used`` by sequences. ``parked_bytes`` are elsewhere: of
-    ``parked_sequences``, and of the prefix cache's second tier.
+    ``parked_sequences``, and of the prefix cache's second tier. Of the ones in use, ``importing`` are held by
+    ``unfinished_imports``, of which not all has come.
     """
 
     free: int
@@ -145,6 +146,8 @@ class KvBlocks:
     used: int
     parked_bytes: int
     parked_sequences: int
+    unfinished_imports: int
+    importing: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from ferrum_rpc.client import transfer
@@ -30,14 +31,13 @@ from ferrum_rpc.client.feeding import Feeding
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
 from ferrum_rpc.client.recovery import NO_ROWS
-from ferrum_rpc.client.retry import LEASE_GONE, Deadline
+from ferrum_rpc.client.retry import LEASE_GONE, Deadline, fate_unknown
 from ferrum_rpc.client.state import (
     Item,
     SequenceMisuseError,
     SequenceState,
     UnknownOutcome,
     new_request_id,
-    settled,
 )
 from ferrum_rpc.client.transport import DECODE, VERIFY
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
@@ -360,7 +360,8 @@ class Sequence(Feeding):
         return state
 
     async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
-        """Make this sequence of what comes. Where the fate is unknown, the request id is kept for the same again."""
+        """Make this sequence of what comes. Where that fails the request id is kept, for the same again, or for the
+        release, which gives the import up."""
         state, context, leases = self._state, self._context, self._connection.leases
         tokens = list(layout.token_ids)
         request_id = state.request_id(content := ("import", tokens))
@@ -381,7 +382,8 @@ class Sequence(Feeding):
                 state.lease_id = create.lease_id
                 handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
         except BaseException as error:
-            state.creation = settled(state.creation, UnknownOutcome(content, request_id), error)
+            give_up = partial(transfer.abandoned, context, request_id)
+            state.creation = UnknownOutcome(content, request_id, give_up, unknown=fate_unknown(error))
             raise
         state.handle, state.creation = handle, None
         if state.tokens is not None:

@@ -165,6 +165,20 @@ async def brought(  # noqa: PLR0917
                 raise
 
 
+async def abandoned(context: Context, request_id: str, deadline: Deadline) -> list[HandleRef]:
+    """Give up an import. Returns the handle of what it has become, where all of it had come."""
+    header, backoff = pb.ImportKvHeader(request_id=request_id, abandon=True), Backoff(deadline, 0.05, LONGEST_PAUSE_S)
+    while True:
+        try:
+            answer = await imported(context, header, None, deadline)
+        except ExecutorError as error:
+            again = fate_unknown(error) or isinstance(error, SequenceBusy | QueueFull)
+            if not again or not await backoff.wait():
+                raise
+        else:
+            return [handle_from_proto(answer.handle)] if answer.HasField("handle") else []
+
+
 async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline) -> int:
     """Tokens of a chunk that the executor takes in one message."""
     info = await context.info(deadline)

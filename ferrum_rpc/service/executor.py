@@ -212,7 +212,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """How it does; answers in every state."""
         state = self.state
         engine, cache = state.engine.counters, state.engine.cache
-        free, cached = cache.free_blocks, cache.cached_blocks
+        free, cached, imports = cache.free_blocks, cache.cached_blocks, state.unfinished_imports()
         return pb.GetStatusResponse(
             state=STATE_TO_PROTO[state.lifecycle],
             pressure=self._pressure(),
@@ -237,6 +237,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 used=cache.total_blocks - free,
                 parked_bytes=cache.tier_bytes + state.parked.bytes,
                 parked_sequences=state.parked.sequences,
+                unfinished_imports=imports[0],
+                importing=imports[1],
             ),
         )
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import grpc
 
@@ -26,6 +26,8 @@ from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transfers import Export, Import
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto, pressure_to_proto, request_id_from_proto
 from ferrum_rpc.wire.transfer import import_options, tokens_from_proto
+
+IMPORT: Final = "import"
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
@@ -60,15 +62,18 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             frame = await context.read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "header":
                 raise InvalidRequest("an import begins with its header", field="header")
-            answer, found = pb.ImportKvResponse(), self._find(caller, frame.header)
+            answer, header = pb.ImportKvResponse(), frame.header
+            found = await self._abandon(caller, header) if header.abandon else self._find(caller, header)
             if isinstance(found, Import):
                 with found.stream(), closing(Reader(state.nixl)) as reader:
                     await found.begin()
                     handle = await found.receive(context.read, reader)
                 answer.next_token = found.next_token
-            else:
+            elif found:
                 (handle,), answer.replayed = found, True
                 answer.next_token = handle.seq_len
+            else:
+                handle = None
             if handle is not None:
                 answer.handle.CopyFrom(handle_to_proto(handle))
             answer.pressure.CopyFrom(pressure_to_proto(state.pressure()))
@@ -104,6 +109,19 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             self._under_way -= 1
             account.give(Resource.TRANSFERS)
 
+    async def _abandon(self, caller: Caller, header: pb.ImportKvHeader) -> tuple[HandleRef, ...]:
+        """Give up the import that a header names. Returns the handle of what it has become, if it has."""
+        request_id = request_id_from_proto(header.request_id)
+        if not request_id:
+            raise InvalidRequest("an import needs a request id", field="header.request_id")
+        found = self._imports.get((caller.name, request_id))
+        if found is not None:
+            await found.abandon()
+            return ()
+        known = self._state.replay.scope(scope_of(caller.name, b"", request_id)).get(request_id)
+        made = known is not None and isinstance(known.fingerprint, tuple) and known.fingerprint[:1] == (IMPORT,)
+        return cast(tuple[HandleRef, ...], known.answer) if known is not None and made and known.answer else ()
+
     def _find(self, caller: Caller, header: pb.ImportKvHeader) -> Import | tuple[HandleRef, ...]:
         """The import that a header begins or goes on with, or the recorded answer."""
         state, name = self._state, header.layout.adapter
@@ -116,7 +134,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         if not request_id:
             raise InvalidRequest("an import needs a request id", field="header.request_id")
         content = blake2b(tokens.tobytes(), digest_size=16).digest()
-        fingerprint = ("import", content, options)
+        fingerprint = (IMPORT, content, options)
         scope = state.replay.scope(scope_of(caller.name, b"", request_id))
         known = scope.get(request_id)
         if known is None:

@@ -17,7 +17,7 @@ import structlog
 
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.service.health import HealthService
-from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import Background
@@ -76,10 +76,7 @@ class Sweeper:
             for record in state.handles.records()
             if record.lease is None and not record.busy and record.used <= now - state.limits.idle_ttl_s
         ]
-        stale = [
-            record for record in state.unnamed if record.lease is None and record.used <= now - state.limits.idle_ttl_s
-        ]
-        state.end(stale, Ending.IDLE)
+        state.end([each for each in state.unnamed if self._is_stale(each, now)], Ending.IDLE)
         if idle:
             state.end(idle, Ending.IDLE)
             log.info(
@@ -88,6 +85,11 @@ class Sweeper:
                 idle_ttl_s=state.limits.idle_ttl_s,
                 action="a scheduler forgot them: let it release what it no longer needs, or use a lease",
             )
+
+    def _is_stale(self, record: SequenceRecord, now: float) -> bool:
+        """Whether a transfer's sequence is to end: a lease keeps an import whose stream goes on, and no other."""
+        kept = record.lease is not None and record.origin is not None
+        return not kept and record.used <= now - self._state.limits.idle_ttl_s
 
 
 class Drain:

@@ -111,6 +111,11 @@ class Metrics(Collector):
         yield _gauge("parked_sequences", "Sequences whose cache is in a file.", state.parked.sequences)
         yield _gauge("parked_bytes", "Bytes of those files.", state.parked.bytes)
         yield _counter("sequences_parked", "Sequences that were parked.", state.counters.sequences_parked)
+        yield _counter("sequences_exported", "Sequences that were read out whole.", state.counters.sequences_exported)
+        yield _counter("sequences_imported", "Sequences made of such ones.", state.counters.sequences_imported)
+        imports, blocks_of_imports = state.unfinished_imports()
+        yield _gauge("unfinished_imports", "Imports of which not all has come.", imports)
+        yield _gauge("unfinished_import_blocks", "Blocks that they hold.", blocks_of_imports)
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
 
     def _rpcs(self) -> Iterator[Metric]:

@@ -54,6 +54,8 @@ class ServiceCounters:
     sequences_released: int = 0
     sequences_forked: int = 0
     sequences_parked: int = 0
+    sequences_exported: int = 0
+    sequences_imported: int = 0
     kv_exhausted: int = 0
     queue_full: int = 0
     tokens_truncated: int = 0
@@ -233,6 +235,12 @@ class ServerState:
             record.charged = 0
             self._set_empty()
         self.free([record.sequence], partial(_call_on_freed, [record]))
+
+    def unfinished_imports(self) -> tuple[int, int]:
+        """Imports of which not all has come, and the blocks that they hold."""
+        size = self.engine.cache.block_size
+        held = [-(-record.held_to // size) for record in self.unnamed if record in self._creating]
+        return len(held), sum(held)
 
     def give_up(self, records: Sequence[SequenceRecord]) -> None:
         """Release sequences whose handles will not be answered; those that were minted exist in the engine."""

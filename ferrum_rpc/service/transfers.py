@@ -10,18 +10,14 @@ Both are busy sequences in ``ServerState.unnamed``; ``cut`` ends them, whatever 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command
-from ferrum_rpc.errors import (
-    Draining,
-    ExecutorError,
-    InternalError,
-    InvalidRequest,
-)
+from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, with_adapter
 from ferrum_rpc.service.handles import gone
@@ -70,6 +66,7 @@ class Export(Moving):
         async for _, frames in self._frames(first, length, size, self._staging):
             for frame in frames:
                 yield frame
+        state.counters.sequences_exported += first < length
 
     def close(self) -> None:
         """The stream is over: let go of the copy."""
@@ -114,6 +111,7 @@ class Import(Incoming):
     _streaming = False
     _asking = False  # to begin, or to commit: an answer changes what it is, also where its stream has gone
     _committing = False
+    _cached = 0  # tokens that no stream had to bring
 
     def __init__(  # noqa: PLR0917
         self,
@@ -131,7 +129,7 @@ class Import(Incoming):
         check_length(length, None, 0, state.model, ahead)
         lease = state.leases.find(options.lease_id, caller.name) if options.lease_id else None
         account = state.quotas.account(caller)
-        held_to, prefix = length + ahead if ahead else 0, options.prefix
+        held_to, prefix = length + ahead, options.prefix
         if adapter is not None:
             prefix = with_adapter(prefix, adapter)
         [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter)
@@ -147,12 +145,26 @@ class Import(Incoming):
         """Whether a stream is on it, or an operation that a stream has left behind."""
         return self._streaming or self._asking
 
+    async def abandon(self) -> None:
+        """Give it up: its blocks are free when this returns. Raises `SequenceBusy` where the last operation is under
+        way, which makes it a sequence."""
+        if self._committing:
+            raise SequenceBusy("all of it has come, and it is being made a sequence")
+        freed = asyncio.Event()
+        self.record.on_freed.append(freed.set)
+        self._cut(Cancelled("the import was given up"))
+        await freed.wait()
+
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """A stream is on it."""
+        """A stream is on it. One that fails before anything of it was kept ends it."""
         self._streaming, self.record.origin = True, self
         try:
             yield
+        except BaseException:
+            if self._begun and self.next_token == self._cached:
+                self._cut(Cancelled("its stream was refused or broke, and nothing of it was kept"))
+            raise
         finally:
             self._streaming, self.record.origin = False, None
             if not self._over:
@@ -185,7 +197,7 @@ class Import(Incoming):
         if isinstance(result, ExecutorError):
             self._end(result)
             return
-        self._begun, self.next_token = True, result
+        self._begun, self.next_token, self._cached = True, result, result
         if self.ended is not None:
             self._end(self.ended)
 
@@ -198,8 +210,11 @@ class Import(Incoming):
             return
         self._over = True
         self._forget()
+        state.counters.sequences_imported += 1
         state.unnamed.pop(record, None)
         record.cut, record.length, record.version = None, result, 1
+        if record.held_to == result:
+            record.held_to = 0
         try:
             state.publish(record)
             state.quotas.settle(record)

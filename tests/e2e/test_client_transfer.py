@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence, SequenceMisu
 from ferrum_rpc.client import sync as sync_client
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import (
+    InstanceMismatch,
     InvalidRequest,
     KvBlocksExhausted,
     KvCorrupt,
@@ -138,6 +139,44 @@ async def test_a_move_that_is_refused_leaves_the_source_and_can_be_made_again(th
         await source.move_to(target)
         await target.release()
     await nothing_left(here, away)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "the source is gone"])
+async def test_a_release_gives_up_what_an_unfinished_move_has_brought(there: There, how: str) -> None:
+    here, client, away, other = there
+    begun = asyncio.Event()
+
+    async def exported(*given: Any) -> Any:
+        async with aclosing(export(*given)) as frames:
+            async for number, frame in aenumerate(frames):
+                if given[2] < len(PROMPT) and number == 4:
+                    begun.set()
+                    if how == "cancelled":
+                        await asyncio.Event().wait()
+                    raise InstanceMismatch("the source is another life")
+                yield frame
+
+    export = transfer.exported
+    async with await fed(client) as source:
+        target = other.sequence(cache_salt=how.encode())
+        with mock.patch.object(transfer, "exported", exported), mock.patch.object(transfer, "chunk_tokens", of_seven):
+            move = asyncio.create_task(source.move_to(target))
+            await asyncio.wait_for(begun.wait(), 30)
+            if how == "cancelled":
+                move.cancel()
+            await asyncio.wait({move})
+        assert move.cancelled() or isinstance(move.exception(), InstanceMismatch)
+        assert away.server.state.unfinished_imports()[0] == 1
+        await target.release()
+        assert away.server.state.unfinished_imports() == (0, 0)
+    await nothing_left(here, away)
+
+
+async def aenumerate(frames: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
+    number = 0
+    async for frame in frames:
+        yield number, frame
+        number += 1
 
 
 async def test_a_move_to_a_client_whose_lease_is_gone_takes_another(there: There) -> None:

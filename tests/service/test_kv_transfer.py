@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -70,17 +70,17 @@ async def nothing_left(served: Served) -> None:
     assert state.empty.is_set()
 
 
-async def grown_old(served: Served) -> None:
-    """What transfers hold was not used for long, and is swept."""
+def swept(served: Served) -> bool:
+    """What transfers hold was not used for long, and is swept: whether nothing is left."""
     state = served.server.state
+    for record in state.unnamed:
+        record.used = -1e9
+    Sweeper(state).sweep(time.monotonic())
+    return not state.unnamed
 
-    def swept() -> bool:
-        for record in state.unnamed:
-            record.used = -1e9
-        Sweeper(state).sweep(time.monotonic())
-        return not state.unnamed
 
-    await until(swept)
+async def grown_old(served: Served) -> None:
+    await until(lambda: swept(served))
 
 
 async def export_of(source: Served, **fields: Any) -> list[kt.ExportKvResponse]:
@@ -203,7 +203,7 @@ async def test_a_later_stream_goes_on_behind_what_came(source: Served, target: S
             await stream.write(frame)
         await until(lambda: [each for each in imports(target) if each.next_token == whole and each._begun])
         stream.cancel()
-        await until(lambda: not imports(target)[0].busy)
+        await until(lambda: not any(each.busy for each in imports(target)))
     assert (await imported(target, header(layout))).next_token == whole
     rest = [chunk for chunk in chunks if chunk.first_token >= whole]
     answer = await imported(target, header(layout), *brought(rest))
@@ -215,7 +215,61 @@ def imports(served: Served) -> list[Any]:
     return [record.cut.__self__ for record in handler if record.cut is not None]
 
 
-@pytest.mark.parametrize("ending", ["reset", "lease", "idle"])
+async def given_up(target: Served, name: str = "") -> kt.ImportKvResponse:
+    request_id = Names.present + name
+    return await imported(target, kt.ImportKvRequest(header=kt.ImportKvHeader(request_id=request_id, abandon=True)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_import_that_is_given_up_frees_its_blocks_at_once(
+    source: Served, target: Served, streaming: bool
+) -> None:
+    frames = await export_of(source)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    lease = (await target.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    stream: Any = target.transfer.ImportKv()
+    for frame in (header(layout, lease_id=lease), *brought(chunks[:3])[:-1]):
+        await stream.write(frame)
+    await until(lambda: [each for each in imports(target) if each.next_token == 8])
+    blocks = (await target.executor.GetStatus(pb.GetStatusRequest())).blocks
+    assert blocks.unfinished_imports == 1 and blocks.importing == blocks.used == -(-len(PROMPT) // 4)
+    if not streaming:
+        stream.cancel()
+        await until(lambda: not imports(target)[0].busy)
+    free = target.runner.kv.total_blocks
+    assert (await given_up(target)).pressure.free_blocks == free
+    blocks = (await target.executor.GetStatus(pb.GetStatusRequest())).blocks
+    assert (blocks.unfinished_imports, blocks.importing, blocks.used) == (0, 0, 0)
+    if streaming:
+        with suppress(asyncio.InvalidStateError):
+            await stream.done_writing()
+        await refused(stream, Reason.CANCELLED, grpc.StatusCode.CANCELLED)
+    assert not (await given_up(target)).HasField("handle")  # there is none
+    await target.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
+    await nothing_left(target)
+    done = await imported(target, header(layout), *brought(chunks))
+    assert (await given_up(target)).handle == done.handle and await row(target, done.handle)
+
+
+async def test_what_names_no_import_is_not_given_up(target: Served) -> None:
+    no_name = imported(target, kt.ImportKvRequest(header=kt.ImportKvHeader(abandon=True)))
+    await refused(no_name, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    await target.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, request_id=Names.present)))
+    assert not (await given_up(target)).HasField("handle")
+
+
+async def test_transfers_are_counted(source: Served, target: Served) -> None:
+    async def counts(served: Served) -> tuple[int, int]:
+        counters = (await served.executor.GetStatus(pb.GetStatusRequest())).counters
+        return counters.sequences_exported, counters.sequences_imported
+
+    out, arrived = await counts(source), await counts(target)
+    frames = await export_of(source)
+    await imported(target, header(frames[0].layout), *brought(chunks_of(frames)))
+    assert await counts(source) == (out[0] + 1, out[1]) and await counts(target) == (arrived[0], arrived[1] + 1)
+
+
+@pytest.mark.parametrize("ending", ["reset", "lease", "idle", "idle, with a lease"])
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_an_import_ends_with_its_lease_its_time_and_a_reset(
     source: Served, target: Served, ending: str, streaming: bool
@@ -223,7 +277,7 @@ async def test_an_import_ends_with_its_lease_its_time_and_a_reset(
     frames = await export_of(source)
     layout, chunks = frames[0].layout, chunks_of(frames)
     lease = (await target.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
-    first = header(layout, lease_id=lease) if ending == "lease" else header(layout)
+    first = header(layout, lease_id=lease) if "lease" in ending else header(layout)
     stream: Any = target.transfer.ImportKv()
     for frame in (first, *brought(chunks[:3])[:-1]):
         await stream.write(frame)
@@ -236,9 +290,14 @@ async def test_an_import_ends_with_its_lease_its_time_and_a_reset(
         assert answer.released_sequences == 0
     elif ending == "lease":
         await target.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease))
+    elif streaming and "lease" in ending:  # that keeps it as long as its stream goes on
+        assert not swept(target)
+        stream.cancel()
+        await until(lambda: not imports(target)[0].busy)
+        await grown_old(target)
     else:
         await grown_old(target)
-    if streaming:
+    if streaming and "with" not in ending:
         await stream.done_writing()  # a write may meet the answer to it, and fail of itself
         reason = Reason.LEASE_EXPIRED if ending == "idle" else Reason.HANDLE_RELEASED
         await refused(stream, reason, grpc.StatusCode.NOT_FOUND)
@@ -344,6 +403,7 @@ async def test_chunks_out_of_order_are_refused_and_what_came_before_stays(source
         error = await refused(imported(target, *frames_), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
         came = max(came, 8 * (len(some) > 2))
         assert error.number("next_token") == came
+        assert len(imports(target)) == (came > 0)
     early = imported(target, header(layout), *brought([]))
     error = await refused(early, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
     assert error.number("next_token") == came

@@ -291,15 +291,19 @@ class Counters(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ..., searched_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., sequences_forked: _Optional[int] = ..., sequences_exported: _Optional[int] = ..., sequences_imported: _Optional[int] = ..., sequences_parked: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
-    __slots__ = ("free", "cached", "used", "parked_bytes", "parked_sequences")
+    __slots__ = ("free", "cached", "used", "parked_bytes", "parked_sequences", "unfinished_imports", "importing")
     FREE_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARKED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_IMPORTS_FIELD_NUMBER: _ClassVar[int]
+    IMPORTING_FIELD_NUMBER: _ClassVar[int]
     free: int
     cached: int
     used: int
     parked_bytes: int
     parked_sequences: int
-    def __init__(self, free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_sequences: _Optional[int] = ...) -> None: ...
+    unfinished_imports: int
+    importing: int
+    def __init__(self, free: _Optional[int] = ..., cached: _Optional[int] = ..., used: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_sequences: _Optional[int] = ..., unfinished_imports: _Optional[int] = ..., importing: _Optional[int] = ...) -> None: ...

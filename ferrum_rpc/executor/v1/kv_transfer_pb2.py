@@ -26,15 +26,15 @@ from ferrum_rpc.executor.v1 import forward_pb2 as ferrum__rpc_dot_executor_dot_v
 from ferrum_rpc.executor.v1 import types_pb2 as ferrum__rpc_dot_executor_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(ferrum_rpc/executor/v1/kv_transfer.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a$ferrum_rpc/executor/v1/forward.proto\x1a\"ferrum_rpc/executor/v1/types.proto\"\xd0\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12,\n\x05\x64type\x18\x05 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\x12\x0f\n\x07seq_len\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\"\xb7\x02\n\x07KvChunk\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12,\n\x04keys\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12.\n\x06values\x18\x04 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x0e\n\x06\x63rc32c\x18\x05 \x01(\x07\x12\x32\n\nkey_scales\x18\x06 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x34\n\x0cvalue_scales\x18\x07 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x30\n\x06remote\x18\x08 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvRemote\"Q\n\x08KvSource\x12\x36\n\ttransport\x18\x01 \x01(\x0e\x32#.ferrum_rpc.executor.v1.KvTransport\x12\r\n\x05\x61gent\x18\x02 \x01(\x0c\"?\n\x08KvRemote\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x14\n\x0cnotification\x18\x03 \x01(\x0c\"\x1b\n\tKvTrailer\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\"\xa6\x01\n\x0f\x45xportKvRequest\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x36\n\ttransport\x18\x04 \x01(\x0e\x32#.ferrum_rpc.executor.v1.KvTransport\"\xeb\x01\n\x10\x45xportKvResponse\x12\x32\n\x06layout\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvLayoutH\x00\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvChunkH\x00\x12\x34\n\x07trailer\x18\x03 \x01(\x0b\x32!.ferrum_rpc.executor.v1.KvTrailerH\x00\x12\x32\n\x06source\x18\x04 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvSourceH\x00\x42\x07\n\x05\x66rame\"\xf0\x01\n\x0fImportKvRequest\x12\x38\n\x06header\x18\x01 \x01(\x0b\x32&.ferrum_rpc.executor.v1.ImportKvHeaderH\x00\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvChunkH\x00\x12\x34\n\x07trailer\x18\x03 \x01(\x0b\x32!.ferrum_rpc.executor.v1.KvTrailerH\x00\x12\x32\n\x06source\x18\x04 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvSourceH\x00\x42\x07\n\x05\x66rame\"\x8d\x01\n\x0eImportKvHeader\x12\x30\n\x06layout\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvLayout\x12\x35\n\x06\x63reate\x18\x02 \x01(\x0b\x32%.ferrum_rpc.executor.v1.CreateOptions\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\xa0\x01\n\x10ImportKvResponse\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x34\n\x08pressure\x18\x02 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12\x10\n\x08replayed\x18\x03 \x01(\x08\x12\x12\n\nnext_token\x18\x04 \x01(\r\"@\n\x14WatchKvEventsRequest\x12\x13\n\x0b\x61\x66ter_event\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"\x99\x01\n\x15WatchKvEventsResponse\x12\r\n\x05\x65vent\x18\x01 \x01(\x04\x12/\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvEvent\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x0c\n\x04more\x18\x05 \x01(\x08\x12\x0b\n\x03gap\x18\x06 \x01(\x08\"\xf9\x01\n\x07KvEvent\x12\x37\n\x06stored\x18\x01 \x01(\x0b\x32%.ferrum_rpc.executor.v1.KvBlockStoredH\x00\x12\x39\n\x07removed\x18\x02 \x01(\x0b\x32&.ferrum_rpc.executor.v1.KvBlockRemovedH\x00\x12\x39\n\x07\x63leared\x18\x03 \x01(\x0b\x32&.ferrum_rpc.executor.v1.KvCacheClearedH\x00\x12\x37\n\x06parked\x18\x04 \x01(\x0b\x32%.ferrum_rpc.executor.v1.KvBlockParkedH\x00\x42\x06\n\x04kind\"V\n\rKvBlockStored\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x1e\n\x0eKvBlockRemoved\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"\x10\n\x0eKvCacheCleared\"\x1d\n\rKvBlockParked\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"A\n\rParkKvRequest\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\"\x8e\x01\n\x0eParkKvResponse\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x14\n\x0c\x66reed_blocks\x18\x02 \x01(\r\x12\x34\n\x08pressure\x18\x03 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure*B\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x01\x32\x97\x03\n\nKvTransfer\x12_\n\x08\x45xportKv\x12\'.ferrum_rpc.executor.v1.ExportKvRequest\x1a(.ferrum_rpc.executor.v1.ExportKvResponse0\x01\x12_\n\x08ImportKv\x12\'.ferrum_rpc.executor.v1.ImportKvRequest\x1a(.ferrum_rpc.executor.v1.ImportKvResponse(\x01\x12n\n\rWatchKvEvents\x12,.ferrum_rpc.executor.v1.WatchKvEventsRequest\x1a-.ferrum_rpc.executor.v1.WatchKvEventsResponse0\x01\x12W\n\x06ParkKv\x12%.ferrum_rpc.executor.v1.ParkKvRequest\x1a&.ferrum_rpc.executor.v1.ParkKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(ferrum_rpc/executor/v1/kv_transfer.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a$ferrum_rpc/executor/v1/forward.proto\x1a\"ferrum_rpc/executor/v1/types.proto\"\xd0\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12,\n\x05\x64type\x18\x05 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\x12\x0f\n\x07seq_len\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\"\xb7\x02\n\x07KvChunk\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12,\n\x04keys\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12.\n\x06values\x18\x04 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x0e\n\x06\x63rc32c\x18\x05 \x01(\x07\x12\x32\n\nkey_scales\x18\x06 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x34\n\x0cvalue_scales\x18\x07 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x30\n\x06remote\x18\x08 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvRemote\"Q\n\x08KvSource\x12\x36\n\ttransport\x18\x01 \x01(\x0e\x32#.ferrum_rpc.executor.v1.KvTransport\x12\r\n\x05\x61gent\x18\x02 \x01(\x0c\"?\n\x08KvRemote\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x14\n\x0cnotification\x18\x03 \x01(\x0c\"\x1b\n\tKvTrailer\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\"\xa6\x01\n\x0f\x45xportKvRequest\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12\x36\n\ttransport\x18\x04 \x01(\x0e\x32#.ferrum_rpc.executor.v1.KvTransport\"\xeb\x01\n\x10\x45xportKvResponse\x12\x32\n\x06layout\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvLayoutH\x00\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvChunkH\x00\x12\x34\n\x07trailer\x18\x03 \x01(\x0b\x32!.ferrum_rpc.executor.v1.KvTrailerH\x00\x12\x32\n\x06source\x18\x04 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvSourceH\x00\x42\x07\n\x05\x66rame\"\xf0\x01\n\x0fImportKvRequest\x12\x38\n\x06header\x18\x01 \x01(\x0b\x32&.ferrum_rpc.executor.v1.ImportKvHeaderH\x00\x12\x30\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvChunkH\x00\x12\x34\n\x07trailer\x18\x03 \x01(\x0b\x32!.ferrum_rpc.executor.v1.KvTrailerH\x00\x12\x32\n\x06source\x18\x04 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvSourceH\x00\x42\x07\n\x05\x66rame\"\x9e\x01\n\x0eImportKvHeader\x12\x30\n\x06layout\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvLayout\x12\x35\n\x06\x63reate\x18\x02 \x01(\x0b\x32%.ferrum_rpc.executor.v1.CreateOptions\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x62\x61ndon\x18\x04 \x01(\x08\"\xa0\x01\n\x10ImportKvResponse\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x34\n\x08pressure\x18\x02 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure\x12\x10\n\x08replayed\x18\x03 \x01(\x08\x12\x12\n\nnext_token\x18\x04 \x01(\r\"@\n\x14WatchKvEventsRequest\x12\x13\n\x0b\x61\x66ter_event\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"\x99\x01\n\x15WatchKvEventsResponse\x12\r\n\x05\x65vent\x18\x01 \x01(\x04\x12/\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1f.ferrum_rpc.executor.v1.KvEvent\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x0c\n\x04more\x18\x05 \x01(\x08\x12\x0b\n\x03gap\x18\x06 \x01(\x08\"\xf9\x01\n\x07KvEvent\x12\x37\n\x06stored\x18\x01 \x01(\x0b\x32%.ferrum_rpc.executor.v1.KvBlockStoredH\x00\x12\x39\n\x07removed\x18\x02 \x01(\x0b\x32&.ferrum_rpc.executor.v1.KvBlockRemovedH\x00\x12\x39\n\x07\x63leared\x18\x03 \x01(\x0b\x32&.ferrum_rpc.executor.v1.KvCacheClearedH\x00\x12\x37\n\x06parked\x18\x04 \x01(\x0b\x32%.ferrum_rpc.executor.v1.KvBlockParkedH\x00\x42\x06\n\x04kind\"V\n\rKvBlockStored\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"\x1e\n\x0eKvBlockRemoved\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"\x10\n\x0eKvCacheCleared\"\x1d\n\rKvBlockParked\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\"A\n\rParkKvRequest\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\"\x8e\x01\n\x0eParkKvResponse\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x14\n\x0c\x66reed_blocks\x18\x02 \x01(\r\x12\x34\n\x08pressure\x18\x03 \x01(\x0b\x32\".ferrum_rpc.executor.v1.KvPressure*B\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_NIXL\x10\x01\x32\x97\x03\n\nKvTransfer\x12_\n\x08\x45xportKv\x12\'.ferrum_rpc.executor.v1.ExportKvRequest\x1a(.ferrum_rpc.executor.v1.ExportKvResponse0\x01\x12_\n\x08ImportKv\x12\'.ferrum_rpc.executor.v1.ImportKvRequest\x1a(.ferrum_rpc.executor.v1.ImportKvResponse(\x01\x12n\n\rWatchKvEvents\x12,.ferrum_rpc.executor.v1.WatchKvEventsRequest\x1a-.ferrum_rpc.executor.v1.WatchKvEventsResponse0\x01\x12W\n\x06ParkKv\x12%.ferrum_rpc.executor.v1.ParkKvRequest\x1a&.ferrum_rpc.executor.v1.ParkKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrum_rpc.executor.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTRANSPORT']._serialized_start=2656
-  _globals['_KVTRANSPORT']._serialized_end=2722
+  _globals['_KVTRANSPORT']._serialized_start=2673
+  _globals['_KVTRANSPORT']._serialized_end=2739
   _globals['_KVLAYOUT']._serialized_start=143
   _globals['_KVLAYOUT']._serialized_end=351
   _globals['_KVCHUNK']._serialized_start=354
@@ -52,27 +52,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IMPORTKVREQUEST']._serialized_start=1252
   _globals['_IMPORTKVREQUEST']._serialized_end=1492
   _globals['_IMPORTKVHEADER']._serialized_start=1495
-  _globals['_IMPORTKVHEADER']._serialized_end=1636
-  _globals['_IMPORTKVRESPONSE']._serialized_start=1639
-  _globals['_IMPORTKVRESPONSE']._serialized_end=1799
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1801
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1865
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1868
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=2021
-  _globals['_KVEVENT']._serialized_start=2024
-  _globals['_KVEVENT']._serialized_end=2273
-  _globals['_KVBLOCKSTORED']._serialized_start=2275
-  _globals['_KVBLOCKSTORED']._serialized_end=2361
-  _globals['_KVBLOCKREMOVED']._serialized_start=2363
-  _globals['_KVBLOCKREMOVED']._serialized_end=2393
-  _globals['_KVCACHECLEARED']._serialized_start=2395
-  _globals['_KVCACHECLEARED']._serialized_end=2411
-  _globals['_KVBLOCKPARKED']._serialized_start=2413
-  _globals['_KVBLOCKPARKED']._serialized_end=2442
-  _globals['_PARKKVREQUEST']._serialized_start=2444
-  _globals['_PARKKVREQUEST']._serialized_end=2509
-  _globals['_PARKKVRESPONSE']._serialized_start=2512
-  _globals['_PARKKVRESPONSE']._serialized_end=2654
-  _globals['_KVTRANSFER']._serialized_start=2725
-  _globals['_KVTRANSFER']._serialized_end=3132
+  _globals['_IMPORTKVHEADER']._serialized_end=1653
+  _globals['_IMPORTKVRESPONSE']._serialized_start=1656
+  _globals['_IMPORTKVRESPONSE']._serialized_end=1816
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1818
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1882
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1885
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=2038
+  _globals['_KVEVENT']._serialized_start=2041
+  _globals['_KVEVENT']._serialized_end=2290
+  _globals['_KVBLOCKSTORED']._serialized_start=2292
+  _globals['_KVBLOCKSTORED']._serialized_end=2378
+  _globals['_KVBLOCKREMOVED']._serialized_start=2380
+  _globals['_KVBLOCKREMOVED']._serialized_end=2410
+  _globals['_KVCACHECLEARED']._serialized_start=2412
+  _globals['_KVCACHECLEARED']._serialized_end=2428
+  _globals['_KVBLOCKPARKED']._serialized_start=2430
+  _globals['_KVBLOCKPARKED']._serialized_end=2459
+  _globals['_PARKKVREQUEST']._serialized_start=2461
+  _globals['_PARKKVREQUEST']._serialized_end=2526
+  _globals['_PARKKVRESPONSE']._serialized_start=2529
+  _globals['_PARKKVRESPONSE']._serialized_end=2671
+  _globals['_KVTRANSFER']._serialized_start=2742
+  _globals['_KVTRANSFER']._serialized_end=3149
 # @@protoc_insertion_point(module_scope)

@@ -119,14 +119,16 @@ class ImportKvRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ImportKvHeader, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., trailer: _Optional[_Union[KvTrailer, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
 
 class ImportKvHeader(_message.Message):
-    __slots__ = ("layout", "create", "request_id")
+    __slots__ = ("layout", "create", "request_id", "abandon")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CREATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
     layout: KvLayout
     create: _forward_pb2.CreateOptions
     request_id: str
-    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., create: _Optional[_Union[_forward_pb2.CreateOptions, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    abandon: bool
+    def __init__(self, layout: _Optional[_Union[KvLayout, _Mapping]] = ..., create: _Optional[_Union[_forward_pb2.CreateOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., abandon: bool = ...) -> None: ...
 
 class ImportKvResponse(_message.Message):
     __slots__ = ("handle", "pressure", "replayed", "next_token")
