@@ -110,6 +110,12 @@ def test_kernels_that_agree_with_torch_are_taken(device, dtype):
     assert isinstance(ops, TritonFusedOps), reason
 
 
+@pytest.mark.parametrize("name", exact_rows.VARIANTS)
+def test_kernels_of_every_family_are_taken(device, name):
+    reason, ops = select_fused_ops(exact_rows.variant(SPEC, name), torch.bfloat16, device, interpreted=True)
+    assert isinstance(ops, TritonFusedOps), reason
+
+
 def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
     right = TritonFusedOps.gate
     monkeypatch.setattr(TritonFusedOps, "gate", lambda self, rows: right(self, rows) * 1.01)

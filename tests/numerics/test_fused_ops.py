@@ -143,6 +143,13 @@ def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype
     assert ops.name == "torch" and why in reason
 
 
+@TYPES
+@pytest.mark.parametrize("name", exact_rows.VARIANTS)
+def test_the_kernel_of_every_family_is_chosen(name, dtype):
+    reason, ops = select_fused_ops(exact_rows.variant(SPEC, name), dtype, CPU)
+    assert ops.name == "native", reason
+
+
 def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch):
     assert select_fused_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")

@@ -159,7 +159,17 @@ def test_weights_and_cache_take_what_was_planned(folder: Path, kind: str) -> Non
 def test_a_step_takes_what_was_planned(folder: Path, kind: str) -> None:
     """A prompt of the longest length in two steps of the largest size, by engines that are new: their buffers grow."""
     available(kind)
-    config = settings(folder, kind)
+    compare_a_step(settings(folder, kind))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gemma2", "float32"), ("gemma3", "bfloat16"), ("glm4", "float32")])
+def test_a_step_of_another_family_takes_what_was_planned(tmp_path: Path, family: str, kind: str) -> None:
+    """Scores that are written out, two rotations, windows, norms behind each half of a layer."""
+    folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **SHAPE)
+    compare_a_step(settings(folder, kind))
+
+
+def compare_a_step(config: ModelSettings) -> None:
     output = OutputSpec(Positions.LAST, FullLogits(RowDType.F32))
     tokens = np.random.default_rng(0).integers(1, 900, size=CONTEXT).astype(np.int32)
     runner, new = build_runner(config), build_runner(config)
