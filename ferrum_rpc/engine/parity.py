@@ -18,6 +18,7 @@ from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult,
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
+from ferrum_rpc.models.hf.rope import freeze
 
 TOKENS: Final = 64
 DECODED: Final = 8
@@ -54,11 +55,11 @@ def compare(config: ModelSettings) -> Parity:
     vocab, dtype = runner.info.vocab_size, runner.compute.model.dtype
     count = min(TOKENS, runner.info.max_context)
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
-    ours = _served(runner, tokens)
+    ours, context = _served(runner, tokens), runner.info.max_context
     del runner
     gc.collect()
-    exact = _reference(config.path, tokens, torch.float32)
-    theirs = None if dtype == torch.float32 else _error(_reference(config.path, tokens, dtype), exact)
+    exact = _reference(config.path, tokens, torch.float32, context)
+    theirs = None if dtype == torch.float32 else _error(_reference(config.path, tokens, dtype, context), exact)
     same = float((ours.argmax(-1) == exact.argmax(-1)).float().mean())
     return Parity(count, str(dtype).removeprefix("torch."), _error(ours, exact), theirs, same)
 
@@ -79,8 +80,8 @@ def _served(runner: TorchRunner, tokens: TokenArray) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _reference(path: str, tokens: TokenArray, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [T, vocab] of transformers."""
+def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) -> torch.Tensor:
+    """float32 [T, vocab] of transformers, its rotation that of sequences of ``context``, as ours is."""
     import transformers
 
     library: Any = transformers
@@ -88,6 +89,7 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype) -> torch.Tenso
     model = library.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
     ).eval()
+    freeze(model, context)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float()

@@ -42,6 +42,16 @@ def test_a_model_that_is_computed_right(folder, capsys, dtype):
     assert found["verdict"] == f"it can be served: ferrum-rpc serve {folder}"
 
 
+@pytest.mark.parametrize("context", ["512", "128"])
+def test_a_rotation_that_is_frozen_for_a_context_is_compared_with_the_same(tmp_path, capsys, context):
+    """The long factors of a server of 512 tokens, the short ones of one of 128, whatever the rows are."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + 2 * each for each in range(8)]}
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 128}
+    folder = make_checkpoint(tmp_path / "tiny", "phi3", **fields)
+    status, found = facts(capsys, str(folder), "--max-context", context)
+    assert status == doctor.EXIT_SERVES and found["parity"]["error"] < 1e-4 and "rope=longrope" in found["choices"]
+
+
 def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monkeypatch):
     reference = parity._reference
     monkeypatch.setattr(parity, "_reference", lambda *given: reference(*given).roll(1, 0))
