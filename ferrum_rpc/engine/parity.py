@@ -19,6 +19,7 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.hf.rope import freeze
+from ferrum_rpc.weights.checkpoint import Checkpoint
 
 TOKENS: Final = 64
 DECODED: Final = 8
@@ -86,14 +87,30 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) 
 
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
-    model = library.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
-    ).eval()
-    freeze(model, context)
+    checkpoint = Checkpoint.open(path)
+    if any(entry.encoding is not None for entry in checkpoint.entries.values()):
+        model = _dequantized(library, checkpoint, dtype)
+    else:
+        model = library.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        )
+    freeze(model.eval(), context)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
     return logits
+
+
+def _dequantized(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The model of transformers with the numbers that we make of quantized weights: it reads few such files itself."""
+    facts = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+    config = library.AutoConfig.for_model(**facts)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in checkpoint.tensors(dtype=dtype):
+            state[name].copy_(tensor)
+    return model
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -16,13 +16,15 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.loading import read_spec
+from ferrum_rpc.engine.parity import compare
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.harness import error
 from tests.quantized.make import ROWS, SAMPLES, TOKENS
 
+NAMES = sorted(each.name for each in SAMPLES.iterdir())
 KINDS = [
     pytest.param(name, marks=pytest.mark.skipif(name.startswith("gguf") and not find_spec("gguf"), reason="no gguf"))
-    for name in sorted(each.name for each in SAMPLES.iterdir())
+    for name in NAMES
 ]
 
 
@@ -63,3 +65,11 @@ def logits(kind: str, backend: str) -> torch.Tensor:
             [outcome] = runner.forward(Step((span,))).outcomes
             rows.append(torch.from_numpy(outcome.rows.block["logits"].copy()))
     return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kind", ["gptq-4", KINDS[NAMES.index("gguf-q4_k_m")]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_doctor_compares_what_the_weights_were_made_of(kind, dtype):
+    parity = compare(ModelSettings(str(SAMPLES / kind), device="cpu", dtype=dtype))
+    assert parity.holds and (parity.theirs is None) == (dtype == "float32")
+    assert dtype != "float32" or parity.error < 1e-4

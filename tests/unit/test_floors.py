@@ -73,7 +73,7 @@ FLOORS: dict[str, Floor] = {
         "weights distributed native selection engine.api",
         "numpy torch structlog psutil",
     ),
-    "ferrum_rpc.engine.parity": Floor("config core errors engine models", "numpy torch transformers"),
+    "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",

@@ -16,6 +16,7 @@ from torch import Tensor
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import LARGEST, Fields
 from ferrum_rpc.weights.entries import Decode
+from ferrum_rpc.weights.quantized.groups import as_float32, rescaled
 from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read
 
 FP8: Final = (torch.float8_e4m3fn,)
@@ -68,10 +69,9 @@ def by_blocks(scale: str, high: int, wide: int) -> Decode:
     """``weight`` times the part ``scale``, which has a number for each block of ``high`` rows and ``wide`` columns."""
 
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
-        values, scales = parts["weight"][first:last].to(torch.float32), parts[scale].to(torch.float32)
+        values, scales = as_float32(parts["weight"][first:last]), parts[scale].to(torch.float32)
         if scales.numel() == 1:
             return values * scales.view(())
-        rows = scales[torch.arange(first, last) // high]
-        return values * rows[:, torch.arange(values.shape[1]) // wide]
+        return rescaled(values, scales[torch.arange(first, last) // high], None, wide)
 
     return decode
