@@ -46,7 +46,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     elif parity is not None and not parity.holds:
         status, verdict = EXIT_WRONG, "it is computed wrong: do not serve it, and report it with this output"
     else:
-        status, verdict = EXIT_SERVES, f"it can be served: ferrum-rpc serve {settings.model.path}"
+        status, verdict = EXIT_SERVES, f"it can be served with these settings: ferrum-rpc serve {settings.model.path}"
     if as_json:
         facts = {
             "model": settings.model.path,
@@ -64,7 +64,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     lines += [
         ("weights", gib(plan.weights_bytes)),
         ("largest step", f"{gib(plan.activations_bytes)} for {plan.step_tokens:,} tokens"),
-        ("kv cache", f"{gib(plan.kv_bytes)}: {plan.kv_tokens:,} tokens"),
+        ("kv cache", f"{gib(plan.kv_bytes)} in {plan.kv_dtype}: {plan.kv_tokens:,} tokens"),
         ("memory", f"{gib(memory)} free" if memory else "not known"),
         ("parity", compared),
     ]
@@ -88,12 +88,14 @@ def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | N
     needed = FLOAT32 * sum(math.prod(entry.shape) for entry in parts.model.checkpoint.entries.values())
     if left and needed > left:
         return None, f"not compared: transformers would need {gib(needed)} in float32"
+    exact = dataclasses.replace(config, quantize="none", kv_dtype="auto")
     try:
-        parity = compare(config)
+        parity = compare(exact)
     except Exception as error:  # whatever transformers says of a model that it cannot load
         return None, f"not compared: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     theirs = "" if parity.theirs is None else f"; of transformers in {parity.dtype} it is {parity.theirs:.2g}"
+    rounded = "" if exact == config else "without rounding to 8 bits, "
     return parity, (
-        f"{parity.rows} rows in {parity.dtype}: the largest error is {parity.error:.2g} of the logits' standard "
-        f"deviation{theirs}; {parity.same_tokens:.0%} have the same largest logit"
+        f"{rounded}{parity.rows} rows in {parity.dtype}: the largest error is {parity.error:.2g} of the logits' "
+        f"standard deviation{theirs}; {parity.same_tokens:.0%} have the same largest logit"
     )

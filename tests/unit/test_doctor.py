@@ -39,7 +39,7 @@ def test_a_model_that_is_computed_right(folder, capsys, dtype):
     assert (found["parity"]["theirs"] is None) == (dtype == "float32")
     if dtype == "float32":
         assert found["parity"]["error"] < 1e-4
-    assert found["verdict"] == f"it can be served: ferrum-rpc serve {folder}"
+    assert found["verdict"] == f"it can be served with these settings: ferrum-rpc serve {folder}"
 
 
 @pytest.mark.parametrize("context", ["512", "128"])
@@ -50,6 +50,11 @@ def test_a_rotation_that_is_frozen_for_a_context_is_compared_with_the_same(tmp_p
     folder = make_checkpoint(tmp_path / "tiny", "phi3", **fields)
     status, found = facts(capsys, str(folder), "--max-context", context)
     assert status == doctor.EXIT_SERVES and found["parity"]["error"] < 1e-4 and "rope=longrope" in found["choices"]
+
+
+def test_what_is_to_be_rounded_is_compared_without_that(folder, capsys):
+    status, out = run(capsys, str(folder), "--dtype", "float32", "--kv-dtype", "int8")
+    assert status == doctor.EXIT_SERVES and " in int8: " in out and "without rounding to 8 bits, 64 rows" in out
 
 
 def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monkeypatch):
