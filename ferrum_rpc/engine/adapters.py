@@ -75,15 +75,16 @@ class Adapters:
         if changes is None:
             del self._loading[number]
             return sha256(TAKEN.encode() + self._fingerprint + loading.digest.digest()).digest()
-        for change in changes:
-            for part in change.parts:
-                each = part.change
-                down, up = [tensor.clone() for _, tensor in loading.files.tensors((each.down, each.up))]
-                for name, tensor in ((each.down, down), (each.up, up)):
-                    about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
-                    loading.digest.update(about.encode())
-                    loading.digest.update(_bytes(tensor))
-                self._loras.put(number, change, part, down, up)
+        parts = [(change, part) for change in changes for part in change.parts]
+        tensors = loading.files.tensors(name for _, part in parts for name in (part.change.down, part.change.up))
+        for change, part in parts:
+            each = part.change
+            for name in (each.down, each.up):
+                tensor = tensors[name]
+                about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
+                loading.digest.update(about.encode())
+                loading.digest.update(_bytes(tensor))
+            self._loras.put(number, change, part, tensors[each.down], tensors[each.up])
         return None
 
     def drop(self, number: int) -> None:

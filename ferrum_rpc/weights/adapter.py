@@ -6,7 +6,7 @@ lies in a folder that the operator has named. What an adapter's tensors mean is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from torch import Tensor
 from ferrum_rpc.errors import AdapterUnknown, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import inside, read_json
 from ferrum_rpc.weights.entries import TensorEntry
-from ferrum_rpc.weights.safetensors_file import read_entries, stream
+from ferrum_rpc.weights.safetensors_file import read, read_entries
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -58,8 +58,8 @@ class AdapterFiles:
             raise InvalidRequest(f"{TENSORS} is missing from the adapter's folder", field=TENSORS)
         return cls(config, read_entries(file))
 
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Stream ``names``, in their order. Copy a tensor before asking for the next: it reads the mapped file."""
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of these ``names``, in memory of their own."""
         wanted = {name: self.entries[name] for name in names}
         [file] = {entry.file for entry in wanted.values()}
-        return stream(file, wanted)
+        return read(file, wanted)

@@ -360,10 +360,12 @@ async def test_cycles_of_loading_under_load_leave_nothing(served: Served) -> Non
             except grpc.aio.AioRpcError as error:
                 assert error.code() is NOT_FOUND
                 turned_away += 1
+                await asyncio.sleep(0.001)
                 continue
             answer = await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
             await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
             answered += 1
+            await asyncio.sleep(0.003)  # or it would hardly ever be without a sequence
 
     feeders = [asyncio.create_task(feed(name)) for name in ("one", "")]
     cycles, in_use = 0, 0

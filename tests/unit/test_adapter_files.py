@@ -185,6 +185,30 @@ def test_files_that_are_missing_broken_or_pickled_are_refused(tmp_path: Path) ->
     load(tmp_path)
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    content = (folder / TENSORS).read_bytes()
+    other = content.replace(b'"F32"', b'"I32"', 1)
+    for changed in (
+        content[:-4],
+        content[:5],
+        b"",
+        other,
+        b"\xff" * 8 + content[8:],
+        content.replace(b"lora_A", b"lora_C"),
+    ):
+        into = loras()
+        adapters = Adapters(tmp_path, into, bytes(32), 16, 1 << 30)
+        adapters.open(1, "one")
+        (folder / TENSORS).write_bytes(changed)
+        with pytest.raises(InvalidRequest, match="changed while it was read"):
+            while adapters.read(1) is None:
+                pass
+        adapters.drop(1)
+        assert not into
+        (folder / TENSORS).write_bytes(content)
+
+
 def test_a_name_is_a_folder_of_the_adapter_folder_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     made(root)
