@@ -15,9 +15,10 @@ import torch
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import StepInputs
+from ferrum_rpc.models.hf.describe import first_line
 from ferrum_rpc.models.hf.model import HfModel
 
 TOKENS: Final = 12
@@ -36,7 +37,29 @@ ROUNDED: Final = 0.3
 
 def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
     """What was chosen and why, for the log. Writes to the first blocks of a store that is not in use yet. Raises
-    NotSupported where the logits differ."""
+    NotSupported where the logits differ, and InvalidRequest where a step fails."""
+    try:
+        count, errors = _errors(model, compute, store, max_context)
+    except (ExecutorError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # what a configuration may still be wrong in, once there are numbers
+        message = f"{model.spec.architecture}: its first step failed: {first_line(error)}"
+        raise InvalidRequest(message, field="model") from error
+    most = TOLERANCES[model.dtype]
+    if store.keys[0].dtype != model.dtype:  # rounded; an error of its own, which the log has
+        most = ROUNDED
+    if not all(each <= most for each in errors):  # one that is no number among them
+        raise NotSupported(
+            f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
+            f"{count} tokens differ from its own by {max(errors):.2g} standard deviations, and {most:g} is the most",
+            field="architectures",
+        )
+    reason = f"over the cache as alone: the logits of {count} tokens differ by {max(errors):.1e} standard deviations"
+    return "parity", reason
+
+
+def _errors(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[int, list[float]]:
+    """How many tokens were run, and the errors of their pieces."""
     blocks, size = store.keys[0].shape[:2]
     count = min(TOKENS, (blocks - 1) * size, max_context)
     tokens = np.arange(1, 1 + count * STRIDE, STRIDE) % model.spec.vocab_size
@@ -50,13 +73,4 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
             geometry = BatchGeometry.build(size, [start], [end - start], [table])
             rows = model.logits(compute.forward([span], geometry)) - expected[start:end]
             errors.append(float(rows.square().mean(-1).sqrt().median() / expected.std().clamp_min(1e-30)))
-    error, most = max(errors), TOLERANCES[model.dtype]
-    if store.keys[0].dtype != model.dtype:  # rounded; an error of its own, which the log has
-        most = ROUNDED
-    if not all(each <= most for each in errors):  # one that is no number among them
-        raise NotSupported(
-            f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
-            f"{count} tokens differ from its own by {error:.2g} standard deviations, and {most:g} is the most",
-            field="architectures",
-        )
-    return "parity", f"over the cache as alone: the logits of {count} tokens differ by {error:.1e} standard deviations"
+    return count, errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import weakref
 from dataclasses import replace
@@ -22,7 +23,8 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.engine.sizing import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.hf.describe import HfSpec, describe
+from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
+from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
 from tests.numerics.hf_families import make_family_checkpoint
 from tests.serving import serve_model
@@ -242,10 +244,37 @@ def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_model_of_any_size_is_described_without_memory_for_it() -> None:
-    """Gemma 4 with its table for every layer, as it is published; and DeepSeek-V3."""
+    """Gemma 4 with its table for every layer, as it is published."""
     found = describe({"model_type": "gemma4_text", "vocab_size_per_layer_input": 262144})
     assert found.parameters > 5e9
     assert {each.head_dim for each in found.layers} == {256, 512}
-    found = describe({"model_type": "deepseek_v3"})
-    assert found.parameters > 6e11
-    assert (found.layers[0].kv_heads, found.layers[0].head_dim) == (128, 192)
+
+
+VALUES = (None, 0, -1, 3, 10**9, 2**63, 1e308, 0.5, "", "x", [], [1], ["full_attention"], {}, {"a": 1}, True)
+KEYS = ("text_config", "layer_types", "rope_scaling", "num_key_value_heads", "id2label", "is_decoder", "fusion_config")
+
+
+def test_any_configuration_is_served_or_refused(other_folder: Path) -> None:
+    checkpoint, draw = Checkpoint.open(other_folder), random.Random(5)
+    served = 0
+    for _ in range(60):
+        changes = {draw.choice([*checkpoint.config, *KEYS]): draw.choice(VALUES) for _ in range(draw.choice((1, 1, 2)))}
+        try:
+            hf_model.describe_checkpoint(replace(checkpoint, config=checkpoint.config | changes))
+        except (InvalidRequest, NotSupported):
+            continue
+        served += 1
+    assert 5 < served < 55
+
+
+def test_the_rule_of_a_mask_is_known_for_what_it_is() -> None:
+    from transformers import masking_utils
+
+    rules = {
+        "causal": masking_utils.causal_mask_function,
+        "window": masking_utils.sliding_window_causal_mask_function(7),
+        "chunks": masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.int64)),
+        "both ways": masking_utils.bidirectional_mask_function,
+    }
+    seen = {name: [each for each in (None, 6, 7, 8) if _is_window(rule, each, 64)] for name, rule in rules.items()}
+    assert seen == {"causal": [None], "window": [7], "chunks": [], "both ways": []}

@@ -85,14 +85,18 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
         ours = "" if "auto_map" not in data else ", and code that a checkpoint brings is never run"
         raise NotSupported(f"model_type: transformers {version} has no {model_type[:80]!r}{ours}", field="model_type")
     _check_counts(data)
-    with quiet():
-        config = _configured(CONFIG_MAPPING[model_type], data)
-        try:
-            kind = AutoModelForCausalLM._model_mapping[type(config)]
-        except KeyError:
-            message = f"model_type: {model_type!r} is no decoder of transformers"
-            raise NotSupported(message, field="model_type") from None
-        return _described(kind, config, fields)
+    try:
+        with quiet():
+            config = _configured(CONFIG_MAPPING[model_type], data)
+            if type(config) not in AutoModelForCausalLM._model_mapping:
+                message = f"model_type: {model_type!r} is no decoder of transformers"
+                raise NotSupported(message, field="model_type")
+            return _described(AutoModelForCausalLM._model_mapping[type(config)], config, fields)
+    except ExecutorError:
+        raise
+    except Exception as error:  # whatever its checks and its modules raise
+        message = f"config.json: transformers refuses it: {first_line(error)}"
+        raise InvalidRequest(message, field="config.json") from error
 
 
 def _check_counts(data: Mapping[str, Any]) -> None:
@@ -107,12 +111,7 @@ def _check_counts(data: Mapping[str, Any]) -> None:
 
 
 def _configured(kind: Any, data: Mapping[str, Any]) -> Any:
-    try:
-        config = kind.from_dict({key: value for key, value in data.items() if key not in NOT_READ})
-    except Exception as error:  # whatever its checks raise
-        raise InvalidRequest(
-            f"config.json: transformers refuses it: {first_line(error)}", field="config.json"
-        ) from error
+    config = kind.from_dict({key: value for key, value in data.items() if key not in NOT_READ})
     config._attn_implementation = attention.DRY_NAME
     config._experts_implementation = "batched_mm"  # the one that can be run without weights
     return config
@@ -132,13 +131,8 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     layers = text.num_hidden_layers
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise InvalidRequest(f"num_hidden_layers is {layers}", field="num_hidden_layers")
-    try:
-        with torch.device("meta"):
-            model = kind(config).eval()
-    except Exception as error:
-        raise InvalidRequest(
-            f"config.json: transformers cannot build {name} of it: {first_line(error)}", field="config.json"
-        ) from error
+    with torch.device("meta"):
+        model = kind(config).eval()
     scaling = tuple(dict.fromkeys(freeze(model, 1)))
     calls, hidden, logits = _dry_run(model, name)
     context = getattr(text, "max_position_embeddings", None)
