@@ -109,6 +109,13 @@ def test_softcap_in_long_spans():
     compare(AttentionSpec(2, 1, 8, 0.4, None, 3.0), [(0, TILE_ROWS + 30), (9, TILE_ROWS + 1)])
 
 
+def test_a_cap_that_hardly_bends_costs_no_accuracy():
+    """As of Gemma 2: its tanh is taken near 0, where what it is made of nearly cancels."""
+    spec = AttentionSpec(4, 2, 16, 0.25, 33, 50.0)
+    compare(spec, MIX)
+    assert select_backend(CPU, [spec], torch.float32)[0] == "native"
+
+
 def test_many_single_tokens_fill_several_groups():
     spec = AttentionSpec(4, 2, 64, 0.125)
     compare(spec, [(start, 1) for start in np.random.default_rng(1).integers(0, 400, size=60)], block_size=8)
