@@ -176,6 +176,9 @@ def _choose_pretrained(
     spec = _choose_decoder(checkpoint, config.model_backend, choices)
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
+    if kinds := checkpoint.encodings:
+        reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
+        choices.append((f"weights={','.join(kinds).lower()}", reason))
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
     spec, ops = spec.for_context(config.max_context), None

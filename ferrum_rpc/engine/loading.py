@@ -96,6 +96,15 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     return not torch.equal(one, other)
 
 
+def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros that a quantized matrix was given: early AutoGPTQ wrote one for each."""
+    weight = checkpoint.entries.get(name.removesuffix("bias") + "weight")
+    if not name.endswith(".bias") or weight is None or weight.encoding is None:
+        return False
+    [(_, bias)] = checkpoint.tensors((name,))
+    return not bool(bias.to(torch.float32).any())
+
+
 def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raise unless every expected tensor is there in its shape and readable, and nothing unknown is."""
     entries = checkpoint.entries
@@ -106,6 +115,7 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         name
         for name in entries
         if name not in expected and name not in harmless and not name.endswith("rotary_emb.inv_freq")
+        if not _adds_nothing(checkpoint, name)
     ]
     misshapen = [
         f"{name} {list(entries[name].shape)}, expected {list(shape)}"

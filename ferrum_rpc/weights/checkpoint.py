@@ -84,6 +84,17 @@ class Checkpoint:
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
         return max(sizes, key=sizes.__getitem__) if sizes else torch.float32
 
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """How its matrices are quantized: of a GGUF file its types, those of most bytes first, else the one
+        ``quant_method``. Nothing where none is."""
+        sizes: dict[str, int] = {}
+        for entry in self.entries.values():
+            if entry.encoding is not None:
+                kind = entry.encoding.kind or str(self.config["quantization_config"]["quant_method"])
+                sizes[kind] = sizes.get(kind, 0) + entry.nbytes
+        return tuple(sorted(sizes, key=sizes.__getitem__, reverse=True))
+
     def tensors(
         self, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[str, Tensor]]:

@@ -114,6 +114,17 @@ def test_modules_that_are_left_out_are_read_as_they_are(copy):
     assert torch.equal(before.logits(hidden), after.logits(hidden))
 
 
+def test_a_bias_of_zeros_that_a_writer_added_is_left_out_and_another_is_not(copy):
+    folder = copy("gptq-4")
+    edit_tensors(folder, replaced("bias", torch.zeros(64, dtype=torch.float16)))
+    hidden = torch.randn(3, 64)
+    before, after = (load_model(each, torch.float32, CPU) for each in (SAMPLES / "gptq-4", folder))
+    assert torch.equal(before.logits(hidden), after.logits(hidden))
+    edit_tensors(folder, replaced("bias", torch.ones(64, dtype=torch.float16)))
+    with pytest.raises(InvalidRequest, match=r"1 unexpected .*q_proj.bias"):
+        load_model(folder, torch.float32, CPU)
+
+
 # --- what is broken ---------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +256,12 @@ def test_a_plan_counts_weights_as_they_are_held():
     plan = make_plan(choose_parts(settings), settings, LargestStep(64, 4), 1 << 30)
     held = sum(math.prod(entry.shape) * 4 for entry in Checkpoint.open(SAMPLES / "gptq-4").entries.values())
     assert held <= plan.weights_bytes <= 1.5 * held  # a tied head is held twice
+
+
+@pytest.mark.parametrize(("kind", "told"), [("gptq-4", "gptq"), ("ct-fp8-block", "compressed-tensors")])
+def test_the_log_says_how_weights_are_stored(kind, told):
+    parts = choose_parts(ModelSettings(str(SAMPLES / kind), device="cpu", dtype="float32", kv_blocks=4))
+    assert f"weights={told}" in dict(parts.choices)
 
 
 def test_parts_may_lie_in_several_files(copy):

@@ -166,8 +166,10 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
         Checkpoint.open(FILE)
 
 
-def test_blocks_count_as_bfloat16(tmp_path):
-    assert Checkpoint.open(FILE).dtype == torch.bfloat16
+def test_blocks_count_as_bfloat16_and_are_told_by_their_types():
+    checkpoint = Checkpoint.open(SAMPLES / "gguf-q4_k_m")
+    assert checkpoint.dtype == torch.bfloat16
+    assert checkpoint.encodings[0] == "Q4_K" and {*checkpoint.encodings} == {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
