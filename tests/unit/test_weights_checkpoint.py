@@ -450,10 +450,10 @@ def test_a_weight_that_is_not_finite_is_named(single, tmp_path, stored, value, q
 
 def test_a_weight_that_the_dtype_cannot_hold_is_named_and_large_ones_are_not(single, tmp_path):
     folder = shutil.copytree(single, tmp_path / "large")
-    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(60_000.0))
+    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"].fill_(60_000.0))
     assert load_model(folder, torch.float16, CPU).info("x").weight_dtype == "float16"  # though their sum is infinite
-    rewrite(folder, lambda tensors: tensors["model.norm.weight"].fill_(70_000.0))
-    with pytest.raises(InvalidRequest, match=r"^model.norm.weight .* that float16 cannot hold"):
+    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"].fill_(70_000.0))
+    with pytest.raises(InvalidRequest, match=r"^model.embed_tokens.weight .* that float16 cannot hold"):
         load_model(folder, torch.float16, CPU)
 
 
