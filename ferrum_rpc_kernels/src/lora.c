@@ -125,49 +125,81 @@ static TARGET void lift(const struct lora_rows *rows, const struct lora_part *pa
 
 static inline int panels_of(int columns) { return (columns + GEMM_COLUMNS - 1) / GEMM_COLUMNS; }
 
+struct task {
+    const struct lora_step *step;
+    const char *x;
+    char *y;
+    size_t x_bytes, sums_bytes;
+    int place; /* of the product among an adapter's changes */
+};
+
+/* The lot of panels `lot` of D, for the rows of one adapter. */
+static void lower_lot(const struct task *task, int64_t which, int lot)
+{
+    const struct lora_rows *rows = task->step->rows + which;
+    const struct lora_change *change = rows->changes + task->place;
+    const int panel = lot * GEMM_PANELS, left = panels_of(change->rank) - panel;
+    if (left > 0)
+        lower(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, task->x, task->x_bytes, task->step->sums,
+              task->sums_bytes);
+}
+
+/* The same of U, of each part; JOB_PANELS at a time. */
+static void lift_lots(const struct task *task, int64_t which, int lots)
+{
+    const struct lora_rows *rows = task->step->rows + which;
+    const struct lora_change *change = rows->changes + task->place;
+    const int panel = lots * JOB_PANELS;
+    for (int p = 0; p < change->parts; p++) {
+        const int left = panels_of(change->part[p].columns) - panel;
+        if (left > 0)
+            lift(rows, change->part + p, panel, left < JOB_PANELS ? left : JOB_PANELS, task->y, (size_t)change->n * 2,
+                 task->step->sums, task->sums_bytes);
+    }
+}
+
 /* Add to y [rows, n] what the adapters of `step` change of a product of x, whose rows lie `x_stride` elements apart. */
 void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
                  int32_t threads)
 {
-    const size_t x_bytes = (size_t)x_stride * 2, sums_bytes = (size_t)step->rank * 2;
-    const int place = layer * PRODUCTS + product;
-    int lowers = 0, raises = 0; /* jobs of one of the `rows`, of any adapter at most */
+    const struct task task = {
+        .step = step,
+        .x = x,
+        .y = y,
+        .x_bytes = (size_t)x_stride * 2,
+        .sums_bytes = (size_t)step->rank * 2,
+        .place = layer * PRODUCTS + product,
+    };
+    int lowers = 0, lifts = 0; /* jobs of one of the `rows`, of any adapter at most */
     for (int i = 0; i < step->count; i++) {
-        const struct lora_change *change = step->rows[i].changes + place;
-        if (!change->rank)
-            continue;
+        const struct lora_change *change = step->rows[i].changes + task.place;
         const int down = (panels_of(change->rank) + GEMM_PANELS - 1) / GEMM_PANELS;
         const int up = (panels_of(change->n) + JOB_PANELS - 1) / JOB_PANELS;
         lowers = down > lowers ? down : lowers;
-        raises = up > raises ? up : raises;
+        lifts = up > lifts ? up : lifts;
     }
     if (!lowers)
         return;
-    const int64_t lower_jobs = (int64_t)step->count * lowers, raise_jobs = (int64_t)step->count * raises;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    const int64_t count = step->count, lower_jobs = count * lowers, lift_jobs = count * lifts;
+    int64_t job;
+    if (count >= 4 * threads) { /* enough for all of them: nobody waits for another's sums */
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
+        for (job = 0; job < count; job++) {
+            for (int lot = 0; lot < lowers; lot++)
+                lower_lot(&task, job, lot);
+            for (int lots = 0; lots < lifts; lots++)
+                lift_lots(&task, job, lots);
+        }
+        return;
+    }
+#pragma omp parallel num_threads(threads) if (threads > 1) private(job)
     {
-        int64_t job;
 #pragma omp for schedule(dynamic, 1)
-        for (job = 0; job < lower_jobs; job++) {
-            const struct lora_rows *rows = step->rows + job / lowers;
-            const struct lora_change *change = rows->changes + place;
-            const int panel = (int)(job % lowers) * GEMM_PANELS, left = panels_of(change->rank) - panel;
-            if (change->rank && left > 0)
-                lower(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, x, x_bytes, step->sums, sums_bytes);
-        }
+        for (job = 0; job < lower_jobs; job++)
+            lower_lot(&task, job / lowers, (int)(job % lowers));
 #pragma omp for schedule(dynamic, 1)
-        for (job = 0; job < raise_jobs; job++) {
-            const struct lora_rows *rows = step->rows + job / raises;
-            const struct lora_change *change = rows->changes + place;
-            const int from = (int)(job % raises) * JOB_PANELS;
-            for (int p = 0; p < change->parts; p++) {
-                const struct lora_part *part = change->part + p;
-                const int left = panels_of(part->columns) - from;
-                if (left > 0)
-                    lift(rows, part, from, left < JOB_PANELS ? left : JOB_PANELS, y, (size_t)change->n * 2,
-                          step->sums, sums_bytes);
-            }
-        }
+        for (job = 0; job < lift_jobs; job++)
+            lift_lots(&task, job / lifts, (int)(job % lifts));
     }
 }
 
