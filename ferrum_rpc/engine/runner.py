@@ -236,6 +236,7 @@ class TorchRunner:
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
             searched += reservation.searched
+        self.kv.trim_spares()
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
         pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
@@ -367,6 +368,7 @@ class TorchRunner:
             self.store.restore(saved)
         for reservation in reservations:
             self.kv.rollback(reservation)
+        self.kv.trim_spares()
 
     # --- integer operations, in the same queue ----------------------------------------------------------------------
 

@@ -267,6 +267,7 @@ class KvManager:
         self._sharing_ended |= bool(dropped and state.shared)
         self._prefixes.went_back(state, length)
         self._capacity.resize(state, length, length)
+        self.trim_spares()
 
     def fork(self, parent: int, child: int, at: int | None = None) -> None:
         """Make ``child`` of the first ``at`` tokens (all by default) of ``parent``; a block is shared until one writes.
@@ -333,22 +334,28 @@ class KvManager:
         ``publish``, it never was: what a fork shares with its parent may be promised to that one."""
         state = self._idle(sequence)
         del self._sequences[sequence]
-        promised = self._capacity.promised
-        promised.pop(state, None)
+        self._capacity.promised.pop(state, None)
         state.promised_tokens = 0
         if publish and state.length >= state.publish_at:
             self._prefixes.publish(state)
         self._pool.release(state.table.cut(0) + state.spares)
-        if state.shared or self._sharing_ended:
-            self._sharing_ended = False
-            for other in [each for each in promised if not each.promised_tokens]:
-                del promised[other]
-            for other in promised:
-                if other.shared and other.spares:
-                    if other.open is None:
-                        self._capacity.trim(other)
-                    else:
-                        self._sharing_ended = True
+        self._sharing_ended |= bool(state.shared)
+        self.trim_spares()
+
+    def trim_spares(self) -> None:
+        """Free the spares for blocks that are shared no more, those of sequences in a step when that is over. To be
+        called when a step is: what one leaves behind must not show as a trace of a later one that fails."""
+        if not self._sharing_ended:
+            return
+        self._sharing_ended, promised = False, self._capacity.promised
+        for other in [each for each in promised if not each.promised_tokens]:
+            del promised[other]
+        for other in promised:
+            if other.shared and other.spares:
+                if other.open is None:
+                    self._capacity.trim(other)
+                else:
+                    self._sharing_ended = True
 
     def fetch(
         self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, most: int

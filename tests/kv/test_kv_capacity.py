@@ -105,15 +105,14 @@ def test_a_spare_for_a_copy_that_is_not_needed_any_more_goes_back():
 
 
 @pytest.mark.parametrize("end", ["write", "truncate"])
-def test_a_spare_for_a_fork_that_went_its_own_way_goes_back_at_the_next_release(end):
+def test_a_spare_for_a_fork_that_went_its_own_way_goes_back_when_the_step_is_over(end):
     w = world()
     w.write(A, 6)
-    w.write(C, 1)
     w.kv.ensure_capacity(A, 2)
     w.fork(A, B)
-    w.write(B, 1) if end == "write" else w.truncate(B, 4)
     assert len(w.spares(A)) == 1
-    w.release(C)
+    w.write(B, 1) if end == "write" else w.truncate(B, 4)
+    w.kv.trim_spares()
     assert w.spares(A) == []
 
 

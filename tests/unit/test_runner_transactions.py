@@ -339,6 +339,15 @@ def roll_back_with_promised_blocks(twins: Twins) -> Step:
     return Step((twins.span(1, 3, start=7),))
 
 
+def create_after_a_copy_of_what_was_promised(twins: Twins) -> Step:
+    """The fork has its own block now, for which the promise held one: that is free before the step, not through it."""
+    twins.step(twins.span(1, 4, ahead=5))
+    twins.step(twins.span(1, 1))
+    fork(twins, 1, [2])
+    twins.step(twins.span(2, 1))
+    return Step((twins.span(3, 1),))
+
+
 def write_behind_a_shared_tail(twins: Twins) -> Step:
     twins.step(twins.span(1, 6))
     fork(twins, 1, [2])
@@ -419,6 +428,7 @@ SCENARIOS = [
     append_within_a_block,
     append_new_blocks,
     append_with_promised_blocks,
+    create_after_a_copy_of_what_was_promised,
     roll_back_and_overwrite_in_place,
     roll_back_and_write_beyond_the_end,
     roll_back_to_nothing,
