@@ -166,7 +166,8 @@ def _family(config: Fields) -> tuple[str, Family]:
             )
         family = FAMILIES[names[0]]
         if model_type and model_type not in family.model_types:
-            raise InvalidRequest(f"model_type {model_type[:80]!r} is not that of {names[0]}", field="model_type")
+            kind = InvalidRequest if any(model_type in each.model_types for each in FAMILIES.values()) else NotSupported
+            raise kind(f"model_type {model_type[:80]!r} is not that of {names[0]}", field="model_type")
         return names[0], family
     for architecture, family in FAMILIES.items():
         if model_type in family.model_types:

@@ -187,6 +187,7 @@ def test_sizes_must_be_there_and_be_sizes(field):
             "rope_scaling.original_max_position_embeddings",
         ),
         ({"model_type": "qwen2"}, InvalidRequest, "model_type"),
+        ({"model_type": "internlm3"}, NotSupported, "model_type"),  # another family that has the class's name
         ({"sliding_window": 7}, NotSupported, "sliding_window"),
         ({"attn_logit_softcapping": 50.0}, NotSupported, "attn_logit_softcapping"),
         ({"rope_interleaved": True}, NotSupported, "rope_interleaved"),
