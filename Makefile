@@ -57,6 +57,7 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks.speculation
 	@$(BIN)/python -m benchmarks.cache
 	@$(BIN)/python -m benchmarks.adapters
+	@$(BIN)/python -m benchmarks.backends
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.transfer
 	@$(BIN)/python -m benchmarks.prefix

@@ -486,6 +486,12 @@ def adapters(name: str, result: Any) -> str:
     return "\n".join([*parts, conditions(name, result, [told, *_rounds(result["settings"])])])
 
 
+def backends(name: str, result: Any) -> str:
+    """One run of `benchmarks.backends`."""
+    parts = [TEXTS["backends"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
+    return "\n".join([*parts, conditions(name, result, _rounds(result["settings"]))])
+
+
 def memory(name: str, result: Any) -> str:
     """One run of `benchmarks.memory`."""
     table = tables.memory(result["points"]).markdown()
@@ -538,6 +544,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "speculation": speculation,
     "cache": cache,
     "adapters": adapters,
+    "backends": backends,
     "memory": memory,
     "prefix": prefix,
     "transfer": transfer,
