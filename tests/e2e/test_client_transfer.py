@@ -29,6 +29,7 @@ from ferrum_rpc.errors import (
 from ferrum_rpc.service import nixl
 from tests.service.nixl import Fabric
 from tests.serving import Served, serve_identity
+from tests.wiring import until
 
 PROMPT = [*range(60, 103)]
 
@@ -163,6 +164,8 @@ async def test_a_release_gives_up_what_an_unfinished_move_has_brought(there: The
             move = asyncio.create_task(source.move_to(target))
             await asyncio.wait_for(begun.wait(), 30)
             if how == "cancelled":
+                [arriving] = [record.cut.__self__ for record in away.server.state.unnamed]
+                await until(lambda: arriving.next_token > 0)  # else nothing of it was kept, and nothing is left
                 move.cancel()
             await asyncio.wait({move})
         assert move.cancelled() or isinstance(move.exception(), InstanceMismatch)

@@ -430,9 +430,9 @@ async def read_parts(stream: Stream) -> tuple[list[Any], list[tuple[int, int, li
             return parts, came
 
 
-async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> None:
-    expected = await single_decodes(served, PROMPT, 12)
-    async with opened(served, tokens=True) as stream:
+async def test_items_that_are_apart_are_answered_as_they_end() -> None:
+    steps = Steps(0)
+    async with serve_identity(stage=steps) as served, opened(served, tokens=True) as stream:
         items = [
             running(PROMPT, most=12),
             running(PROMPT, most=3),
@@ -440,7 +440,12 @@ async def test_items_that_are_apart_are_answered_as_they_end(served: Served) -> 
             item([999], output=top(2)),
         ]
         await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
-        parts, came = await read_parts(stream)
+        reading = asyncio.ensure_future(read_parts(stream))
+        steps.allow(4)
+        await steps.held()  # at the fifth: that of three tokens is over
+        steps.free()
+        parts, came = await reading
+        expected = await single_decodes(served, PROMPT, 12)
         order = [result.item_index for part in parts for result in part.results]
         assert sorted(order) == [0, 1, 2, 3] and order.index(1) < order.index(0) == 3
         for part in parts:
