@@ -54,6 +54,7 @@ def write(folder: Path, file: Path, kind: str) -> None:
         for name in weights.keys():  # noqa: SIM118 - no mapping
             values = weights.get_tensor(name).to(torch.float32).numpy()
             to = names.get_name(name, (".weight",))
+            assert to is not None, name
             if values.ndim == 1:
                 writer.add_tensor(to, values.astype(np.float32))
             else:
