@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from ferrum_rpc.building import found, model_folder
-from ferrum_rpc.config import ModelSettings, ServeSettings
+from ferrum_rpc.config import SETTINGS, ModelSettings, ServeSettings
+from ferrum_rpc.errors import ExecutorError
 
 if TYPE_CHECKING:
     from ferrum_rpc.engine.choices import Parts
@@ -46,7 +48,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     elif parity is not None and not parity.holds:
         status, verdict = EXIT_WRONG, "it is computed wrong: do not serve it, and report it with this output"
     else:
-        status, verdict = EXIT_SERVES, f"it can be served with these settings: ferrum-rpc serve {settings.model.path}"
+        status, verdict = EXIT_SERVES, f"it can be served: {_command(settings)}"
     if as_json:
         facts = {
             "model": settings.model.path,
@@ -75,6 +77,17 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     return status
 
 
+def _command(settings: ServeSettings) -> str:
+    """What serves it so."""
+    words = ["ferrum-rpc", "serve", settings.model.path]
+    for name, field in SETTINGS.items():
+        value = getattr(settings.model if hasattr(settings.model, name) else settings, name)
+        if value != field.default:
+            flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+            words += [flag] if isinstance(value, bool) else [flag, str(value)]
+    return shlex.join(words)
+
+
 def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
     """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
     from ferrum_rpc.engine.parity import compare
@@ -91,6 +104,8 @@ def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | N
     exact = dataclasses.replace(config, quantize="none", kv_dtype="auto")
     try:
         parity = compare(exact)
+    except ExecutorError:  # what `serve` would say
+        raise
     except Exception as error:  # whatever transformers says of a model that it cannot load
         return None, f"not compared: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     theirs = "" if parity.theirs is None else f"; of transformers in {parity.dtype} it is {parity.theirs:.2g}"

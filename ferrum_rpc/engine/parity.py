@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, Final
 
 import numpy as np
@@ -47,7 +48,7 @@ class Parity:
     @property
     def holds(self) -> bool:
         """Whether the model is computed right."""
-        return self.error <= max(EXACT, TIMES * (self.theirs or 0.0))
+        return isfinite(self.error) and self.error <= max(EXACT, TIMES * (self.theirs or 0.0))
 
 
 def compare(config: ModelSettings) -> Parity:

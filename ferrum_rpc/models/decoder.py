@@ -95,7 +95,7 @@ class Decoder:
             tensor = half_split(tensor, placement)
         rows = self._parameters[key][placement.first : placement.first + placement.rows]
         rows.copy_(tensor if placement.spread else tensor.view(placement.extent))
-        if not is_finite(rows):
+        if not is_finite(rows if rows.dtype == self.dtype else rows.to(self.dtype)):
             kind = str(self.dtype).removeprefix("torch.")
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
         if placement.norm and self.spec.norm_offset:

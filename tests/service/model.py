@@ -297,8 +297,12 @@ class Blocks:
         self._cut(sequence, 0)
         self.free += sequence.spares
         sequence.spares = 0
+        self.trim(each for each in others if each is not sequence)
+
+    def trim(self, others: Iterable[Sequence]) -> None:
+        """Blocks may be shared no more: give back the spares for them. ``others`` are in no step."""
         for other in others:
-            if other is not sequence and other.promised:
+            if other.promised:
                 self._give_back(other, self._spares_wanted(other, other.promised_from, other.promised))
 
     def park(self, sequence: Sequence, others: Iterable[Sequence]) -> int:
@@ -646,6 +650,7 @@ class Oracle:
                 fed.remove(write.sequence)
                 others = [each for each in self.live.values() if each not in fed]
                 self.blocks.rollback(write, items[index].handle is None, others)
+            self.blocks.trim(self.live.values())
             for index in admitted:
                 outcomes[index] = exhausted if not fails else failed if index not in writes else STEP_FAILED
             return
@@ -673,6 +678,7 @@ class Oracle:
                         self.oldest_rows += 1
             before = sequence.handle.version if sequence.handles else -1
             outcomes[index] = Committed(sequence, before, prefixes, item.output, record)
+        self.blocks.trim(self.live.values())
 
     # --- request ids ------------------------------------------------------------------------------------------------
 
@@ -722,6 +728,7 @@ class Oracle:
             return frozenset({EXHAUSTED})
         self.counts["truncated"] += sequence.length - length
         self.blocks.truncate(sequence, length)
+        self.blocks.trim(self.live.values())
         if request_id:
             self.record(handle.id, request_id, meaning)
         return sequence

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ferrum_rpc import cli, doctor
 from ferrum_rpc.engine import parity
@@ -39,7 +40,9 @@ def test_a_model_that_is_computed_right(folder, capsys, dtype):
     assert (found["parity"]["theirs"] is None) == (dtype == "float32")
     if dtype == "float32":
         assert found["parity"]["error"] < 1e-4
-    assert found["verdict"] == f"it can be served with these settings: ferrum-rpc serve {folder}"
+    assert (
+        found["verdict"] == f"it can be served: ferrum-rpc serve {folder} --device cpu --dtype {dtype} --kv-blocks 16"
+    )
 
 
 @pytest.mark.parametrize("context", ["512", "128"])
@@ -87,3 +90,17 @@ def test_a_model_that_does_not_fit_or_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", str(odd)])
     assert ended.value.code == doctor.EXIT_WRONG and "ferrum-rpc doctor: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_weights_that_serve_refuses_are_refused(folder, capsys, name):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[0] = 1e6  # too large for float16
+    broken = folder.parent / name
+    broken.mkdir()
+    save_file(tensors, broken / "model.safetensors")
+    (broken / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", str(broken), "--dtype", "float16", "--device", "cpu", "--kv-blocks", "16"])
+    assert ended.value.code == doctor.EXIT_WRONG
+    assert f"{name} holds NaN or infinity, or numbers that float16 cannot hold" in capsys.readouterr().err

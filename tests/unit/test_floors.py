@@ -88,7 +88,7 @@ FLOORS: dict[str, Floor] = {
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
-    "ferrum_rpc.doctor": Floor("models engine engine.parity building config"),
+    "ferrum_rpc.doctor": Floor("errors models engine engine.parity building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "

@@ -17,7 +17,7 @@ import torch
 
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.fields import LARGEST, Fields
 from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.head import Head
 from ferrum_rpc.models.hf.library import library, quiet
@@ -136,8 +136,9 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     scaling = tuple(dict.fromkeys(freeze(model, 1)))
     calls, hidden, logits = _dry_run(model, name)
     context = getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 1:
-        raise InvalidRequest("max_position_embeddings is missing", field="max_position_embeddings")
+    if not isinstance(context, int) or not 1 <= context <= LARGEST:
+        message = f"max_position_embeddings is missing, or not within 1 .. {LARGEST}"
+        raise InvalidRequest(message, field="max_position_embeddings")
     parameters = {id(each): each for each in model.parameters()}
     state = model.state_dict(keep_vars=True)
     tables = sum(each.nbytes for key, each in model.named_buffers() if key not in state)
