@@ -55,6 +55,9 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Keys that are taken where they say that a feature is off, by the values that do."""
 
+CHANGING: Final = ("pissa", "olora", "loftq", "corda")
+"""Ways to begin of adapters that are right over changed weights of the model only."""
+
 _PLAIN: Final = re.compile(r"\^?[\w.]+", re.ASCII)
 _LAYER: Final = re.compile(r".*?\.(?P<list>[^.]*)\.(?P<index>\d+)\.")
 
@@ -88,6 +91,13 @@ def read_adapter(
     rooted = fields.flag("use_rslora", default=False)
     ranks, alphas = _pattern(fields, "rank_pattern"), _pattern(fields, "alpha_pattern")
     expected = _targets(fields, modules)
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(CHANGING):
+        raise NotSupported(
+            f"{FILE}.init_lora_weights is {begun[:80]!r}: such an adapter changes the model's own weights too; "
+            "convert it with PEFT to one that does not (save_pretrained with path_initial_model_for_weight_conversion)",
+            field=f"{FILE}.init_lora_weights",
+        )
     refuse_unread(fields, IRRELEVANT, NEUTRAL)
     found = _modules(shapes, modules)
     if expected is not None:

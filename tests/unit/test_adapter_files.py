@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.errors import AdapterUnknown, ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.adapter_config import read_adapter
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import Loras, TorchLoras
 from ferrum_rpc.models.spec import ModelSpec
@@ -241,3 +242,9 @@ def test_a_name_is_a_folder_of_the_adapter_folder_and_nothing_else(tmp_path: Pat
         (root / "three" / CONFIG).write_text((root / "one" / CONFIG).read_text())
         os.mkfifo(root / "three" / TENSORS)
         refused(root, InvalidRequest, "regular file", "three")
+
+
+def test_adapters_over_changed_weights_are_to_be_converted_and_their_key_is_not_to_be_removed() -> None:
+    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}
+    with pytest.raises(NotSupported, match="convert it with PEFT"):
+        read_adapter(config, {}, {"model.layers.0.self_attn.q_proj": (8, 8)}, 64)
