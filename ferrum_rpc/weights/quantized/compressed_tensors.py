@@ -143,13 +143,18 @@ def _plain(stored: Stored, module: str, roundings: list[Rounding]) -> None:
     if stored.get(module, "weight_zero_point") is not None:
         stored.expect(module, "weight_zero_point", (torch.int8, torch.float8_e4m3fn), [scale.shape])
         parts.append("weight_zero_point")
+    _add_order(stored, module, each, parts, width)
+    size = each.size if each.strategy == "group" else width
+    stored.make(module, parts, (rows, width), _decode(module, size, 0, width))
+
+
+def _add_order(stored: Stored, module: str, each: Rounding, parts: list[str], width: int) -> None:
+    """Which group each column is of, where the file says so."""
     if stored.get(module, "weight_g_idx") is not None:
         stored.expect(module, "weight_g_idx", INT, [(width,)])
         parts.append("weight_g_idx")
     elif each.ordered:
         raise wrong(module, "weight_g_idx is missing, and actorder is group")
-    size = each.size if each.strategy == "group" else width
-    stored.make(module, parts, (rows, width), _decode(module, size, 0, width))
 
 
 def _packed(stored: Stored, module: str, roundings: list[Rounding]) -> None:
@@ -175,11 +180,7 @@ def _packed(stored: Stored, module: str, roundings: list[Rounding]) -> None:
         else:
             stored.expect(module, "weight_zero_point", (torch.int8,), [scale.shape])
         parts.append("weight_zero_point")
-    if stored.get(module, "weight_g_idx") is not None:
-        stored.expect(module, "weight_g_idx", INT, [(width,)])
-        parts.append("weight_g_idx")
-    elif each.ordered:
-        raise wrong(module, "weight_g_idx is missing, and actorder is group")
+    _add_order(stored, module, each, parts, width)
     size = each.size if each.strategy == "group" else width
     stored.make(module, parts, (rows, width), _decode(module, size, each.bits, width), 32 // each.bits)
 
