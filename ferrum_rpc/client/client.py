@@ -380,19 +380,16 @@ class ExecutorClient:
                     field=f"items[{at}]",
                 )
         connection, deadline = self._connection, self._context.deadline(timeout_s)
-        claimed: list[SequenceState] = []
+        claimed: list[Item] = []
         try:
             for item in listed:
-                if item.follows is None:
-                    claimed.append(item.state.claim(feed.name))
-                else:
-                    item.state.claim_item(item, feed.name)
-                    claimed.append(item.state)
+                item.state.claim_item(item, feed.name)
+                claimed.append(item)
                 item.state.check(item)
             return await connection.forward(feed, listed, deadline, all_or_nothing=all_or_nothing) if listed else []
         finally:
-            for state in claimed:
-                state.busy, state.behind = state.behind, ""
+            for item in claimed:
+                item.state.leave_item(item)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

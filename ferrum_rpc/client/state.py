@@ -126,7 +126,8 @@ class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
     message, which is only ever copied from, and what it needs of the executor. ``busy``: the call in flight, ``behind``
-    the one that follows it. ``early``: the commit of an item whose answer has overtaken that of the one it follows.
+    the other one of two that follow each other; ``follower``: that item, while in flight. ``early``: the commit of an
+    item whose answer has overtaken that of the one it follows.
     ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens."""
 
     create: forward_pb2.CreateOptions
@@ -134,6 +135,7 @@ class SequenceState:
     tokens: list[int] | None = None
     busy: str = ""
     behind: str = ""
+    follower: Item | None = None
     released: bool = False
     last_request_id: str = ""
     lease_id: str = ""
@@ -176,11 +178,21 @@ class SequenceState:
         self.busy, self.behind = self.behind, ""
 
     def claim_item(self, item: Item, what: str) -> None:
-        """As `claim`, for an item. One that follows may be in flight beside the one that it follows."""
-        if item.follows is None or not self.busy or self.behind:
+        """As `claim`, for an item. One that follows may be in flight beside the one that it follows, whichever of the
+        two was sent, or sent again, last."""
+        followed = self.follower is not None and self.follower.follows is item
+        if not self.busy or self.behind or (item.follows is None and not followed):
             self.claim(what)
         else:
             self.behind = what
+        if item.follows is not None:
+            self.follower = item
+
+    def leave_item(self, item: Item) -> None:
+        """Its call has ended."""
+        self.busy, self.behind = self.behind, ""
+        if self.follower is item:
+            self.follower = None
 
     def check_idle(self, what: str) -> None:
         """Raise where a call is in flight on the sequence, which is about to be freed."""

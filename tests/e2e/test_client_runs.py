@@ -29,6 +29,7 @@ from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import (
     ChainBroken,
     ContextLengthExceeded,
+    DeadlineExceeded,
     InvalidRequest,
     KvBlocksExhausted,
     NotSupported,
@@ -507,6 +508,27 @@ async def test_one_item_follows_another_and_sessions_are_needed() -> None:
             await client.forward([item])
             with pytest.raises(NotSupported, match="sessions"):
                 await client.forward([sequence.item(follows=item)])
+
+
+async def test_an_item_is_sent_again_while_its_follower_waits_for_it() -> None:
+    """As after a lost connection, where the client's own attempts for the two end at different times."""
+    gate = Gate("forward")
+    async with serve_identity(stage=gate) as served, ExecutorClient(served.target, session=True) as client:
+        expected = await by_hand(client, 5)
+        sequence = client.sequence(keep_tokens=True)
+        await sequence.prefill(PROMPT, SAMPLE)
+        item = sequence.item([expected[0]], SAMPLE, run=Run(2))
+        behind = sequence.item(output=SAMPLE, run=Run(2), follows=item)
+        first = await gate.hold(client.forward([item], timeout_s=0.1))
+        second = asyncio.ensure_future(client.forward([behind]))
+        with pytest.raises(DeadlineExceeded):
+            await first
+        again = asyncio.ensure_future(client.forward([item]))
+        gate.open()
+        assert answered((await again)[0]).tokens.tolist() == expected[1:2], "cut where its caller left"
+        assert isinstance((await second)[0], ChainBroken)
+        [outcome] = await client.forward([sequence.item([expected[1]], SAMPLE, run=Run(3))])
+        assert answered(outcome).tokens.tolist() == expected[2:5]
 
 
 async def test_items_that_are_apart_share_a_frame() -> None:

@@ -165,6 +165,28 @@ def test_one_call_at_a_time_and_none_after_the_release() -> None:
         sequence.claim("decode")
 
 
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_an_item_may_be_sent_again_while_its_follower_is_in_flight(ends_first: int) -> None:
+    """Two resent one after the other would have to wait for each other."""
+    sequence = state(handle=handle(1, 4))
+    first, other = item(sequence, [1]), item(sequence, [2])
+    second = sequence.item_behind(first, 3, [7], OutputSpec(Positions.NONE, Sample()), run=None, max_context=99)
+    sequence.claim_item(first, "forward")
+    sequence.claim_item(second, "forward")
+    sequence.leave_item(first)
+    with pytest.raises(SequenceMisuseError, match="in flight"):
+        sequence.claim_item(other, "forward")
+    sequence.claim_item(first, "forward")
+    with pytest.raises(SequenceMisuseError, match="in flight"):
+        sequence.claim_item(first, "forward")
+    both = [first, second]
+    sequence.leave_item(both.pop(ends_first))
+    with pytest.raises(SequenceMisuseError, match="in flight"):
+        sequence.claim_item(other, "forward")
+    sequence.leave_item(both.pop())
+    sequence.claim_item(other, "forward")
+
+
 def test_creation_options_travel_only_with_the_creation() -> None:
     sequence = SequenceState(forward_pb2.CreateOptions(reserve_tokens=9))
     creation = item(sequence, [1])
