@@ -52,11 +52,7 @@ class Borrowed(NamedTuple):
 
     def load(self, device: torch.device, progress: Progress | None) -> Model:
         """Read the weights."""
-        count = _Counter(self.checkpoint.nbytes, progress)
-        reader = Reader()
-        stored = {
-            name: _Stored(name, entry, reader, self.dtype, count) for name, entry in self.checkpoint.entries.items()
-        }
+        stored = stored_tensors(self.checkpoint, self.dtype, progress)
         return load(self.spec, stored, self.dtype, device, self.max_context)
 
     def weight_bytes(self) -> int:
@@ -70,6 +66,12 @@ class Borrowed(NamedTuple):
         experts = getattr(spec.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
         token = (ROWS * spec.hidden_size + 2 * heads + 2 * spec.inner_size * experts) * size + 2 * spec.hidden_size * 4
         return tokens * token + attending + rows * spec.vocab_size * (2 * size + 4)
+
+
+def stored_tensors(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, _Stored]:
+    """All tensors by name, each to be read when transformers asks for it; what is quantized in ``dtype``."""
+    count, reader = _Counter(checkpoint.nbytes, progress), Reader()
+    return {name: _Stored(name, entry, reader, dtype, count) for name, entry in checkpoint.entries.items()}
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:

@@ -19,9 +19,10 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.fused_ops import FusedOps
-from ferrum_rpc.models.layout import EMBEDDING, HEAD, layout
+from ferrum_rpc.models.layout import EMBEDDING, embedding_name, head_name, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.with_images import roots
 from ferrum_rpc.native import cpu
 from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
 
@@ -73,8 +74,12 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     decoder does not serve. As in transformers, a head beside tied embeddings that differs from them is a head.
     """
     spec = ModelSpec.from_config(checkpoint.config)
-    spec = replace(spec, eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids)
-    if spec.tied_embeddings and _has_own_head(checkpoint):
+    spec = replace(
+        spec,
+        roots=roots(spec.architecture, checkpoint.entries.keys(), EMBEDDING),
+        eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids,
+    )
+    if spec.tied_embeddings and _has_own_head(checkpoint, head_name(spec), embedding_name(spec)):
         spec = replace(spec, tied_embeddings=False)
     _check_fit(checkpoint, spec)
     return spec
@@ -85,14 +90,14 @@ def stops_of(checkpoint: Checkpoint) -> tuple[int, ...]:
     return Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
 
 
-def _has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether there is a head that is not the embedding's copy."""
-    head, embedding = (checkpoint.entries.get(name) for name in (HEAD, EMBEDDING))
+def _has_own_head(checkpoint: Checkpoint, *names: str) -> bool:
+    """Whether there is a head that is not the embedding's copy, both by their names."""
+    head, embedding = (checkpoint.entries.get(name) for name in names)
     if head is None or embedding is None:
         return head is not None
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or head.encoding or embedding.encoding:
         return True
-    one, other = (tensor.view(torch.uint8) for _, tensor in checkpoint.tensors((HEAD, EMBEDDING)))
+    one, other = (tensor.view(torch.uint8) for _, tensor in checkpoint.tensors(names))
     return not torch.equal(one, other)
 
 
@@ -109,12 +114,13 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raise unless every expected tensor is there in its shape and readable, and nothing unknown is."""
     entries = checkpoint.entries
     expected = {name: placement.shape for name, placement in layout(spec).items()}
-    harmless = {HEAD} if spec.tied_embeddings else set()
+    harmless = {head_name(spec)} if spec.tied_embeddings else set()
     missing = [name for name in expected if name not in entries]
     extra = [
         name
         for name in entries
-        if name not in expected and name not in harmless and not name.endswith("rotary_emb.inv_freq")
+        if name not in expected and name not in harmless and not name.startswith(spec.roots.images)
+        if not name.endswith("rotary_emb.inv_freq")
         if not _adds_nothing(checkpoint, name)
     ]
     misshapen = [

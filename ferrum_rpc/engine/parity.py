@@ -17,6 +17,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step, TokenArray
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.hf_model import stored_tensors
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.hf.rope import freeze
@@ -92,7 +93,8 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) 
     if any(entry.encoding is not None for entry in checkpoint.entries.values()):
         model = _dequantized(library, checkpoint, dtype)
     else:
-        model = library.AutoModelForCausalLM.from_pretrained(
+        config = library.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model = _class(library, config).from_pretrained(
             path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
         )
     freeze(model.eval(), context)
@@ -106,12 +108,16 @@ def _dequantized(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> An
     """The model of transformers with the numbers that we make of quantized weights: it reads few such files itself."""
     facts = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     config = library.AutoConfig.for_model(**facts)
-    model = library.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    state = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in checkpoint.tensors(dtype=dtype):
-            state[name].copy_(tensor)
-    return model
+    stored = stored_tensors(checkpoint, dtype)
+    return _class(library, config).from_pretrained(
+        None, config=config, state_dict=stored, dtype=dtype, local_files_only=True, trust_remote_code=False
+    )
+
+
+def _class(library: Any, config: Any) -> Any:
+    """Models of text and images are decoders to transformers only in part."""
+    plain, kind = library.AutoModelForCausalLM, type(config)
+    return (plain if kind in plain._model_mapping else library.AutoModelForImageTextToText)._model_mapping[kind]
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:

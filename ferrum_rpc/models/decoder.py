@@ -9,7 +9,7 @@ rows are sampled are not known here: attention is a callback.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 
 
@@ -138,7 +139,8 @@ class Decoder:
         return Loaded(parameters["embedding"], together, parameters["norm"], linears["head"])
 
     def take_adapters(self) -> tuple[str, Loras]:
-        reason, self._loras = select_loras(self._layout, self.spec.layers, self.dtype, self.device)
+        spec = replace(self.spec, roots=adapted_roots(self.spec.architecture))
+        reason, self._loras = select_loras(layout(spec), spec.layers, self.dtype, self.device)
         return reason, self._loras
 
     # --- forward ----------------------------------------------------------------------------------------------------

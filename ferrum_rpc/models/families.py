@@ -262,8 +262,3 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
 }
 """By ``architectures[0]``."""
-
-WITH_IMAGES: Final = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-}
-"""Architectures of text and images, and the one that their text part is when it is saved alone."""

@@ -22,7 +22,8 @@ Shape = tuple[int, ...]
 NORMS: Final = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 """Fields of `Names`, and what the parameters are called."""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING: Final = "embed_tokens.weight"
+"""Below the root of the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,25 @@ def layout(spec: ModelSpec) -> dict[str, Placement]:
     """Every tensor that the decoder needs, by its checkpoint name."""
     hidden = spec.hidden_size
     table = {
-        EMBEDDING: _whole("embedding", spec.vocab_size, hidden),
-        **dict(_norm(spec, "norm", "model.norm")),
+        embedding_name(spec): _whole("embedding", spec.vocab_size, hidden),
+        **dict(_norm(spec, "norm", f"{spec.roots.body}norm")),
     }
     if not spec.tied_embeddings:
-        table[HEAD] = _whole("head.weight", spec.vocab_size, hidden)
+        table[head_name(spec)] = _whole("head.weight", spec.vocab_size, hidden)
     for layer in range(spec.layers):
         for name, placement in _layer(spec, f"layers.{layer}."):
-            table[f"model.layers.{layer}.{name}"] = placement
+            table[f"{spec.roots.body}layers.{layer}.{name}"] = placement
     return table
+
+
+def embedding_name(spec: ModelSpec) -> str:
+    """What the checkpoint calls the embedding."""
+    return spec.roots.body + EMBEDDING
+
+
+def head_name(spec: ModelSpec) -> str:
+    """What the checkpoint calls a head of its own."""
+    return f"{spec.roots.head}weight"
 
 
 def parameter_shapes(table: dict[str, Placement]) -> dict[str, Shape]:

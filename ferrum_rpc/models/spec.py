@@ -16,10 +16,11 @@ from typing import Literal
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
-from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, WITH_IMAGES, Family, Names
+from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Names
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.layer_kinds import read_unturned, read_windows
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
+from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
 
 MAX_LAYERS = 4096
 """More is a broken file: per-layer facts are kept as tuples."""
@@ -43,8 +44,8 @@ class Scales:
 class ModelSpec:
     """The shape and options of a decoder. ``windows`` has one entry per layer: the tokens that a query sees,
     itself included, or None for all. ``layer_ropes``: which of ``ropes`` turns the heads of a layer, None: none does.
-    ``pairs``: the checkpoint pairs neighbouring channels of a head. ``dtype`` is the checkpoint's, as written there, or
-    None. See `families.Family` for the other options."""
+    ``pairs``: the checkpoint pairs neighbouring channels of a head. ``roots``: what its tensors' names begin with.
+    ``dtype`` is the checkpoint's, as written there, or None. See `families.Family` for the other options."""
 
     architecture: str
     vocab_size: int
@@ -66,6 +67,7 @@ class ModelSpec:
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     names: Names = field(default_factory=Names)
+    roots: Roots = PLAIN
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norm_offset: bool = False
@@ -84,8 +86,7 @@ class ModelSpec:
         Raises NotSupported for an architecture or feature that is not served, InvalidRequest for a field that is
         missing or wrong; both name the field.
         """
-        config = Fields(data)
-        architecture, family = _family(config)
+        architecture, family, config = _family(Fields(data))
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         kv_heads = _kv_heads(config, family, heads)
         head_dim = _head_dim(config, family, hidden, heads)
@@ -150,16 +151,13 @@ class ModelSpec:
         return replace(self, ropes=tuple(replace(rope, context=served) for rope in self.ropes))
 
 
-def _family(config: Fields) -> tuple[str, Family]:
-    supported = ", ".join(FAMILIES)
+def _family(config: Fields) -> tuple[str, Family, Fields]:
+    """The class, how its decoder reads its configuration, and that of the decoder."""
+    supported = ", ".join((*FAMILIES, *WITH_IMAGES))
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
-        if text := WITH_IMAGES.get(names[0]):
-            raise NotSupported(
-                f"architectures: {names[0]} is a model of text and images; its text part is served from a checkpoint "
-                f"that holds it alone, as {text}",
-                field="architectures",
-            )
+        if names[0] in WITH_IMAGES:
+            return _of_text(names[0], config)
         if names[0] not in FAMILIES:
             raise NotSupported(
                 f"architectures: {names[0][:80]!r} is not supported; supported: {supported}", field="architectures"
@@ -168,15 +166,23 @@ def _family(config: Fields) -> tuple[str, Family]:
         if model_type and model_type not in family.model_types:
             kind = InvalidRequest if any(model_type in each.model_types for each in FAMILIES.values()) else NotSupported
             raise kind(f"model_type {model_type[:80]!r} is not that of {names[0]}", field="model_type")
-        return names[0], family
+        return names[0], family, config
     for architecture, family in FAMILIES.items():
         if model_type in family.model_types:
-            return architecture, family
+            return architecture, family, config
+    for architecture, whole in WITH_IMAGES.items():
+        if model_type == whole.model_type:
+            return _of_text(architecture, config)
     if model_type:
         raise NotSupported(
             f"model_type: {model_type[:80]!r} is not supported; supported: {supported}", field="model_type"
         )
     raise InvalidRequest("architectures is missing; it must name the model's class", field="architectures")
+
+
+def _of_text(architecture: str, config: Fields) -> tuple[str, Family, Fields]:
+    text, section = text_part(architecture, config)
+    return architecture, FAMILIES[text], section
 
 
 def _kv_heads(config: Fields, family: Family, heads: int) -> int:

@@ -117,6 +117,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Those that are served: ``model_type`` to what is said beside `TINY`."""
 
+NATIVE: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": TINY | HEADS | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        "tie_word_embeddings": False,
+    },
+}
+"""Those of text and images that are no decoders to transformers: the native decoder serves their text part alone."""
+
 UNSAFE: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, "its attention cannot be replaced"),
     "bloom": ({}, "its attention cannot be replaced"),
@@ -136,14 +146,15 @@ UNSAFE: dict[str, tuple[dict[str, Any], str]] = {
 
 def make_family(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model of the family, float32, eager attention, in evaluation mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    options = {**FAMILIES[family], **overrides}
+    options = {**FAMILIES.get(family, {}), **NATIVE.get(family, {}), **overrides}
     if "text_config" not in options:
         options = TINY | options
     config = AutoConfig.for_model(family, **options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    kind = AutoModelForImageTextToText if family in NATIVE else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -9,6 +9,7 @@ weights, beside the error of transformers in bfloat16.
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from ferrum_rpc.errors import ExecutorError, NotSupported
 from ferrum_rpc.models.hf.describe import describe
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.harness import error
-from tests.numerics.hf_families import FAMILIES, TINY, UNSAFE, make_family
+from tests.numerics.hf_families import FAMILIES, NATIVE, TINY, UNSAFE, make_family
 from tests.numerics.test_hf_families import feed, plain_logits, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -27,10 +28,10 @@ BEGIN, END = "<!-- families: `python -m tests.numerics.hf_table` -->", "<!-- end
 
 
 class Measured(NamedTuple):
-    """Errors of a family, and whether the native decoder serves it too."""
+    """Errors of a family, and who serves it."""
 
     architecture: str
-    native: bool
+    backend: str
     exact: float
     rounded: float
     theirs: float
@@ -38,24 +39,22 @@ class Measured(NamedTuple):
 
 def measure(family: str) -> Measured:
     """Through our runner, and by transformers."""
-    from transformers import AutoModelForCausalLM
-
     model = make_family(family)
+    backend = "native" if family in NATIVE else "hf"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        exact = error(feed(build_runner(settings(folder))), plain_logits(model).double())
+        exact = error(feed(build_runner(settings(folder, model_backend=backend))), plain_logits(model).double())
     with tempfile.TemporaryDirectory() as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         truth, theirs = (
-            plain_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval())
+            plain_logits(type(model).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval())
             for dtype in (torch.float32, torch.bfloat16)
         )
-        rounded = feed(build_runner(settings(folder, dtype="bfloat16")))
-    try:
-        native = bool(ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]}))
-    except ExecutorError:
-        native = False
-    return Measured(type(model).__name__, native, exact, usual_error(rounded, truth), usual_error(theirs, truth))
+        rounded = feed(build_runner(settings(folder, dtype="bfloat16", model_backend=backend)))
+    with suppress(ExecutorError):
+        ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+        backend = backend if family in NATIVE else "native, hf"
+    return Measured(type(model).__name__, backend, exact, usual_error(rounded, truth), usual_error(theirs, truth))
 
 
 def usual_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -69,12 +68,11 @@ def table() -> str:
         "| `model_type` | class | backend | error in float32 | in bfloat16 | of transformers in bfloat16 |",
         "|---|---|---|---|---|---|",
     ]
-    for family in FAMILIES:
+    for family in (*FAMILIES, *NATIVE):
         found = measure(family)
         print(family, *found, f"{found.rounded / found.theirs:.2f}", flush=True)
-        backend = "native, hf" if found.native else "hf"
         figures = f"{found.exact:.0e} | {found.rounded:.1e} | {found.theirs:.1e}"
-        lines.append(f"| {family} | {found.architecture} | {backend} | {figures} |")
+        lines.append(f"| {family} | {found.architecture} | {found.backend} | {figures} |")
     for family, (overrides, _) in UNSAFE.items():
         try:
             describe({**TINY, **overrides, "model_type": family})

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.engine.runner import TorchRunner
-from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import describe
 from tests.adapters import ALL as ALL_PROJECTIONS
 from tests.adapters import make_adapter, merge
 from tests.numerics.harness import error
-from tests.numerics.hf_families import FAMILIES, TINY, UNSAFE, make_family
+from tests.numerics.hf_families import FAMILIES, NATIVE, TINY, UNSAFE, make_family
 
 TOKENS = np.random.default_rng(3).integers(3, TINY["vocab_size"], size=(3, 20)).astype(np.int32)
 STEPS = (
@@ -70,6 +73,81 @@ def test_a_family_over_our_cache_is_transformers_alone(family, tmp_path):
     assert runner.info.parameters == sum(each.numel() for each in model.parameters())
 
 
+# --- text and images --------------------------------------------------------------------------------------------------
+
+LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def with_images(family: str) -> Any:
+    """A random model, where it is a Gemma 3 with the rotation of the published ones."""
+    if family != "gemma3":
+        return make_family(family)
+    return make_family(family, text_config=FAMILIES[family]["text_config"] | {"rope_parameters": LINEAR})
+
+
+def renamed(folder: Path) -> Path:
+    """With the tensors called as transformers calls its modules."""
+    file = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        plain = name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_", "lm_")
+        tensors[re.sub("^(vision_tower|multi_modal_projector)", r"model.\1", plain)] = tensor
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["gemma3", *NATIVE])
+def test_the_text_part_of_a_model_with_images_is_native(family, tmp_path):
+    model = with_images(family)
+    model.save_pretrained(tmp_path)
+    rows = feed(build_runner(settings(tmp_path, model_backend="native")))
+    assert error(rows, plain_logits(model).double()) <= 1e-5
+    assert torch.equal(rows, feed(build_runner(settings(renamed(tmp_path), model_backend="auto"))))
+
+
+@pytest.mark.parametrize("family", ["gemma3", *NATIVE])
+def test_the_text_part_errs_in_bfloat16_at_most_twice_as_much_as_transformers(family, tmp_path):
+    model = with_images(family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    rows = feed(build_runner(settings(tmp_path, model_backend="native", dtype="bfloat16")))
+    theirs = plain_logits(model)
+    truth = plain_logits(type(model).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager"))
+    assert error(rows, truth.double()) <= 2 * error(theirs, truth.double())
+
+
+def test_adapters_of_the_text_part_are_the_model_with_merged_weights(tmp_path):
+    model = with_images("gemma3")
+    model.save_pretrained(tmp_path / "model")
+    folder = make_adapter(tmp_path / "adapters" / "one", model, targets=("o_proj", "up_proj"))
+    runner = build_runner(settings(tmp_path / "model", model_backend="native", adapter_dir=tmp_path / "adapters"))
+    with runner.context():
+        runner.open_adapter(1, "one")
+        while runner.read_adapter(1) is None:
+            pass
+        span = Span(0, TOKENS[0], 0, ALL, create=True, adapter=1)
+        [outcome] = runner.forward(Step((span,))).outcomes
+    assert error(torch.from_numpy(outcome.rows.block["logits"]), plain_logits(merge(model, folder))[0].double()) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("language_model.model.layers.2.mlp.up_proj.weight", "1 unexpected .*layers.2"),
+        ("audio_tower.weight", "1 unexpected .*audio_tower"),
+        ("model.vision_tower.x", "1 unexpected .*model.vision_tower.x"),
+    ],
+)
+def test_what_is_neither_text_nor_image_is_refused(name, match, tmp_path):
+    make_family("gemma3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(4)}, file, {"format": "pt"})
+    with pytest.raises(InvalidRequest, match=match):
+        choose_parts(settings(tmp_path, model_backend="native"))
+
+
 @pytest.mark.parametrize("family", UNSAFE)
 def test_a_family_that_would_be_wrong_is_refused(family):
     overrides, why = UNSAFE[family]
@@ -79,7 +157,7 @@ def test_a_family_that_would_be_wrong_is_refused(family):
 
 def test_the_page_has_a_row_for_every_family():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [each for each in (*FAMILIES, *UNSAFE) if f"\n| {each} | " not in page] == []
+    assert [each for each in (*FAMILIES, *NATIVE, *UNSAFE) if f"\n| {each} | " not in page] == []
 
 
 # --- scalings that depend on a length ---------------------------------------------------------------------------------

@@ -358,7 +358,7 @@ def test_what_the_later_families_differ_in():
         ("Gemma 3", {"attn_logit_softcapping": 50.0}, NotSupported, "attn_logit_softcapping"),
         ("Gemma 3", {"rope_parameters": {}}, None, ""),
         ("Gemma 3", {"rope_parameters": {"rope_theta": 7.0}}, NotSupported, "rope_parameters.rope_theta"),
-        ("Gemma 3", {"architectures": ["Gemma3ForConditionalGeneration"]}, NotSupported, "architectures"),
+        ("Gemma 3", {"architectures": ["Gemma3ForConditionalGeneration"]}, InvalidRequest, "model_type"),
         ("Phi-3 mini", {"layer_types": ["full_attention"] * 32}, NotSupported, "layer_types"),
         (
             "Phi-3 mini",
@@ -395,6 +395,58 @@ def test_what_the_later_families_refuse(name, fields, error, field):
         ModelSpec.from_config(PUBLISHED[name] | fields)
     else:
         refused(PUBLISHED[name] | fields, error, field)
+
+
+GEMMA3_WITH_IMAGES = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "vision_use_head": False},
+}
+"""Of 4B, as it is published."""
+
+
+def test_the_text_part_of_a_model_with_images_is_a_decoder_with_its_defaults():
+    spec = ModelSpec.from_config(GEMMA3_WITH_IMAGES)
+    assert spec.architecture == "Gemma3ForConditionalGeneration" and spec.dtype == "bfloat16"
+    assert (spec.vocab_size, spec.max_context, spec.eos_token_ids) == (262_208, 131_072, (1, 106))
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert spec.windows[:6] == (1024,) * 5 + (None,) and spec.tied_embeddings
+    assert [(rope.theta, rope.factor) for rope in spec.ropes] == [(1e6, 8.0), (1e4, 1.0)]
+    unnamed = {key: value for key, value in GEMMA3_WITH_IMAGES.items() if key != "architectures"}
+    assert ModelSpec.from_config(unnamed) == spec
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"model_type": "gemma3_text"}, InvalidRequest, "model_type"),
+        ({"text_config": None}, InvalidRequest, "text_config"),
+        ({"text_config": "gemma3_text"}, InvalidRequest, "text_config"),
+        ({"text_config": {"model_type": "gemma2"}}, NotSupported, "text_config.model_type"),
+        ({"text_config": {"surprise": 1}}, NotSupported, "text_config.surprise"),
+        ({"text_config": {"hidden_size": "much"}}, InvalidRequest, "text_config.hidden_size"),
+        ({"surprise": 1}, NotSupported, "surprise"),
+    ],
+    ids=str,
+)
+def test_what_a_model_with_images_is_refused_for(fields, error, field):
+    refused(GEMMA3_WITH_IMAGES | fields, error, field)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,0 +1,109 @@
+"""Models of text and images: where in such a checkpoint the decoder is, one of `families`. Images are not served.
+
+Configurations have a section for each part, and say little in that of the text: what is left out is a default of the
+text part's class in transformers, sizes too. Tensors are called what transformers called them when they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
+from ferrum_rpc.models.fields import Fields
+
+SECTION: Final = "text_config"
+SHARED: Final = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+"""Keys that are said of the whole, and go before the section's."""
+
+OF_IMAGES: Final = frozenset(
+    (
+        *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index"),
+        *("eoi_token_id", "mm_tokens_per_image", "image_seq_length", "projector_hidden_act", "vision_feature_layer"),
+        *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size", "processor_class"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """What names of tensors begin with: of the decoder's body and of its head, and of what is not the decoder's."""
+
+    body: str = "model."
+    head: str = "lm_head."
+    images: tuple[str, ...] = ()
+
+
+PLAIN: Final = Roots()
+INNER: Final = Roots("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector."))
+"""As modules are called since transformers 4.52, and adapters with them."""
+
+ROOTS: Final = (
+    Roots("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector.")),
+    INNER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WithImages:
+    """``texts``: the ``model_type`` of a text part to the class that it is alone. ``absent``: what the section leaves
+    out means."""
+
+    model_type: str
+    texts: Mapping[str, str]
+    absent: Mapping[str, object] = field(default_factory=dict)
+
+
+WITH_IMAGES: Final[dict[str, WithImages]] = {
+    "Gemma3ForConditionalGeneration": WithImages(
+        "gemma3",
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "Mistral3ForConditionalGeneration": WithImages("mistral3", {"mistral": "MistralForCausalLM"}),
+}
+"""By ``architectures[0]``."""
+
+
+def text_part(name: str, config: Fields) -> tuple[str, Fields]:
+    """The class of the text part of a model of text and images, and its configuration."""
+    known = WITH_IMAGES[name]
+    if config.text("model_type", known.model_type) != known.model_type:
+        shown = config.text("model_type")[:80]
+        raise InvalidRequest(f"model_type {shown!r} is not that of {name}", field="model_type")
+    section = config.value(SECTION)
+    if not isinstance(section, dict):
+        raise InvalidRequest(f"{SECTION} is missing; it must be an object", field=SECTION)
+    told = {key: value for key in SHARED if (value := config.value(key)) is not None}
+    refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL)
+    absent = {key: value for key, value in known.absent.items() if section.get(key) is None}
+    fields = Fields({**section, **absent, **told}, SECTION)
+    kind = fields.text("model_type")
+    if kind not in known.texts:
+        raise NotSupported(
+            f"{SECTION}.model_type: {name} of {kind[:80]!r} is not supported, of {', '.join(known.texts)} it is",
+            field=f"{SECTION}.model_type",
+        )
+    return known.texts[kind], fields
+
+
+def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:
+    """How the tensors of a checkpoint begin, by their ``names``: those of the ``embedding`` tell."""
+    if architecture not in WITH_IMAGES:
+        return PLAIN
+    return next((each for each in ROOTS if each.body + embedding in names), ROOTS[0])
+
+
+def adapted_roots(architecture: str) -> Roots:
+    """How the names of an adapter's tensors begin."""
+    return INNER if architecture in WITH_IMAGES else PLAIN
