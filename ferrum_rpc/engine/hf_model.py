@@ -18,7 +18,7 @@ from ferrum_rpc.engine.loading import READABLE, Progress, stops_of
 from ferrum_rpc.errors import NotSupported, listed
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.describe import HfSpec, describe
-from ferrum_rpc.models.hf.model import check_shapes, load
+from ferrum_rpc.models.hf.model import check_fit, load
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from ferrum_rpc.weights.entries import TensorEntry
 from ferrum_rpc.weights.reading import Reader
@@ -77,7 +77,7 @@ def stored_tensors(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progres
 def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
     """What transformers makes of a checkpoint, whose headers were found to agree. Raises what `describe` does."""
     spec = describe(checkpoint.config)
-    check_shapes(spec, {name: entry.shape for name, entry in checkpoint.entries.items()})
+    check_fit(spec, {name: entry.shape for name, entry in checkpoint.entries.items()})
     unreadable = [f"{name} {entry.dtype}" for name, entry in checkpoint.entries.items() if entry.dtype not in READABLE]
     if unreadable:
         raise NotSupported(

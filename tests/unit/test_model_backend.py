@@ -125,8 +125,8 @@ def test_a_broken_configuration_of_a_native_family_keeps_its_error(
         ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
         ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
         ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),
-        ({"num_hidden_layers": 3}, InvalidRequest, "asks for .* weights, and the files have"),
-        ({"hidden_size": 1 << 20}, InvalidRequest, "misshapen"),
+        ({"num_hidden_layers": 3}, InvalidRequest, r"12 missing \(gpt_neox.layers.2.attention"),
+        ({"hidden_size": 1 << 20}, InvalidRequest, r"misshapen \(gpt_neox"),
     ],
 )
 def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
@@ -137,19 +137,48 @@ def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
         choose_parts(settings(folder, model_backend="hf"))
 
 
-@pytest.mark.parametrize("wrong", ["missing", "too many", "not finite", "too large for it"])
-def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, wrong: str) -> None:
-    file = folder / "model.safetensors"
+@pytest.mark.parametrize("wrong", ["missing", "unexpected", "misshapen"])
+def test_tensors_that_do_not_fit_are_refused_by_name_from_the_headers(
+    folder: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what plans, and so by what serves."""
+    file, name = folder / "model.safetensors", "gpt_neox.layers.1.attention.dense.weight"
     tensors = load_file(file)
-    name = "gpt_neox.layers.1.attention.dense.weight"
     if wrong == "missing":
-        tensors["padding"] = torch.zeros(tensors[name].numel())
         del tensors[name]
-    elif wrong == "too many":
+    elif wrong == "unexpected":
         name = "gpt_neox.layers.1.attention.dense.extra"
         tensors[name] = torch.zeros(3)
     else:
-        tensors[name][1, 2] = float("nan") if wrong == "not finite" else 1e38
+        tensors[name] = tensors[name][1:].clone()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InvalidRequest, match=rf"1 {wrong} \({name}"):
+        choose_parts(settings(folder))
+    for command in ("plan", "doctor"):
+        with pytest.raises(SystemExit) as done:
+            cli.main([command, str(folder), "--device", "cpu", "--kv-blocks", "16"])
+        assert done.value.code == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"1 {wrong} ({name}" in line
+
+
+@pytest.mark.parametrize("wrong", ["missing", "misshapen"])
+def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path: Path, wrong: str) -> None:
+    checkpoint = Checkpoint.open(make_family_checkpoint(tmp_path, "mixtral"))
+    entries = dict(checkpoint.entries)
+    name = next(each for each in entries if ".experts.2." in each)
+    entries[name] = replace(entries[name], shape=(3, 3))
+    if wrong == "missing":
+        del entries[name]
+    with pytest.raises(InvalidRequest, match="missing|misshapen"):
+        hf_model.describe_checkpoint(replace(checkpoint, entries=entries))
+
+
+@pytest.mark.parametrize("wrong", ["not finite", "too large for it"])
+def test_numbers_that_are_none_are_refused_by_name(folder: Path, wrong: str) -> None:
+    file, name = folder / "model.safetensors", "gpt_neox.layers.1.attention.dense.weight"
+    tensors = load_file(file)
+    tensors[name][1, 2] = float("nan") if wrong == "not finite" else 1e38
     save_file(tensors, file, {"format": "pt"})
     dtype = "float16" if wrong == "too large for it" else "float32"
     with pytest.raises(InvalidRequest, match=name):

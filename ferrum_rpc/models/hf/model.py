@@ -7,13 +7,13 @@ allowed to name what is run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ferrum_rpc.core import AttentionSpec, ModelInfo
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, listed
@@ -108,34 +108,11 @@ def load(
     spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device, max_context: int
 ) -> HfModel:
     """The model with the weights of a checkpoint, ``stored`` by their names there. ``max_context``: of the longest
-    sequence, for scalings that depend on it. Raises InvalidRequest for weights that do not fit, or are not finite."""
+    sequence, for scalings that depend on it. Raises what `check_fit` does, and InvalidRequest for weights that are not
+    finite."""
     joined = any(name not in spec.shapes for name in stored)
-    try:
-        with quiet(), reading_one_by_one() if joined else nullcontext():
-            model, found = spec.kind.from_pretrained(
-                None,
-                config=spec.config,
-                state_dict=dict(stored),
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                experts_implementation=None,
-                output_loading_info=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-            )
-    except ExecutorError:
-        raise
-    except Exception as error:  # shapes that do not fit, among others
-        message = f"{spec.architecture}: transformers cannot load it: {first_line(error)}"
-        raise InvalidRequest(message, field="model") from error
-    problems = [
-        listed(kind, sorted(str(each) for each in found[f"{kind}_keys"]))
-        for kind in ("missing", "unexpected", "mismatched")
-        if found[f"{kind}_keys"]
-    ]
-    if problems:
-        raise InvalidRequest(f"the weights do not fit {spec.architecture}: {'; '.join(problems)}", field="model")
+    with reading_one_by_one() if joined else nullcontext():
+        model = _with_weights(spec, stored, dtype)
     for name, weight in model.named_parameters():
         weight.requires_grad_(False)
         if not is_finite(weight):
@@ -147,18 +124,59 @@ def load(
     return HfModel(spec, model, dtype, device)
 
 
-def check_shapes(spec: HfSpec, entries: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InvalidRequest where the tensors of a checkpoint, by name, cannot be those of the configuration: before
-    anything is allocated for it."""
-    wrong = [
-        f"{name} {[*shape]}, expected {[*spec.shapes[name]]}"
-        for name, shape in entries.items()
-        if name in spec.shapes and spec.shapes[name] != shape
-    ]
-    if wrong:
-        raise InvalidRequest(f"the weights do not fit {spec.architecture}: {listed('misshapen', wrong)}", field="model")
-    there = sum(map(math.prod, entries.values()))
-    if spec.parameters > there:
-        raise InvalidRequest(
-            f"the configuration asks for {spec.parameters:,} weights, and the files have {there:,}", field="model"
+def check_fit(spec: HfSpec, entries: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InvalidRequest where the tensors of a checkpoint, their shapes by name, are not those of the configuration:
+    transformers loads them without their numbers, and nothing is allocated for them."""
+    stored = {name: torch.empty(shape, device="meta") for name, shape in entries.items()}
+    with reading_one_by_one(), _Nowhere():
+        _with_weights(spec, stored, torch.float32)
+
+
+def _with_weights(spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype) -> Any:
+    """transformers' model of ``stored``. Raises InvalidRequest where they do not fit."""
+    try:
+        with quiet():
+            model, found = spec.kind.from_pretrained(
+                None,
+                config=spec.config,
+                state_dict=dict(stored),
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                experts_implementation=None,
+                ignore_mismatched_sizes=True,  # they are told below
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except ExecutorError:
+        raise
+    except Exception as error:
+        message = f"{spec.architecture}: transformers cannot load it: {first_line(error)}"
+        if "CONVERSION" in str(error):  # it tells its log which
+            joined = "tensors that are joined, those of experts mostly, are missing or misshapen"
+            message = f"the weights do not fit {spec.architecture}: {joined}"
+        raise InvalidRequest(message, field="model") from error
+    misshapen = [f"{name} {[*shape]}, expected {[*expected]}" for name, shape, expected in found["mismatched_keys"]]
+    problems = [
+        listed(kind, sorted(names))
+        for kind, names in (
+            ("missing", found["missing_keys"]),
+            ("unexpected", found["unexpected_keys"]),
+            ("misshapen", misshapen),
         )
+        if names
+    ]
+    if problems:
+        raise InvalidRequest(f"the weights do not fit {spec.architecture}: {'; '.join(problems)}", field="model")
+    return model
+
+
+class _Nowhere(TorchFunctionMode):
+    """What is asked for on a device is on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
