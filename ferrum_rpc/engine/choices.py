@@ -174,6 +174,8 @@ def _choose_pretrained(
     """Who runs a model folder, and the longest sequence."""
     checkpoint = Checkpoint.open(config.path)
     spec = _choose_decoder(checkpoint, config.model_backend, choices)
+    if checkpoint.config.get("auto_map"):
+        choices.append(("auto_map=ignored", "code that a checkpoint brings is never run"))
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if kinds := checkpoint.encodings:
@@ -214,11 +216,11 @@ def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[
             return spec
     try:
         borrowed = describe_checkpoint(checkpoint)
-    except NotSupported as error:
+    except (InvalidRequest, NotSupported) as error:
         if obstacle is None:
             raise
-        raise NotSupported(
-            f"{obstacle.message}; nor through transformers: {error.message}", field=obstacle.field
+        raise type(error)(
+            f"{obstacle.message}; nor through transformers: {error.message}", field=error.field
         ) from error
     choices.append((f"model={HF}", "requested" if obstacle is None else f"{BACKEND_NATIVE}: {obstacle.message}"))
     return borrowed

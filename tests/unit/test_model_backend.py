@@ -80,6 +80,15 @@ def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_f
     assert runner.device.exact_span_tokens == 0
 
 
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_code_of_a_checkpoint_is_ignored_and_that_is_told(native_folder: Path, tmp_path: Path, backend: str) -> None:
+    for file in native_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    configure(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    (tmp_path / "modeling.py").write_text("raise AssertionError")
+    assert reason(tmp_path, "auto_map=ignored", model_backend=backend) == "code that a checkpoint brings is never run"
+
+
 def test_without_transformers_the_error_says_what_to_install(
     other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,12 +109,14 @@ def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
+        ({"hidden_act": "swoosh"}, "hidden_act 'swoosh' is not supported; .* nor through .* has no 'swoosh'"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: .* not supported.* nor .*no language"),
         ({"surprise": 3}, "surprise: 3 is not known here"),  # and transformers would not look at it
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"architectures": "gone", "model_type": "gone"}, "architectures is missing"),
     ],
 )
-def test_a_broken_configuration_of_a_native_family_keeps_its_error(
+def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
     native_folder: Path, tmp_path: Path, changes: dict[str, Any], error: str
 ) -> None:
     for file in native_folder.iterdir():
@@ -123,6 +134,9 @@ def test_a_broken_configuration_of_a_native_family_keeps_its_error(
         ({"model_type": "t5"}, NotSupported, "is no decoder"),
         ({"quantization_config": {"quant_method": "hqq"}}, NotSupported, "quant_method: 'hqq' is not read"),
         ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
+        ({"hidden_act": "swoosh"}, InvalidRequest, r"^hidden_act: transformers [\d.]+ has no 'swoosh'$"),
+        ({"architectures": ["GPTNeoXForQuestionAnswering"]}, NotSupported, "language model; .* GPTNeoXForCausalLM is"),
+        ({"architectures": ["GPTNeoXModel"]}, NotSupported, "'GPTNeoXModel' is no language model"),
         ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
         ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),
         ({"num_hidden_layers": 3}, InvalidRequest, r"12 missing \(gpt_neox.layers.2.attention"),
@@ -170,7 +184,7 @@ def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path: Path, wr
     entries[name] = replace(entries[name], shape=(3, 3))
     if wrong == "missing":
         del entries[name]
-    with pytest.raises(InvalidRequest, match="missing|misshapen"):
+    with pytest.raises(InvalidRequest, match="do not fit MixtralForCausalLM"):
         hf_model.describe_checkpoint(replace(checkpoint, entries=entries))
 
 

@@ -42,6 +42,9 @@ NOT_READ: Final = frozenset(
 )
 """Fields that say how, and not what, or that lead elsewhere."""
 
+OF_LANGUAGE: Final = ("ForCausalLM", "LMHeadModel")
+"""How the names of classes end that give logits of the next token."""
+
 KINDS: Final = ("full_attention", "sliding_attention")
 """Of layers, where a configuration lists them."""
 
@@ -91,12 +94,29 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
             if type(config) not in AutoModelForCausalLM._model_mapping:
                 message = f"model_type: {model_type!r} is no decoder of transformers"
                 raise NotSupported(message, field="model_type")
-            return _described(AutoModelForCausalLM._model_mapping[type(config)], config, fields)
+            kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+            _check_class(fields, kind.__name__)
+            return _described(kind, config, fields)
     except ExecutorError:
         raise
     except Exception as error:  # whatever its checks and its modules raise
+        if isinstance(error, KeyError):  # a table has no such entry
+            for name, value in data.items():
+                if value in error.args:
+                    message = f"{name[:80]}: transformers {version} has no {str(value)[:80]!r}"
+                    raise InvalidRequest(message, field=name[:80]) from error
         message = f"config.json: transformers refuses it: {first_line(error)}"
         raise InvalidRequest(message, field="config.json") from error
+
+
+def _check_class(fields: Fields, served: str) -> None:
+    """Raise NotSupported for a model that is none of language, though its layers are those of one."""
+    names = fields.texts("architectures")
+    if names and names[0] != served and not names[0].endswith(OF_LANGUAGE):
+        raise NotSupported(
+            f"architectures: {names[0][:80]!r} is no language model; of this model_type {served} is served",
+            field="architectures",
+        )
 
 
 def _check_counts(data: Mapping[str, Any]) -> None:
@@ -265,5 +285,8 @@ def _refusal(name: str, why: str) -> NotSupported:
 
 def first_line(error: BaseException) -> str:
     """Of what transformers says, for people."""
+    if isinstance(error, KeyError) and error.args:
+        what = str(error.args[0])
+        return what[:200] if " " in what else f"it has no {what[:200]!r}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {(lines[-1] if lines else '')[:200]}"
