@@ -14,7 +14,7 @@ from typing import Final
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import TensorEntry
-from ferrum_rpc.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from ferrum_rpc.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from ferrum_rpc.weights.quantized.stored import Stored
 
 SECTION: Final = "quantization_config"
@@ -28,6 +28,7 @@ SCHEMES: Final[dict[str, Scheme]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "gptq": gptq.read,
+    "mxfp4": mxfp4.read,
 }
 """By ``quant_method``."""
 

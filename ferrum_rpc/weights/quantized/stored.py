@@ -45,12 +45,16 @@ class Stored:
         """The entry of a part, or None."""
         return self._entries.get(f"{module}.{role}")
 
+    def shape(self, module: str, role: str, dtypes: Collection[torch.dtype]) -> tuple[int, ...]:
+        """That of a part that must be of one of these dtypes."""
+        return self._entry(module, role, dtypes).shape
+
     def matrix(self, module: str, role: str, dtypes: Collection[torch.dtype]) -> tuple[int, int]:
         """The shape of a part that must be a matrix of one of these dtypes."""
-        entry = self._entry(module, role, dtypes)
-        if len(entry.shape) != 2 or 0 in entry.shape:
-            raise wrong(module, f"{role} has the shape {[*entry.shape]}, which is no matrix")
-        return entry.shape[0], entry.shape[1]
+        shape = self.shape(module, role, dtypes)
+        if len(shape) != 2 or 0 in shape:
+            raise wrong(module, f"{role} has the shape {[*shape]}, which is no matrix")
+        return shape[0], shape[1]
 
     def expect(
         self, module: str, role: str, dtypes: Collection[torch.dtype], shapes: Iterable[tuple[int, ...]]
@@ -70,15 +74,22 @@ class Stored:
         return MappedFile(entry.file).tensor(name, entry).clone()
 
     def make(
-        self, module: str, parts: Collection[str], shape: tuple[int, int], decode: Decode, multiple: int = 1
+        self,
+        module: str,
+        parts: Collection[str],
+        shape: tuple[int, ...],
+        decode: Decode,
+        multiple: int = 1,
+        *,
+        name: str = "weight",
     ) -> None:
-        """``module``.weight is made of these parts, the first of them the largest."""
+        """What ``module`` has under this ``name`` is made of these parts, the first of them the largest."""
         names = {role: f"{module}.{role}" for role in parts}
         taken = {role: (name, self._entries[name]) for role, name in names.items()}
         first, main = next(iter(taken.values()))
-        weight = f"{module}.weight"
+        weight = f"{module}.{name}"
         if weight in self._entries and weight not in names.values():
-            raise wrong(module, "there is a weight beside the parts of one: which counts?")
+            raise wrong(module, f"there is a {name} beside the parts of one: which counts?")
         encoding = Encoding(taken, decode, multiple)
         self._made[first] = (weight, TensorEntry(self.dtype, shape, main.file, encoding=encoding))
         self._used.update(names.values())

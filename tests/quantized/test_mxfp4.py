@@ -1,0 +1,103 @@
+"""gpt-oss with its experts in MXFP4, as it is published, beside what transformers makes of the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.weights.checkpoint import Checkpoint
+from tests.numerics.harness import error
+from tests.numerics.hf_families import make_family_checkpoint
+from tests.numerics.test_hf_families import feed, plain_logits, settings
+from tests.quantized.make import edit_config, edit_tensors, read_config
+
+EXPERTS = "model.layers.0.mlp.experts."
+NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(blocks, scales)`` of experts [experts, k, n], each number the nearest."""
+    parts = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (torch.floor(torch.log2(parts.abs().amax(-1))) - 2).clamp(-127, 127)
+    nearest = (parts[..., None] / torch.exp2(exponents)[..., None, None] - NUMBERS).abs().argmin(-1).to(torch.uint8)
+    return nearest[..., ::2] | nearest[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    made = make_family_checkpoint(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
+
+    def change(tensors):
+        for name in [each for each in tensors if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            blocks, scales = packed(tensors.pop(name))
+            scales[0, 0, 0], blocks[0, 0, 0] = 131, torch.arange(0, 256, 17)  # every number
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+
+    edit_tensors(made, change)
+    edit_config(made, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return made
+
+
+def test_experts_are_those_of_transformers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.encodings == ("mxfp4",) and checkpoint.dtype == torch.bfloat16
+    for matrix in ("gate_up_proj", "down_proj"):
+        name = EXPERTS + matrix
+        theirs = convert_moe_packed_tensors(*(tensors[f"{name}_{part}"] for part in ("blocks", "scales")))
+        for dtype in (torch.float32, torch.bfloat16):
+            [(_, made)] = checkpoint.tensors((name,), dtype)
+            assert made.dtype == dtype and torch.equal(made, theirs.to(dtype))
+
+
+def test_logits_are_those_of_transformers_reading_the_same_folder(folder):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    runner = build_runner(settings(folder, model_backend="auto"))
+    assert "mxfp4" in " ".join(name for name, _ in runner.device.choices)
+    assert error(feed(runner), plain_logits(theirs.float().eval()).double()) <= 1e-5
+
+
+def pop(part: str):
+    return lambda tensors: tensors.pop(EXPERTS + part)
+
+
+def replaced(part: str, tensor: torch.Tensor):
+    return lambda tensors: tensors.update({EXPERTS + part: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "match"),
+    [
+        (pop("down_proj_scales"), InvalidRequest, "down_proj_scales is missing"),
+        (pop("down_proj_blocks"), ExecutorError, "weights"),
+        (replaced("down_proj_blocks", torch.zeros(4, 64, 3, 8).byte()), InvalidRequest, "expected experts, rows"),
+        (replaced("down_proj_blocks", torch.zeros(4, 64, 0, 16).byte()), InvalidRequest, "expected experts, rows"),
+        (replaced("down_proj_blocks", torch.zeros(4, 32, 3, 16).byte()), InvalidRequest, r"expected \[4, 32, 3\]"),
+        (replaced("down_proj_scales", torch.zeros(4, 64, 3)), InvalidRequest, "float32, expected uint8"),
+        (replaced("down_proj", torch.zeros(4, 96, 64)), InvalidRequest, "a down_proj beside the parts"),
+        (replaced("down_proj_scales", torch.full((4, 64, 3), 255).byte()), InvalidRequest, "holds NaN or infinity"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(folder, change, kind, match):
+    edit_tensors(folder, change)
+    with pytest.raises(kind, match=match):
+        build_runner(settings(folder))
+
+
+def test_a_key_that_is_not_known_is_refused(folder):
+    edit_config(folder, quantization_config=read_config(folder)["quantization_config"] | {"block_size": 16})
+    with pytest.raises(NotSupported, match="block_size"):
+        choose_parts(settings(folder))
