@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import SETTINGS, ModelSettings, ServeSettings
@@ -55,7 +55,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
             "folder": config.path,
             "choices": dict(parts.choices),
             "plan": {**dataclasses.asdict(plan), "fits": plan.fits, "advice": plan.advice},
-            "parity": None if parity is None else {**dataclasses.asdict(parity), "holds": parity.holds},
+            "parity": None if parity is None else _facts(parity),
             "compared": compared,
             "verdict": verdict,
         }
@@ -75,6 +75,11 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         print(f"{name:<{width}}  {text}")
     print(verdict)
     return status
+
+
+def _facts(parity: Parity) -> dict[str, Any]:
+    errors = {"error": parity.error._asdict(), "theirs": parity.theirs and parity.theirs._asdict()}
+    return {**dataclasses.asdict(parity), **errors, "holds": parity.holds}
 
 
 def _command(settings: ServeSettings) -> str:
@@ -108,9 +113,12 @@ def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | N
         raise
     except Exception as error:  # whatever transformers says of a model that it cannot load
         return None, f"not compared: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    theirs = "" if parity.theirs is None else f"; of transformers in {parity.dtype} it is {parity.theirs:.2g}"
+    theirs = ""
+    if parity.theirs is not None:
+        theirs = f"; of transformers in {parity.dtype} {parity.theirs.typical:.2g} and {parity.theirs.largest:.2g}"
     rounded = "" if exact == config else "without rounding to 8 bits, "
     return parity, (
-        f"{rounded}{parity.rows} rows in {parity.dtype}: the largest error is {parity.error:.2g} of the logits' "
-        f"standard deviation{theirs}; {parity.same_tokens:.0%} have the same largest logit"
+        f"{rounded}{parity.rows} rows in {parity.dtype}: the error is {parity.error.typical:.2g} of the logits' "
+        f"standard deviation, the largest {parity.error.largest:.2g}{theirs}; "
+        f"{parity.same_tokens:.0%} have the same largest logit"
     )

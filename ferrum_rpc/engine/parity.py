@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,28 +28,40 @@ DECODED: Final = 8
 """Of the tokens, one at a time."""
 
 EXACT: Final = 1e-3
-"""Largest error in float32, in standard deviations of the logits. What is wrong is wrong by more."""
+"""Error in float32, in standard deviations of the logits. What is wrong is wrong by more."""
 
 TIMES: Final = 2.0
-"""With fewer bits: times the error of transformers."""
+"""With fewer bits: times the error of transformers. Measured: 0.76 to 0.96."""
+
+TIMES_LARGEST: Final = 5.0
+"""The same of the largest error: one of some thousand, which rounding alone takes anywhere between 0.56 and 1.93 times
+theirs. It is there for the few wrong logits that do not show among many."""
+
+
+class Error(NamedTuple):
+    """How far logits are from the reference's, in standard deviations of those: root mean square, and the largest."""
+
+    typical: float
+    largest: float
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """``error``: the largest difference of a logit from the reference, in standard deviations of the reference's;
-    ``theirs``: that of transformers in ``dtype``, None where that is float32. ``same_tokens``: the part of the rows
-    whose largest logit is that of the same token."""
+    """``theirs``: the error of transformers in ``dtype``, None where that is float32. ``same_tokens``: the part of the
+    rows whose largest logit is that of the same token."""
 
     rows: int
     dtype: str
-    error: float
-    theirs: float | None
+    error: Error
+    theirs: Error | None
     same_tokens: float
 
     @property
     def holds(self) -> bool:
         """Whether the model is computed right."""
-        return isfinite(self.error) and self.error <= max(EXACT, TIMES * (self.theirs or 0.0))
+        theirs = self.theirs or Error(0.0, 0.0)
+        most = Error(max(EXACT, TIMES * theirs.typical), max(EXACT, TIMES_LARGEST * theirs.largest))
+        return all(isfinite(each) and each <= bound for each, bound in zip(self.error, most, strict=True))
 
 
 def compare(config: ModelSettings) -> Parity:
@@ -120,5 +132,6 @@ def _class(library: Any, config: Any) -> Any:
     return (plain if kind in plain._model_mapping else library.AutoModelForImageTextToText)._model_mapping[kind]
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.std())
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
+    apart = (actual - expected) / expected.std()
+    return Error(float(apart.square().mean().sqrt()), float(apart.abs().max()))

@@ -39,7 +39,7 @@ def test_a_model_that_is_computed_right(folder, capsys, dtype):
     assert found["parity"]["rows"] == parity.TOKENS and f"dtype={dtype}" in found["choices"]
     assert (found["parity"]["theirs"] is None) == (dtype == "float32")
     if dtype == "float32":
-        assert found["parity"]["error"] < 1e-4
+        assert found["parity"]["error"]["largest"] < 1e-4
     assert (
         found["verdict"] == f"it can be served: ferrum-rpc serve {folder} --device cpu --dtype {dtype} --kv-blocks 16"
     )
@@ -52,7 +52,11 @@ def test_a_rotation_that_is_frozen_for_a_context_is_compared_with_the_same(tmp_p
     fields = {"rope_parameters": rope, "original_max_position_embeddings": 128}
     folder = make_checkpoint(tmp_path / "tiny", "phi3", **fields)
     status, found = facts(capsys, str(folder), "--max-context", context)
-    assert status == doctor.EXIT_SERVES and found["parity"]["error"] < 1e-4 and "rope=longrope" in found["choices"]
+    assert (
+        status == doctor.EXIT_SERVES
+        and found["parity"]["error"]["largest"] < 1e-4
+        and "rope=longrope" in found["choices"]
+    )
 
 
 def test_what_is_to_be_rounded_is_compared_without_that(folder, capsys):
@@ -65,7 +69,21 @@ def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monk
     monkeypatch.setattr(parity, "_reference", lambda *given: reference(*given).roll(1, 0))
     status, out = run(capsys, str(folder), "--dtype", "float32")
     assert status == doctor.EXIT_WRONG
-    assert "it is computed wrong: do not serve it" in out and "the largest error is" in out
+    assert "it is computed wrong: do not serve it" in out and "the error is" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "holds"),
+    [
+        ((0.009, 0.06), True),  # the largest of thousands: rounding alone does that
+        ((0.021, 0.06), False),
+        ((0.009, 0.16), False),  # few logits, but wrong
+        ((float("nan"), float("nan")), False),
+    ],
+)
+def test_an_error_is_judged_by_that_of_transformers(error, holds):
+    theirs = parity.Error(0.01, 0.03)
+    assert parity.Parity(64, "bfloat16", parity.Error(*error), theirs, 1.0).holds == holds
 
 
 def test_what_cannot_be_compared_says_why(folder, capsys, monkeypatch):
