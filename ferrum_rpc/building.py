@@ -35,6 +35,9 @@ def model_folder(model: str) -> str:
     are answered as they are. Raises `InvalidRequest` with the whole path where no model can be there, before torch is
     loaded: that takes seconds.
     """
+    if not model:
+        message = f"no model is named: write a folder, a GGUF file, a name on the hub, or one of {', '.join(BUILT_IN)}"
+        raise InvalidRequest(message, field="model")
     if model == IDENTITY or is_hub_name(model):
         return model
     path = _demo_folder(model) if model in DEMO else str(Path(model).absolute())

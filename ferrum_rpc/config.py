@@ -33,7 +33,8 @@ CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
 OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
 """Variables with the prefix that are not settings of the server."""
 
-_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_POWERS: Final = {letter: power for power, letter in enumerate("kmgt", 1)}
+_UNITS: Final = {"": 1} | {k: 1000**n for k, n in _POWERS.items()} | {f"{k}i": 1024**n for k, n in _POWERS.items()}
 
 
 def parse_bytes(value: object) -> object:
@@ -41,11 +42,11 @@ def parse_bytes(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = value.strip().lower().removesuffix("b")
-    digits = text.rstrip("kmgi")
+    digits = text.rstrip("kmgti")
     unit = text[len(digits) :]
     try:
         return round(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ValueError(f"{value!r} is no number of bytes; write 512MiB, 2GiB or 1000000") from None
 
 

@@ -24,6 +24,11 @@ def listed(kind: str, names: Sequence[str]) -> str:
     return f"{len(names)} {kind} ({shown}{', ...' if len(names) > NAMED else ''})"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 sequence``, ``2 sequences``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class Reason(enum.StrEnum):
     """``google.rpc.ErrorInfo.reason`` of every non-OK answer."""
 

@@ -14,7 +14,7 @@ import structlog
 
 from ferrum_rpc import __version__
 from ferrum_rpc.building import build, model_folder
-from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.config import SETTINGS, ServeSettings
 from ferrum_rpc.core import NO_KERNELS
 from ferrum_rpc.engine.api import Described, Runner
 from ferrum_rpc.engine.liveness import Liveness
@@ -51,8 +51,15 @@ def serve(settings: ServeSettings) -> int:
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:
-        log.error("cannot_serve", error=str(error), action="change the setting or free what it names, then start again")
+        log.error("cannot_serve", error=str(error), action=_action(error))
         return 1
+
+
+def _action(error: Exception) -> str:
+    """What to do about what cannot be served."""
+    if isinstance(error, ExecutorError) and error.field is not None and error.field not in SETTINGS:
+        return "mend or fetch again what it names of the model, or serve another; `ferrum-rpc doctor` looks too"
+    return "change the setting or free what it names, then start again"
 
 
 async def _serve(settings: ServeSettings) -> int:

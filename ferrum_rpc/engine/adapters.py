@@ -67,6 +67,10 @@ class Adapters:
         self._loading[number] = _Loading(files, iter(layers))
         return AdapterFacts(max(each.rank for each in adapter), wanted, len(layers))
 
+    def find(self, name: str) -> None:
+        """Raises `AdapterUnknown` where there is no such folder, and what is wrong with its files."""
+        AdapterFiles.open(self._root, name)
+
     def read(self, number: int) -> bytes | None:
         """Read the next layer. When all have come: the fingerprint of the model with the adapter. Raises InvalidRequest
         for numbers that are not finite."""

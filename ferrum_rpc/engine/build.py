@@ -145,10 +145,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
 def _adapters(
     folder: Path, config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]]
 ) -> tuple[Loras, Adapters]:
-    """What takes the adapters of a folder. Raises InvalidRequest where it is none, NotSupported where the model cannot
-    be adapted."""
-    if not folder.is_dir():
-        raise InvalidRequest(f"{folder.absolute()} is no folder", field="adapter_dir")
+    """What takes the adapters of a folder. Raises NotSupported where the model cannot be adapted."""
     if not isinstance(model, AdaptableModel):
         message = f"a {type(model).__name__} takes no adapters; serve it without --adapter-dir"
         raise NotSupported(message, field="adapter_dir")

@@ -119,6 +119,8 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices, elsewhere)
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
+    if config.adapter_dir is not None and not config.adapter_dir.is_dir():
+        raise InvalidRequest(f"adapter_dir {config.adapter_dir.absolute()} is no folder", field="adapter_dir")
     if device.type == "cpu":
         _check_kernels(choices)
     model: IdentityModel | Pretrained | Borrowed
@@ -176,6 +178,9 @@ def _choose_pretrained(
     spec = _choose_decoder(checkpoint, config.model_backend, choices)
     if checkpoint.config.get("auto_map"):
         choices.append(("auto_map=ignored", "code that a checkpoint brings is never run"))
+    if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:
+        named = ",".join(beyond[:8])
+        choices.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
     choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if kinds := checkpoint.encodings:

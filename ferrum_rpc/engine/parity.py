@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from ferrum_rpc.engine.hf_model import stored_tensors
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.hf.rope import freeze
-from ferrum_rpc.weights.checkpoint import Checkpoint
+from ferrum_rpc.weights.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 
 TOKENS: Final = 64
 DECODED: Final = 8
@@ -101,9 +102,10 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) 
 
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
+    library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)
     checkpoint = Checkpoint.open(path)
-    if any(entry.encoding is not None for entry in checkpoint.entries.values()):
-        model = _dequantized(library, checkpoint, dtype)
+    if checkpoint.encodings or not _can_read(Path(path)):
+        model = _of_tensors(library, checkpoint, dtype)
     else:
         config = library.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model = _class(library, config).from_pretrained(
@@ -116,8 +118,14 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) 
     return logits
 
 
-def _dequantized(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The model of transformers with the numbers that we make of quantized weights: it reads few such files itself."""
+def _can_read(folder: Path) -> bool:
+    """Whether transformers reads such files itself: no GGUF file, and of an index it wants the metadata."""
+    index = read_json(folder, INDEX) or {}
+    return (folder / SINGLE).exists() or isinstance(index.get("metadata"), dict)
+
+
+def _of_tensors(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """The model of transformers with the numbers that we read, or make of quantized weights."""
     facts = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     config = library.AutoConfig.for_model(**facts)
     stored = stored_tensors(checkpoint, dtype)

@@ -474,6 +474,11 @@ class TorchRunner:
         with self._operation("load of an adapter"):
             return self._known_adapters.open(number, name)
 
+    def find_adapter(self, name: str) -> None:
+        """Raises what `open_adapter` would of its files."""
+        with self._operation("look for an adapter"):
+            self._known_adapters.find(name)
+
     def read_adapter(self, number: int) -> bytes | None:
         """Read a piece of an adapter that was opened. The last answer is the fingerprint of the model with it."""
         with self._operation("load of an adapter"):

@@ -18,7 +18,7 @@ from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.engine.choices import IDENTITY, QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.hf_model import Borrowed
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
 from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.sampling.rows import HEAD_ROWS
@@ -140,7 +140,7 @@ def size_cache(config: ModelSettings, block_bytes: int, max_context: int, device
     useful = config.max_sequences * -(-max_context // config.block_size)
     blocks = min(budget // block_bytes, useful)
     if blocks == useful:
-        reason += f"; {config.max_sequences} sequences of {max_context} tokens need no more"
+        reason += f"; {counted(config.max_sequences, 'sequence')} of {max_context} tokens need no more"
         if config.kv_memory is not None:
             reason = f"{mib(config.kv_memory)} {reason}"
     if blocks < 1:

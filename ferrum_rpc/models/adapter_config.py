@@ -21,6 +21,7 @@ FILE: Final = "adapter_config.json"
 PREFIX: Final = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 NAMED: Final = 8
+LONGEST_PATTERN: Final = 4096
 
 IRRELEVANT: Final = frozenset(
     (
@@ -176,12 +177,22 @@ def _targets(fields: Fields, modules: Mapping[str, tuple[int, int]]) -> list[str
 
 
 def _names(fields: Fields, field: str) -> tuple[str, ...] | None:
-    """A list of plain names; None for a pattern."""
+    """A list of plain names; None for a pattern, which is not run."""
     value = fields.value(field)
     if isinstance(value, str):
+        _check_pattern(value, f"{FILE}.{field}")
         return (value,) if field == "layers_pattern" and _PLAIN.fullmatch(value) else None
     names = fields.texts(field)
     return names if field != "layers_pattern" or all(map(_PLAIN.fullmatch, names)) else None
+
+
+def _check_pattern(pattern: str, name: str) -> None:
+    try:
+        if len(pattern) > LONGEST_PATTERN:
+            raise ValueError(f"longer than {LONGEST_PATTERN} characters")
+        re.compile(pattern)
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: {pattern[:80]!r} is no regular expression: {error}", field=name) from None
 
 
 def _ends_with(module: str, names: Iterable[str]) -> bool:

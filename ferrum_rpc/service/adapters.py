@@ -13,12 +13,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from ferrum_rpc.core import AdapterFacts
 from ferrum_rpc.engine.api import Command, Operation
-from ferrum_rpc.errors import AdapterInUse, AdapterUnknown, ExecutorError, NotSupported, SequencesExhausted
+from ferrum_rpc.errors import (
+    AdapterInUse,
+    AdapterUnknown,
+    ExecutorError,
+    NotSupported,
+    SequencesExhausted,
+    counted,
+    listed,
+)
 from ferrum_rpc.service.records import Adapter
+
+NAMED: Final = 80
+"""Characters of an adapter's name in an error."""
 
 
 class AdapterTable:
@@ -56,7 +67,7 @@ class AdapterTable:
         if found is None:
             if not self.offered:
                 raise NotSupported("adapters are not offered (capability ADAPTERS)", field=field)
-            raise AdapterUnknown("no adapter of this name is loaded", field=field)
+            raise AdapterUnknown(f"no adapter {name[:NAMED]!r} is loaded", field=field)
         return found
 
     async def load(self, name: str) -> Adapter:
@@ -68,8 +79,10 @@ class AdapterTable:
         task = self._loading.get(name)
         if task is None:
             if len(self._loaded) + len(self._loading) >= self._most:
+                await self._ask(Command("find_adapter", (name,)))  # one that there is not is refused as that
                 raise SequencesExhausted(
-                    f"{self._most} adapters are loaded; unload one", metadata={"max_adapters": self._most}
+                    f"{counted(self._most, 'adapter')} may be loaded, and no more: unload one",
+                    metadata={"max_adapters": self._most},
                 )
             task = self._loading[name] = asyncio.create_task(self._load(name))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, or not
@@ -78,10 +91,13 @@ class AdapterTable:
     async def unload(self, name: str) -> None:
         """Answers when its memory is free. Raises `AdapterUnknown` where it is not loaded, and `AdapterInUse`."""
         self._check_offered()
-        found = self.find(name, "name")
+        found = self._loaded.get(name)
+        if found is None:
+            loaded = listed("loaded", sorted(self._loaded)) if self._loaded else "none is loaded"
+            raise AdapterUnknown(f"no adapter {name[:NAMED]!r} is loaded: {loaded}", field="name")
         if found.sequences:
             raise AdapterInUse(
-                f"{found.sequences} sequences use the adapter; it stays until they are released",
+                f"the adapter is used by {counted(found.sequences, 'sequence')} and stays until the last is released",
                 metadata={"sequences": found.sequences},
             )
         del self._loaded[name]

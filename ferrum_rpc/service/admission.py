@@ -42,6 +42,7 @@ from ferrum_rpc.errors import (
     OutputTooLarge,
     QueueFull,
     TruncateBeyondLength,
+    counted,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service.handles import stale
@@ -111,8 +112,8 @@ def queue_full(state: ServerState, account: Account) -> QueueFull:
     most_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
     most_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
     return QueueFull(
-        f"{state.engine.queued_items} items with {state.engine.queued_tokens} tokens wait, "
-        f"{account.held[Resource.QUEUED_ITEMS]} with {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
+        f"{counted(state.engine.queued_items, 'item')} of {counted(state.engine.queued_tokens, 'token')} in all wait, "
+        f"{account.held[Resource.QUEUED_ITEMS]} of {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
         "nothing was started",
         metadata={"max_queued_items": most_items, "max_queued_tokens": most_tokens},
         retry_after_s=RETRY_AFTER_S,

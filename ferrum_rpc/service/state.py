@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Command, Engine, Operation
-from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed
+from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed, counted
 from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_ADAPTERS, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.adapters import AdapterTable
@@ -183,8 +183,8 @@ class ServerState:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         if len(self.handles) + len(self._creating) + count > self.limits.max_sequences:
             raise SequencesExhausted(
-                f"{len(self.handles)} sequences live, {count} more would be above {self.limits.max_sequences}; "
-                "release some",
+                f"{counted(self.limits.max_sequences, 'sequence')} may live: {len(self.handles)} do, and "
+                f"{count} more are asked for; release some",
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )

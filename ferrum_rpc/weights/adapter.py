@@ -35,7 +35,7 @@ class AdapterFiles:
         """Read the headers of the adapter in the folder ``name`` of ``root``. Raises `AdapterUnknown` where there is no
         such folder, InvalidRequest that names the file and what is wrong with it, and NotSupported for pickled weights.
         """
-        unknown = AdapterUnknown("the executor's adapter folder has no folder of this name", field="name")
+        unknown = AdapterUnknown(f"the executor's adapter folder has no folder {name[:80]!r}", field="name")
         try:
             if name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
                 raise unknown

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.weights.entries import TensorEntry, broken, forbidden, open_regular
 from ferrum_rpc.weights.gguf.model import read_model
 from ferrum_rpc.weights.quantized import decoded_entries
@@ -177,7 +177,9 @@ def _entries(folder: Path) -> dict[str, TensorEntry]:
             "convert them once, where you trust them, with from_pretrained and save_pretrained of transformers",
             field="model",
         )
-    raise InvalidRequest(f"model folder {folder.name!r} has neither {SINGLE} nor {INDEX}", field="model")
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    beside = f", only {listed('other safetensors files', others)}: {INDEX} would say what is in each" if others else ""
+    raise InvalidRequest(f"model folder {folder.name!r} has neither {SINGLE} nor {INDEX}{beside}", field="model")
 
 
 def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:
@@ -212,12 +214,15 @@ def _is_plain(name: str) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """The path of a file of the folder, or None if there is none. Raises InvalidRequest if it really is elsewhere."""
+    """The path of a file of the folder, or None if there is none. Raises InvalidRequest for a link to elsewhere, or to
+    nothing."""
     try:
         real = (folder / name).resolve(strict=True)
     except PermissionError as error:
         raise forbidden(error) from None
     except (OSError, RuntimeError, ValueError):
+        if (folder / name).is_symlink():
+            raise broken(folder / name, "is a link that leads nowhere: fetch the model again") from None
         return None
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     if real.parent not in (folder, blobs):

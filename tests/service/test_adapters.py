@@ -280,14 +280,19 @@ async def test_it_stays_while_sequences_have_it(served: Served) -> None:
     for left in range(len(handles), 0, -1):
         call = served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="one"))
         error = await refused(call, Reason.ADAPTER_IN_USE, FAILED)
-        assert error.number("sequences") == left
+        assert error.number("sequences") == left and ("1 sequence and" in error.message) == (left == 1)
         await served.executor.Release(pb.ReleaseRequest(handle=handles.pop()))
     await unload(served, "one")
     assert await listed(served) == []
     call = served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, create=create)))
-    assert (await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)).field == "create.adapter"
-    call = served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="one"))
-    await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+    error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+    assert (error.field, error.message) == ("create.adapter", "no adapter 'one' is loaded")
+    for loaded in ("none is loaded", "2 loaded (three, two)"):  # an operator is told which
+        call = served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="one"))
+        error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+        assert error.message == f"no adapter 'one' is loaded: {loaded}"
+        for name in ("two", "three"):
+            await load(served, name)
 
 
 async def test_loading_twice_is_loading_once(served: Served) -> None:
@@ -334,6 +339,9 @@ async def test_what_fails_on_its_way_leaves_nothing(world: World) -> None:
         call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="three"))
         error = await refused(call, Reason.SEQUENCES_EXHAUSTED, EXHAUSTED)
         assert error.number("max_adapters") == 2
+        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="nowhere"))
+        error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)  # however many are loaded
+        assert "'nowhere'" in error.message
         assert len(served.runner.compute.loras) == 2
 
 

@@ -19,7 +19,7 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
-from ferrum_rpc.serve import _banner
+from ferrum_rpc.serve import _action, _banner
 from tests.checkpoints import make_checkpoint
 
 
@@ -232,3 +232,9 @@ def test_a_start_with_kernels_warns_of_nothing():
     with capture_logs() as logs:
         _banner(SimpleNamespace(target="here"), runner)
     assert {each["log_level"] for each in logs} == {"info"}
+
+
+def test_what_is_wrong_with_a_model_is_not_called_a_setting() -> None:
+    assert "of the model" in _action(InvalidRequest("model.safetensors: truncated", field="model.safetensors"))
+    for error in (InvalidRequest("too small", field="kv_memory"), OSError("the port is taken")):
+        assert "change the setting" in _action(error)

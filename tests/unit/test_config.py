@@ -73,8 +73,9 @@ def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
         load_settings("identity", {"device": "tpu"})
     with pytest.raises(ConfigError, match=r"quantize: .*'none' or 'int8'"):
         load_settings("identity", {"quantize": "int4"})
-    with pytest.raises(ConfigError, match="no number of bytes"):
-        load_settings("identity", {"kv_memory": "5 bananas"})
+    for text in ("5 bananas", "inf", "nan", "1iB"):
+        with pytest.raises(ConfigError, match="no number of bytes"):
+            load_settings("identity", {"kv_memory": text})
     with pytest.raises(ConfigError, match="missing"):
         load_settings("identity", {}, tmp_path / "missing.toml")
     broken = tmp_path / "broken.toml"
@@ -85,7 +86,15 @@ def test_a_wrong_value_names_the_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("512MiB", 512 << 20), ("2GiB", 2 << 30), ("2GB", 2 * 10**9), ("1.5gi", 3 << 29), ("10k", 10_000), ("7", 7)],
+    [
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("2GB", 2 * 10**9),
+        ("1TiB", 1 << 40),
+        ("1.5gi", 3 << 29),
+        ("10k", 10_000),
+        ("7", 7),
+    ],
 )
 def test_bytes_are_written_with_units(text: str, number: int) -> None:
     assert parse_bytes(text) == number

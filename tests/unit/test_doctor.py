@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,32 @@ def test_what_cannot_be_compared_says_why(folder, capsys, monkeypatch):
     assert status == doctor.EXIT_SERVES and found["compared"] == "not compared: OSError: no such"
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     assert "transformers is not installed" in facts(capsys, str(folder))[1]["compared"]
+
+
+def test_an_index_without_metadata_is_compared_too(folder, capsys):
+    """We do not need them, and transformers does."""
+    sharded = make_checkpoint(folder.parent / "sharded", "qwen3", shards=3)
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    status, found = facts(capsys, str(sharded), "--dtype", "float32")
+    assert status == doctor.EXIT_SERVES and found["parity"]["error"]["largest"] < 1e-4
+
+
+def test_stops_that_are_no_tokens_are_told(folder, capsys):
+    odd = make_checkpoint(folder.parent / "stops", "qwen3", eos_token_id=[2, 300])
+    _, found = facts(capsys, str(odd))
+    assert found["choices"]["eos_token_id=300"].startswith("not among the model's 300 tokens")
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [(["identity", "--adapter-dir", "none"], "adapter_dir /.*/none is"), ([""], "no model is named")],
+)
+def test_what_is_not_there_is_named(command, arguments, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *arguments])
+    assert ended.value.code == 1 and re.search(error, capsys.readouterr().err)
 
 
 def test_a_model_that_does_not_fit_or_is_refused(folder, capsys):

@@ -218,6 +218,12 @@ def test_an_index_must_be_true(copy):
         refused(copy, "weight_map is missing or empty")
 
 
+def test_shards_without_an_index_are_named(copy):
+    (copy / INDEX).unlink()
+    first = sorted(copy.glob("*.safetensors"))[0].name
+    refused(copy, rf"nor {INDEX}, only \d+ other safetensors files \({first}, .*would say what is in")
+
+
 def test_a_tensor_in_two_shards_is_refused(copy):
     first, second = sorted(copy.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
@@ -232,9 +238,10 @@ def test_links_must_stay_inside(copy, tmp_path):
     shard.symlink_to(outside)
     refused(copy, f"{shard.name}: is a link that leads out")
     shard.unlink()
-    shard.symlink_to(shard.name)
-    refused(copy, "is missing")
-    shard.unlink()
+    for nowhere in (shard.name, "nowhere"):
+        shard.symlink_to(nowhere)
+        refused(copy, f"^{shard.name}: is a link that leads nowhere")
+        shard.unlink()
     inside = copy / "renamed.safetensors"
     shutil.copy(outside, inside)
     shard.symlink_to(inside.name)
