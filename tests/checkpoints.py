@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,24 @@ def make_checkpoint(
     target = Path(path)
     model.save_pretrained(target, max_shard_size=size * 2 if shards == 1 else -(-size // shards))
     return target
+
+
+LOAD = """
+import re, sys, torch
+from pathlib import Path
+from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.models.linear import select_linear
+cpu, dtype = torch.device("cpu"), getattr(torch, sys.argv[2])
+select_linear(cpu, dtype)
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+model = load_model(sys.argv[1], dtype, cpu)
+print(peak() - before)
+"""
+
+
+def loading_peak(folder: Path, dtype: str = "float32") -> int:
+    """Bytes by which the resident memory of a fresh process grows at most while it loads a model. By VmHWM and not
+    ru_maxrss: that one inherits the peak of the process that started this one."""
+    command = [sys.executable, "-c", LOAD, str(folder), dtype]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

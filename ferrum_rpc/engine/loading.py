@@ -59,7 +59,9 @@ def load_model(
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
     for name, tensor in checkpoint.tensors(expected, dtype):
-        decoder.load(name, tensor)
+        decoder.copy(name, tensor)
+        del tensor  # the pages of the file that it reads count as resident
+        decoder.settle()
         done += checkpoint.entries[name].nbytes
         if progress is not None:
             progress(done, total)

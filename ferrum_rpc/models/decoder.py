@@ -83,6 +83,11 @@ class Decoder:
     def load(self, name: str, tensor: Tensor) -> None:
         """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
         not finite, or do not stay so in the decoder's dtype: they would make answers NaN."""
+        self.copy(name, tensor)
+        self.settle()
+
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """The first half of `load`: after it the tensor is not needed."""
         placement = self._layout[name]
         if tuple(tensor.shape) != placement.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
@@ -101,12 +106,15 @@ class Decoder:
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
         if placement.norm and self.spec.norm_offset:
             rows += 1.0
-        module = _module(key)
         self._missing.remove(name)
-        self._open[module] -= 1
-        if self._open[module] == 0:
+        self._open[_module(key)] -= 1
+
+    def settle(self) -> None:
+        """The second half: what is complete is packed, which takes as much memory again for a moment."""
+        for module in [each for each, tensors in self._open.items() if not tensors]:
+            del self._open[module]
             self._seal(module)
-        if not self._missing:
+        if not self._missing and self._loaded is None:
             self._loaded = self._assemble()
 
     def _seal(self, module: str) -> None:

@@ -113,7 +113,8 @@ class PairFactory:
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
-        weight = F.pad(weight, (0, weight.shape[1] % 2))
+        if weight.shape[1] % 2:  # a padding of nothing is a copy
+            weight = F.pad(weight, (0, 1))
         n, k = weight.shape
         panels = _room(*self._panels(n, k))
         for first, slab in _slabs(weight):
@@ -189,7 +190,8 @@ def _slabs(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Whole panels' rows of ``weight``, the last filled up with zeros, and the index of their first panel."""
     for first in range(0, len(weight), SLAB):
         slab = weight[first : first + SLAB]
-        yield first // COLUMNS, F.pad(slab, (0, 0, 0, -len(slab) % COLUMNS))
+        less = -len(slab) % COLUMNS
+        yield first // COLUMNS, F.pad(slab, (0, 0, 0, less)) if less else slab
 
 
 def _floats(bias: Tensor | None) -> Tensor | None:

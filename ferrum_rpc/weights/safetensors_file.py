@@ -80,15 +80,18 @@ class MappedFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = Lock()
-        self._opened, self._mapped = _opened(file), 0
+        self._opened: Any = None
+        self._mapped = 0
 
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
         """Raises InvalidRequest where it is not as it was when the header was read."""
         with self._lock:
-            if self._mapped > MAPPED_BYTES:
-                self._opened, self._mapped = _opened(self._file), 0
-            self._mapped += entry.nbytes
+            if self._opened is None:
+                self._opened = _opened(self._file)
             opened = self._opened
+            self._mapped += entry.nbytes
+            if self._mapped > MAPPED_BYTES:
+                self._opened, self._mapped = None, 0
         try:
             tensor: Tensor = opened.get_tensor(name)
         except SafetensorError as error:

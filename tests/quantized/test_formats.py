@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from ferrum_rpc.engine.loading import load_model
 from ferrum_rpc.engine.sizing import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import loading_peak, make_checkpoint
 from tests.quantized.make import SAMPLES, edit_config, edit_tensors, read_config
 from tests.quantized.makers.fp8 import round_in_blocks
 
@@ -291,17 +289,4 @@ def test_memory_peaks_near_one_copy_of_the_weights(tmp_path):
     round_in_blocks(folder, 128, 128)
     stored = Checkpoint.open(folder).nbytes
     assert 0.24 * size < stored < 0.3 * size and size > 120e6
-    script = (
-        "import re, sys, torch\n"
-        "from pathlib import Path\n"
-        "from ferrum_rpc.engine.loading import load_model\n"
-        "from ferrum_rpc.models.linear import select_linear\n"
-        "cpu = torch.device('cpu')\n"
-        "select_linear(cpu, torch.float32)\n"
-        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
-        "before = peak()\n"
-        "model = load_model(sys.argv[1], torch.float32, cpu)\n"
-        "print(peak() - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
-    assert 0.9 * size < int(done.stdout) < 1.7 * size + stored  # 1.7: as without rounding
+    assert 0.9 * size < loading_peak(folder) < 1.7 * size + stored  # 1.7: as without rounding
