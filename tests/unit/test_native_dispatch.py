@@ -18,13 +18,15 @@ import pytest
 from ferrum_rpc.native import library
 
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
-FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c")
+FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 KERNELS = {
     "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_decode_supported(b"avx512", 64)),
     "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_decode_supported(b"avx2", 64)),
     "rows in avx512": ("run_row_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
     "rows in avx2": ("run_row_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
+    "sums of ranks in avx512": ("sum_parts_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
+    "sums of ranks in avx2": ("sum_parts_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "products of pairs": ("pairs_entry", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS)),
     "products of bytes": ("bytes_entry", lambda cpu: cpu.ferrum_linear_supported(library.BYTES)),
     "attention of long spans": ("prefill_entry", lambda cpu: cpu.ferrum_prefill_supported(64)),

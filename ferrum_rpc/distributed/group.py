@@ -1,0 +1,77 @@
+"""What ranks say to each other in the middle of a step, however it travels.
+
+The models know this protocol and no more of the floor. Every rank of a group makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class GroupAborted(RuntimeError):
+    """The group was given up, here or by another rank, or a rank of it is gone. What the call was to write is
+    undefined, and every call ends so until all ranks have renewed the group."""
+
+
+class Group(Protocol):
+    """Some ranks. Tensors lie on the CPU and are contiguous, and of one call have the same size on every rank.
+
+    One call at a time; `abort` alone may come from another thread. Every call raises `GroupAborted`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_reduce(self, rows: Tensor) -> None:
+        """Make ``rows`` the sum of all ranks' rows, in place: in the order of the ranks, in float32 and rounded once,
+        so that every rank has the same bits. bfloat16, float16, float32, or int64, which is summed as it is."""
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, [size, ...], of any dtype."""
+
+    def send(self, rows: Tensor, to: int) -> None:
+        """Send ``rows`` to another rank. It may return before they are received. Any dtype."""
+
+    def receive(self, rows: Tensor, source: int) -> None:
+        """Overwrite ``rows`` with what ``source`` sent, in the order in which it did."""
+
+    def abort(self) -> None:
+        """Give up what waits in this process, and every later call until `renew`. In shared memory that is so on all
+        ranks at once; elsewhere each is told by its own process."""
+
+    def renew(self, epoch: int) -> None:
+        """Begin anew, as if nothing had been called: on every rank, with the same ``epoch``, above all before (the
+        group's first is 0)."""
+
+    def close(self) -> None:
+        """Free what it holds. No other call may be under way; later ones raise."""
+
+
+def check_rows(rows: Tensor) -> None:
+    """Raise ValueError where a group cannot take ``rows`` as they lie."""
+    if rows.device.type != "cpu" or not rows.is_contiguous():
+        raise ValueError(f"a group takes contiguous tensors on the CPU, not on {rows.device}, {rows.stride()}")
+
+
+def check_other(group: Group, rank: int) -> None:
+    """Raise ValueError where ``rank`` is none of the others."""
+    if rank == group.rank or not 0 <= rank < group.size:
+        raise ValueError(f"rank {group.rank} of {group.size} has no other rank {rank}")
+
+
+def sum_in_order(parts: Tensor, rows: Tensor) -> None:
+    """``rows`` become the sum of ``parts`` [size, ...] as `Group.all_reduce` wants it: what all of its implementations
+    are equal to, bit by bit."""
+    wide = torch.float32 if rows.dtype.is_floating_point else rows.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    rows.copy_(total)

@@ -1,0 +1,183 @@
+"""Ranks of one machine, through memory that they share: the C of ``group.c``.
+
+The memory has no name in any folder: rank 0 makes it and tells the others under which of its file descriptors they find
+it. So nothing is left behind, whoever is killed at whatever time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import threading
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ferrum_rpc.distributed.group import GroupAborted, check_other, check_rows, sum_in_order
+from ferrum_rpc.native import library
+
+SUMMED: Final = {torch.bfloat16: 0, torch.float32: 1}
+"""What the C sums, as it calls them; anything else is gathered, and summed by torch."""
+
+_NAME_BYTES: Final = 16
+"""``name`` in ``struct shared`` of group.c."""
+
+_SEGMENT, _YES = "segment", "yes"
+
+
+def available() -> str | None:
+    """Why ranks of this machine cannot share memory; None where they can."""
+    if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        return "it needs Linux, and /proc"
+    try:
+        library.load()
+    except OSError as reason:
+        return f"no kernels: {reason}"
+    return None
+
+
+class SharedMemoryGroup:
+    """A `Group`. ``mapping`` is a segment of this group that all ranks have mapped."""
+
+    def __init__(self, mapping: mmap.mmap, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._library: Any = library.load()
+        self._mapping = mapping
+        self._segment: Any = ctypes.c_char.from_buffer(mapping)
+        lanes = self._library.ferrum_rows_lanes(16)
+        self._handle: int | None = self._library.ferrum_group_new(ctypes.addressof(self._segment), rank, size, lanes)
+        self._closing = threading.Lock()  # who aborts may be another thread
+
+    def all_reduce(self, rows: Tensor) -> None:
+        """As `Group.all_reduce`."""
+        wide = SUMMED.get(rows.dtype)
+        if wide is None:
+            sum_in_order(self.all_gather(rows), rows)
+            return
+        self._check(self._library.ferrum_group_reduce(self._open(), _address(rows), rows.numel(), wide))
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """As `Group.all_gather`."""
+        parts = part.new_empty((self.size, *part.shape))
+        sides = _address(part), part.nbytes, _address(parts)
+        self._check(self._library.ferrum_group_gather(self._open(), *sides))
+        return parts
+
+    def send(self, rows: Tensor, to: int) -> None:
+        """As `Group.send`. A megabyte may be under way before it waits for the other rank."""
+        check_other(self, to)
+        self._check(self._library.ferrum_group_send(self._open(), _address(rows), rows.nbytes, to))
+
+    def receive(self, rows: Tensor, source: int) -> None:
+        """As `Group.receive`."""
+        check_other(self, source)
+        self._check(self._library.ferrum_group_receive(self._open(), _address(rows), rows.nbytes, source))
+
+    def abort(self) -> None:
+        """As `Group.abort`."""
+        with self._closing:
+            if self._handle is not None:
+                self._library.ferrum_group_abort(self._handle)
+
+    def renew(self, epoch: int) -> None:
+        """As `Group.renew`."""
+        self._check(self._library.ferrum_group_renew(self._open(), epoch))
+
+    def close(self) -> None:
+        """As `Group.close`."""
+        with self._closing:
+            if self._handle is None:
+                return
+            self._library.ferrum_group_free(self._handle)
+            self._handle = self._segment = None
+            self._mapping.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closing"):
+            self.close()
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise GroupAborted("the group is closed")
+        return self._handle
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status == library.GROUP_UNEQUAL:
+            raise GroupAborted("the ranks' calls do not agree: they have rows of unequal size")
+        if status:
+            raise GroupAborted("a rank gave the group up")
+
+
+def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
+    """The group of all that call this with the same ``store``, each with a rank of its own. Raises OSError on all of
+    them where one cannot take part, and says which and why; what the store raises where one does not come."""
+    _agree(store, "able", rank, size, available())
+    length = library.load().ferrum_group_bytes(size)
+    if not length:
+        raise ValueError(f"{size} ranks are more than share memory")
+    descriptor, mapping, reason = None, None, None
+    try:
+        if rank == 0:
+            descriptor, mapping, place = _create(length)
+            store.set(_SEGMENT, place)
+        else:
+            mapping = _map(store.get(_SEGMENT).decode(), length)
+    except OSError as error:
+        reason = str(error)
+        if rank == 0:
+            store.set(_SEGMENT, "")
+    try:
+        _agree(store, "mapped", rank, size, reason)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    assert mapping is not None  # noqa: S101 - or there was a reason
+    return SharedMemoryGroup(mapping, rank, size)
+
+
+def _agree(store: Store, question: str, rank: int, size: int, reason: str | None) -> None:
+    """Raise OSError on every rank where one of them has a reason."""
+    store.set(f"{question}/{rank}", reason or _YES)
+    answers = [store.get(f"{question}/{each}").decode() for each in range(size)]
+    refused = [f"rank {each}: {answer}" for each, answer in enumerate(answers) if answer != _YES]
+    if refused:
+        raise OSError(f"the ranks share no memory ({'; '.join(refused)})")
+
+
+def _create(length: int) -> tuple[int, mmap.mmap, str]:
+    """A new segment: its descriptor, the memory, and what other ranks find it by."""
+    descriptor = os.memfd_create("ferrum-rpc-group", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, length)
+        mapping = mmap.mmap(descriptor, length)
+    except OSError:
+        os.close(descriptor)
+        raise
+    name = secrets.token_bytes(_NAME_BYTES)
+    mapping[:_NAME_BYTES] = name
+    return descriptor, mapping, f"{name.hex()} /proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _map(place: str, length: int) -> mmap.mmap:
+    """Another rank's segment. On another machine, or in another container, the same path is something else."""
+    name, _, path = place.partition(" ")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != length:
+            raise OSError(f"{path} is not rank 0's segment")
+        mapping = mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
+    if mapping[:_NAME_BYTES].hex() != name:
+        raise OSError(f"{path} is not rank 0's segment")
+    return mapping
+
+
+def _address(rows: Tensor) -> int:
+    check_rows(rows)
+    return rows.data_ptr()

@@ -1,0 +1,346 @@
+/* Ranks of one machine, in memory that they share.
+ *
+ * A decode step of 28 layers sums its rows over the ranks 56 times. By TCP on one machine that is a fifth of a millisecond
+ * or more each time; here a rank writes its part, raises its number, waits until the others have raised theirs, and reads.
+ *
+ * A number counts the exchanges of an epoch. Each exchange uses one of two buffers of a rank in turn, so that one wait is
+ * enough: who has passed the wait of exchange n knows that everyone has read those of n - 1. The kernels that wait are
+ * woken by nobody: they spin, then give way, then sleep.
+ *
+ * Given up, all epochs up to the present are over: one word says which is the first that is not. It is looked at while
+ * waiting and again after reading, because a rank that has begun a new epoch may write where a slower one still reads.
+ */
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "cpu_features.h"
+#include "group.h"
+
+#define MOST_RANKS 64
+#define LINE 128         /* bytes: two cache lines, which are fetched together */
+#define BUFFER 65536     /* bytes of an exchange */
+#define SLOT 65536       /* bytes of a message's part, and how many may be under way from one rank to another */
+#define SLOTS 16
+#define SHARED_FROM 32768 /* bytes from which each of more than two ranks sums a share of the rows */
+#define SPIN_NS 50000    /* then give way to others for a while, then sleep */
+#define YIELD_NS 1000000
+#define SLEEP_NS 50000
+
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "a lock does not work between processes");
+
+struct counter {
+    _Alignas(LINE) _Atomic int64_t value;
+    int64_t bytes[2]; /* of the last two exchanges */
+};
+
+/* The segment: this, `exchanged` of each rank, `sent` and `taken` of each pair (from, to), two buffers of each rank, and
+ * the slots of each pair. Zeros are a group of epoch 0. Pages that are never touched take no memory. */
+struct shared {
+    _Alignas(LINE) char name[16]; /* Python's: whether it is the one that was meant */
+    _Alignas(LINE) _Atomic int64_t live_from; /* the first epoch that is not over */
+};
+
+struct ferrum_group {
+    struct shared *shared;
+    struct counter *exchanged, *sent, *taken;
+    char *buffers, *slots;
+    int32_t rank, size, lanes;
+    _Atomic int64_t epoch;
+    int64_t exchanges, to[MOST_RANKS], from[MOST_RANKS]; /* of this epoch, and messages */
+};
+
+/* What is summed: elements of `of[rank]` each. */
+struct parts {
+    const char *of[MOST_RANKS];
+    int32_t count, wide;
+};
+
+#define BODY "group_isa.h"
+#include "for_each_isa.h"
+
+/* How large a segment for so many ranks is; 0 where they are too many. */
+int64_t ferrum_group_bytes(int32_t size)
+{
+    if (size < 1 || size > MOST_RANKS)
+        return 0;
+    const int64_t pairs = (int64_t)size * size;
+    return (int64_t)sizeof(struct shared) + (size + 2 * pairs) * (int64_t)sizeof(struct counter) +
+           (int64_t)size * 2 * BUFFER + pairs * SLOTS * SLOT;
+}
+
+/* A rank of the group whose segment this is. `lanes`: as ferrum_rows_lanes returned. NULL where there is no memory. */
+struct ferrum_group *ferrum_group_new(void *segment, int32_t rank, int32_t size, int32_t lanes)
+{
+    struct ferrum_group *made = calloc(1, sizeof *made);
+    if (!made)
+        return NULL;
+    const int64_t pairs = (int64_t)size * size;
+    made->shared = segment;
+    made->exchanged = (struct counter *)(made->shared + 1);
+    made->sent = made->exchanged + size;
+    made->taken = made->sent + pairs;
+    made->buffers = (char *)(made->taken + pairs);
+    made->slots = made->buffers + (int64_t)size * 2 * BUFFER;
+    made->rank = rank;
+    made->size = size;
+    made->lanes = lanes;
+    return made;
+}
+
+void ferrum_group_free(struct ferrum_group *self) { free(self); }
+
+/* --- epochs -------------------------------------------------------------------------------------------------------- */
+
+static void end_epochs_below(struct ferrum_group *self, int64_t epoch)
+{
+    int64_t now = atomic_load(&self->shared->live_from);
+    while (now < epoch && !atomic_compare_exchange_weak(&self->shared->live_from, &now, epoch))
+        ;
+}
+
+/* Whoever waits returns GROUP_ABORTED. From any thread. */
+void ferrum_group_abort(struct ferrum_group *self) { end_epochs_below(self, atomic_load(&self->epoch) + 1); }
+
+/* Begin an epoch above those before. GROUP_ABORTED where it is over already. */
+int32_t ferrum_group_renew(struct ferrum_group *self, int64_t epoch)
+{
+    end_epochs_below(self, epoch);
+    atomic_store(&self->epoch, epoch);
+    self->exchanges = 0;
+    memset(self->to, 0, sizeof self->to);
+    memset(self->from, 0, sizeof self->from);
+    return atomic_load(&self->shared->live_from) > epoch ? GROUP_ABORTED : GROUP_DONE;
+}
+
+static int over(const struct ferrum_group *self)
+{
+    return atomic_load_explicit(&self->shared->live_from, memory_order_relaxed) >
+           atomic_load_explicit(&self->epoch, memory_order_relaxed);
+}
+
+/* After reading: whether what was read may have been overwritten. */
+static int32_t read_in_time(const struct ferrum_group *self)
+{
+    atomic_thread_fence(memory_order_acquire);
+    return over(self) ? GROUP_ABORTED : GROUP_DONE;
+}
+
+/* The number of an exchange or message: above those of all epochs before. */
+static int64_t number(const struct ferrum_group *self, int64_t count)
+{
+    return (atomic_load_explicit(&self->epoch, memory_order_relaxed) << 40) + count;
+}
+
+/* --- waiting ------------------------------------------------------------------------------------------------------- */
+
+static inline void pause_briefly(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Until the counter has reached `wanted`, or the epoch is over. */
+static int32_t wait_for(const struct ferrum_group *self, const struct counter *counter, int64_t wanted)
+{
+    int64_t began = 0, waited = 0;
+    for (unsigned turn = 1; atomic_load_explicit(&counter->value, memory_order_acquire) < wanted; turn++) {
+        if (over(self))
+            return GROUP_ABORTED;
+        if (waited < SPIN_NS) {
+            pause_briefly();
+            if (turn % 32)
+                continue;
+        } else if (waited < YIELD_NS) {
+            sched_yield();
+        } else {
+            nanosleep(&(struct timespec){.tv_nsec = SLEEP_NS}, NULL);
+            continue;
+        }
+        const int64_t now = now_ns();
+        began = began ? began : now;
+        waited = now - began;
+    }
+    return over(self) ? GROUP_ABORTED : GROUP_DONE;
+}
+
+/* --- exchanges ----------------------------------------------------------------------------------------------------- */
+
+static char *buffer_of(const struct ferrum_group *self, int rank)
+{
+    return self->buffers + (2 * rank + self->exchanges % 2) * (int64_t)BUFFER;
+}
+
+/* This rank's buffer has been written: show it, and wait for the others'. All have the same `bytes` to say, or the group
+ * is given up: a rank makes another call than its neighbours. */
+static int32_t exchange(struct ferrum_group *self, int64_t bytes)
+{
+    const int64_t wanted = number(self, self->exchanges + 1);
+    struct counter *own = self->exchanged + self->rank;
+    own->bytes[self->exchanges % 2] = bytes;
+    atomic_store_explicit(&own->value, wanted, memory_order_release);
+    for (int rank = 0; rank < self->size; rank++) {
+        const struct counter *other = self->exchanged + rank;
+        if (rank == self->rank)
+            continue;
+        if (wait_for(self, other, wanted))
+            return GROUP_ABORTED;
+        if (other->bytes[self->exchanges % 2] != bytes) {
+            const int32_t status = read_in_time(self) ? GROUP_ABORTED : GROUP_UNEQUAL;
+            ferrum_group_abort(self);
+            return status;
+        }
+    }
+    return GROUP_DONE;
+}
+
+static void sum_range(const struct ferrum_group *self, const struct parts *parts, int64_t first, int64_t last, char *out)
+{
+    void (*run)(const struct parts *, int64_t, int64_t, char *) = sum_parts_portable;
+#if defined(__x86_64__)
+    run = self->lanes == 16 ? sum_parts_avx512 : self->lanes == 8 ? sum_parts_avx2 : run;
+#else
+    (void)self;
+#endif
+    run(parts, first, last, out);
+}
+
+/* The parts of this exchange; this rank's is where it computed it. */
+static struct parts parts_of(const struct ferrum_group *self, const char *own, int32_t wide)
+{
+    struct parts parts = {.count = self->size, .wide = wide};
+    for (int rank = 0; rank < self->size; rank++)
+        parts.of[rank] = rank == self->rank ? own : buffer_of(self, rank);
+    return parts;
+}
+
+/* Every rank sums all of them: one wait. At most a buffer of them. */
+static int32_t reduce_whole(struct ferrum_group *self, char *rows, int64_t elements, int32_t wide)
+{
+    const int64_t bytes = elements * (wide ? 4 : 2);
+    memcpy(buffer_of(self, self->rank), rows, (size_t)bytes);
+    const int32_t status = exchange(self, bytes);
+    if (status)
+        return status;
+    const struct parts parts = parts_of(self, rows, wide);
+    sum_range(self, &parts, 0, elements, rows);
+    self->exchanges++;
+    return read_in_time(self);
+}
+
+/* Every rank sums its share and reads the others': two waits, and less to read where there are many. */
+static int32_t reduce_shares(struct ferrum_group *self, char *rows, int64_t elements, int32_t wide)
+{
+    const int64_t width = wide ? 4 : 2, bytes = elements * width;
+    memcpy(buffer_of(self, self->rank), rows, (size_t)bytes);
+    int32_t status = exchange(self, bytes);
+    if (status)
+        return status;
+    const struct parts parts = parts_of(self, rows, wide);
+    const int64_t own = elements * self->rank / self->size, next = elements * (self->rank + 1) / self->size;
+    self->exchanges++;
+    char *summed = buffer_of(self, self->rank);
+    sum_range(self, &parts, own, next, summed);
+    memcpy(rows + own * width, summed + own * width, (size_t)((next - own) * width));
+    status = exchange(self, bytes);
+    if (status)
+        return status;
+    for (int rank = 0; rank < self->size; rank++) {
+        const int64_t first = elements * rank / self->size * width, last = elements * (rank + 1) / self->size * width;
+        if (rank != self->rank)
+            memcpy(rows + first, buffer_of(self, rank) + first, (size_t)(last - first));
+    }
+    self->exchanges++;
+    return read_in_time(self);
+}
+
+int32_t ferrum_group_reduce(struct ferrum_group *self, void *rows, int64_t elements, int32_t wide)
+{
+    const int64_t width = wide ? 4 : 2, most = BUFFER / width;
+    const int shares = self->size > 2 && elements * width >= SHARED_FROM;
+    char *at = rows;
+    int32_t status = over(self) ? GROUP_ABORTED : GROUP_DONE;
+    while (elements > 0 && self->size > 1 && !status) {
+        const int64_t count = elements < most ? elements : most;
+        status = shares ? reduce_shares(self, at, count, wide) : reduce_whole(self, at, count, wide);
+        at += count * width;
+        elements -= count;
+    }
+    return status;
+}
+
+/* all [ranks, bytes] = every rank's part. An enum group_status. */
+int32_t ferrum_group_gather(struct ferrum_group *self, const char *part, int64_t bytes, char *all)
+{
+    memcpy(all + self->rank * bytes, part, (size_t)bytes);
+    int32_t status = over(self) ? GROUP_ABORTED : GROUP_DONE;
+    for (int64_t done = 0; done < bytes && self->size > 1 && !status; done += BUFFER) {
+        const int64_t count = bytes - done < BUFFER ? bytes - done : BUFFER;
+        memcpy(buffer_of(self, self->rank), part + done, (size_t)count);
+        status = exchange(self, count);
+        if (status)
+            break;
+        for (int rank = 0; rank < self->size; rank++)
+            if (rank != self->rank)
+                memcpy(all + rank * bytes + done, buffer_of(self, rank), (size_t)count);
+        self->exchanges++;
+        status = read_in_time(self);
+    }
+    return status;
+}
+
+/* --- messages ------------------------------------------------------------------------------------------------------ */
+
+static char *slot_of(const struct ferrum_group *self, int64_t pair, int64_t count)
+{
+    return self->slots + (pair * SLOTS + count % SLOTS) * SLOT;
+}
+
+/* Waits where `SLOTS` parts are under way. An enum group_status. */
+int32_t ferrum_group_send(struct ferrum_group *self, const char *rows, int64_t bytes, int32_t to)
+{
+    const int64_t pair = (int64_t)self->rank * self->size + to;
+    int32_t status = over(self) ? GROUP_ABORTED : GROUP_DONE;
+    for (int64_t done = 0; done < bytes && !status; done += SLOT) {
+        const int64_t count = self->to[to]++;
+        if (count >= SLOTS)
+            status = wait_for(self, self->taken + pair, number(self, count + 1 - SLOTS));
+        if (status)
+            break;
+        memcpy(slot_of(self, pair, count), rows + done, (size_t)(bytes - done < SLOT ? bytes - done : SLOT));
+        atomic_store_explicit(&self->sent[pair].value, number(self, count + 1), memory_order_release);
+    }
+    return status;
+}
+
+/* rows = what `source` sent. An enum group_status. */
+int32_t ferrum_group_receive(struct ferrum_group *self, char *rows, int64_t bytes, int32_t source)
+{
+    const int64_t pair = (int64_t)source * self->size + self->rank;
+    int32_t status = over(self) ? GROUP_ABORTED : GROUP_DONE;
+    for (int64_t done = 0; done < bytes && !status; done += SLOT) {
+        const int64_t count = self->from[source]++;
+        status = wait_for(self, self->sent + pair, number(self, count + 1));
+        if (status)
+            break;
+        memcpy(rows + done, slot_of(self, pair, count), (size_t)(bytes - done < SLOT ? bytes - done : SLOT));
+        atomic_store_explicit(&self->taken[pair].value, number(self, count + 1), memory_order_release);
+        status = read_in_time(self);
+    }
+    return status;
+}
