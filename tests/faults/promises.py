@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
+from tests.faults.adapters import r15_adapters_come_and_go
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
 from tests.faults.background import r26_a_background_task_never_dies_silently
 from tests.faults.bad_items import r20_a_bad_item_harms_nobody
@@ -54,6 +55,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r13_weights_are_data,
     r14_any_bytes_get_a_canonical_answer,
     r15_nothing_leaks,
+    r15_adapters_come_and_go,
     r16_a_crash_is_survivable,
     r17_the_error_contract_is_true,
     r18_one_server_per_port,

@@ -57,6 +57,8 @@ class Size:
     """R15: whether those calls create and release sequences; what is remembered of them takes a minute to fill."""
     expired_calls: int
     """R15: calls whose callers do not wait, for what grpc.aio loses by them."""
+    adapter_cycles: int
+    """R15: adapters that are loaded and unloaded."""
     refused_dials: int
     """R11, R12: rounds of every wrong way to come in."""
     crash_rounds: int
@@ -119,6 +121,7 @@ CI: Final = Size(
     leak_calls=5_000,
     leak_whole_lives=False,
     expired_calls=0,
+    adapter_cycles=20,
     refused_dials=1,
     crash_rounds=1,
     second_servers=1,
@@ -166,6 +169,7 @@ FULL: Final = Size(
     leak_calls=100_000,
     leak_whole_lives=True,
     expired_calls=80_000,
+    adapter_cycles=1_000,
     refused_dials=50,
     crash_rounds=100,
     second_servers=20,

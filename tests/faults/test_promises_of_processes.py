@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
+from tests.faults.adapters import r15_adapters_come_and_go
 from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
@@ -57,6 +58,10 @@ async def test_r9_overload_bends_and_never_breaks() -> None:
 
 async def test_r10_http2_abuse_does_not_hurt_others() -> None:
     await hold(r10_abuse_does_not_hurt_others)
+
+
+async def test_r15_adapters_come_and_go() -> None:
+    await hold(r15_adapters_come_and_go)
 
 
 async def test_r22_the_dead_hold_nothing() -> None:
