@@ -505,6 +505,13 @@ def transfer(name: str, result: Any) -> str:
     return "\n".join([TEXTS["transfer"], table, "", conditions(name, result, rounds)])
 
 
+def collectives(name: str, result: Any) -> str:
+    """One run of `benchmarks.collectives`."""
+    table = tables.collectives(result["points"]).markdown()
+    settings = [(key, str(result["settings"][key])) for key in ("ranks", "hidden", "rounds")]
+    return "\n".join([TEXTS["collectives"], table, "", conditions(name, result, settings)])
+
+
 def prefix(name: str, result: Any) -> str:
     """One run of `benchmarks.prefix`."""
     parts = [TEXTS["prefix"]]
@@ -548,6 +555,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "memory": memory,
     "prefix": prefix,
     "transfer": transfer,
+    "collectives": collectives,
     "gpu": cells,
 }
 """By the program whose ``benchmark`` a file has, in the order of the page."""

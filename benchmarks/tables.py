@@ -376,6 +376,17 @@ def transfer(points: Sequence[Mapping[str, Any]]) -> Table:
     return Table(TRANSFER_COLUMNS, rows, (0, 1))
 
 
+def collectives(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each size of `benchmarks.collectives`, a column for each side: median and 90th percentile."""
+    sides = list(dict.fromkeys(each["side"] for each in points))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for each in points:
+        figures = f"{number(each['median_us'])} ({number(each['p90_us'])})"
+        found.setdefault((each["dtype"], f"{each['rows']}"), {})[each["side"]] = figures
+    rows = [(*size, *(row[side] for side in sides)) for size, row in found.items()]
+    return Table(("dtype", "rows", *(f"{side}, µs (p90)" for side in sides)), rows)
+
+
 def show_trips(result: Mapping[str, Any]) -> None:
     """Both tables on the terminal."""
     show(trips(result["points"]))
