@@ -54,6 +54,10 @@ class GlooGroup:
         """As `Group.all_reduce`."""
         sum_in_order(self.all_gather(rows), rows)
 
+    @property
+    def native_sum(self) -> None:
+        """There is none."""
+
     def all_gather(self, part: Tensor) -> Tensor:
         """As `Group.all_gather`."""
         parts, group = part.new_empty((self.size, *part.shape)), self._open()

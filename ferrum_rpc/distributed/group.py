@@ -34,6 +34,12 @@ class Group(Protocol):
         """Make ``rows`` the sum of all ranks' rows, in place: in the order of the ranks, in float32 and rounded once,
         so that every rank has the same bits. bfloat16, float16, float32, or int64, which is summed as it is."""
 
+    @property
+    def native_sum(self) -> tuple[int, int] | None:
+        """The addresses of a C function ``int32_t (void *context, void *rows, int64_t elements)`` that does the same to
+        bfloat16 rows, and of its context, both as long as this object lives; 0 is success, a number above it is what
+        would be raised. None: there is no such function."""
+
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, [size, ...], of any dtype."""
 

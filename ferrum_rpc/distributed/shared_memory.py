@@ -49,7 +49,8 @@ class SharedMemoryGroup:
         self._mapping = mapping
         self._segment: Any = ctypes.c_char.from_buffer(mapping)
         lanes = self._library.ferrum_rows_lanes(16)
-        self._handle: int | None = self._library.ferrum_group_new(ctypes.addressof(self._segment), rank, size, lanes)
+        self._handle: int = self._library.ferrum_group_new(ctypes.addressof(self._segment), rank, size, lanes)
+        self._closed = False
         self._closing = threading.Lock()  # who aborts may be another thread
 
     def all_reduce(self, rows: Tensor) -> None:
@@ -58,59 +59,57 @@ class SharedMemoryGroup:
         if wide is None:
             sum_in_order(self.all_gather(rows), rows)
             return
-        self._check(self._library.ferrum_group_reduce(self._open(), _address(rows), rows.numel(), wide))
+        self._check(self._library.ferrum_group_reduce(self._handle, _address(rows), rows.numel(), wide))
+
+    @property
+    def native_sum(self) -> tuple[int, int]:
+        """As `Group.native_sum`."""
+        function = ctypes.cast(self._library.ferrum_group_reduce_pairs, ctypes.c_void_p).value
+        assert function is not None  # noqa: S101 - the library was loaded with it
+        return function, self._handle
 
     def all_gather(self, part: Tensor) -> Tensor:
         """As `Group.all_gather`."""
         parts = part.new_empty((self.size, *part.shape))
         sides = _address(part), part.nbytes, _address(parts)
-        self._check(self._library.ferrum_group_gather(self._open(), *sides))
+        self._check(self._library.ferrum_group_gather(self._handle, *sides))
         return parts
 
     def send(self, rows: Tensor, to: int) -> None:
         """As `Group.send`. A megabyte may be under way before it waits for the other rank."""
         check_other(self, to)
-        self._check(self._library.ferrum_group_send(self._open(), _address(rows), rows.nbytes, to))
+        self._check(self._library.ferrum_group_send(self._handle, _address(rows), rows.nbytes, to))
 
     def receive(self, rows: Tensor, source: int) -> None:
         """As `Group.receive`."""
         check_other(self, source)
-        self._check(self._library.ferrum_group_receive(self._open(), _address(rows), rows.nbytes, source))
+        self._check(self._library.ferrum_group_receive(self._handle, _address(rows), rows.nbytes, source))
 
     def abort(self) -> None:
         """As `Group.abort`."""
         with self._closing:
-            if self._handle is not None:
-                self._library.ferrum_group_abort(self._handle)
+            self._library.ferrum_group_abort(self._handle)
 
     def renew(self, epoch: int) -> None:
         """As `Group.renew`."""
-        self._check(self._library.ferrum_group_renew(self._open(), epoch))
+        self._check(self._library.ferrum_group_renew(self._handle, epoch))
 
     def close(self) -> None:
         """As `Group.close`."""
         with self._closing:
-            if self._handle is None:
-                return
-            self._library.ferrum_group_free(self._handle)
-            self._handle = self._segment = None
+            self._library.ferrum_group_close(self._handle)
+            self._closed, self._segment = True, None
             self._mapping.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closing"):
-            self.close()
+        if hasattr(self, "_handle"):
+            self._library.ferrum_group_free(self._handle)
 
-    def _open(self) -> int:
-        if self._handle is None:
-            raise GroupAborted("the group is closed")
-        return self._handle
-
-    @staticmethod
-    def _check(status: int) -> None:
+    def _check(self, status: int) -> None:
         if status == library.GROUP_UNEQUAL:
             raise GroupAborted("the ranks' calls do not agree: they have rows of unequal size")
         if status:
-            raise GroupAborted("a rank gave the group up")
+            raise GroupAborted("the group is closed" if self._closed else "a rank gave the group up")
 
 
 def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:

@@ -3,6 +3,9 @@
 `PlainLayers` calls them one by one, wherever they run. `NativeLayers` makes one call of each half where all parts are C
 kernels of ours (``layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
 small tensors otherwise. Where attention is ours as well, it runs many layers in one call. All compute the same bits.
+
+Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
+the MLP's last products make is summed over the group.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
 from ferrum_rpc.models.linear import Linear
@@ -62,8 +66,8 @@ class Layers(Protocol):
 class PlainLayers:
     """Any linears and row operations."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps) -> None:
-        self._spec, self._layers, self._ops = spec, layers, ops
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps, group: Group | None = None) -> None:
+        self._spec, self._layers, self._ops, self._group = spec, layers, ops, group
 
     def before(  # noqa: PLR0917
         self,
@@ -81,7 +85,7 @@ class PlainLayers:
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         parts, ops = self._layers[layer], self._ops
-        output = _product(parts.output, attended.flatten(1), adapters, layer, OUTPUT)
+        output = self._summed(_product(parts.output, attended.flatten(1), adapters, layer, OUTPUT))
         output = self._normed(output, parts.after_attention)
         if self._spec.parallel:
             normed = self._normed(hidden, parts.before_attention)
@@ -90,7 +94,12 @@ class PlainLayers:
             normed = ops.add_norm(hidden, output, parts.before_mlp)
         del output  # no longer than it must be
         gated = ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
-        return self._normed(_product(parts.down, gated, adapters, layer, DOWN), parts.after_mlp)
+        return self._normed(self._summed(_product(parts.down, gated, adapters, layer, DOWN)), parts.after_mlp)
+
+    def _summed(self, rows: Tensor) -> Tensor:
+        if self._group is not None:
+            self._group.all_reduce(rows)
+        return rows
 
     def _normed(self, rows: Tensor, norm: Tensor | None) -> Tensor:
         return rows if norm is None else self._ops.add_norm(rows, None, norm)
@@ -106,7 +115,9 @@ def _product(linear: Linear, x: Tensor, adapters: StepAdapters | None, layer: in
 class NativeLayers:
     """On a CPU in bfloat16, with native linears and row operations throughout. ``ops`` says how wide vectors are."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps) -> None:
+    def __init__(
+        self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps, group: Group | None = None
+    ) -> None:
         self._spec = spec
         self._held = tuple(layers)
         self._weights = (library.LayerWeights * len(layers))(
@@ -118,7 +129,10 @@ class NativeLayers:
         self._library = space.library
         self._width = _native(layers[0].qkv).n
         self._handle = self._library.ferrum_layers_new(space.handle)
-        self._plain = PlainLayers(spec, layers, ops)
+        self._plain = PlainLayers(spec, layers, ops, group)
+        self._sum = None if group is None else _Sum(group, spec.hidden_size)
+        if self._sum is not None:
+            self._library.ferrum_layers_reduce(self._handle, self._sum.function, self._sum.context)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -201,18 +215,48 @@ class NativeLayers:
         finally:
             self._library.ferrum_layers_adapt(self._handle, None, 0)
 
-    @staticmethod
-    def _check(status: int) -> None:
-        if status:
+    def _check(self, status: int) -> None:
+        if status < 0:
             raise MemoryError("no memory for a layer's buffers")
+        if status and self._sum is not None:
+            self._sum.fail()
 
 
-def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps) -> Layers:
-    """In one call each where every part is native."""
+class _Sum:
+    """What C calls for a group's sum of bfloat16 rows [T, ``width``]: ``function`` and ``context`` are addresses."""
+
+    def __init__(self, group: Group, width: int) -> None:
+        self._group, self._width = group, width
+        self._error: BaseException | None = None
+        self.function: int | None
+        self.context: int | None
+        if (native := group.native_sum) is not None:
+            self.function, self.context = native
+            return
+        self._callback = library.REDUCE(self._reduce)
+        self.function, self.context = ctypes.cast(self._callback, ctypes.c_void_p).value, None
+
+    def _reduce(self, _context: int | None, rows: int, elements: int) -> int:
+        try:
+            there = (ctypes.c_char * (2 * elements)).from_address(rows)
+            self._group.all_reduce(torch.frombuffer(there, dtype=torch.bfloat16).view(-1, self._width))
+        except BaseException as error:  # C cannot carry it
+            self._error = error
+            return 1
+        return 0
+
+    def fail(self) -> NoReturn:
+        """Raise what ended the sum."""
+        error, self._error = self._error, None
+        raise GroupAborted("a sum over the ranks ended") if error is None else error
+
+
+def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps, group: Group | None = None) -> Layers:
+    """In one call each where every part is native. ``group``: the ranks over which the model is cut."""
     linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
     if isinstance(ops, NativeFusedOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
-        return NativeLayers(spec, layers, ops)
-    return PlainLayers(spec, layers, ops)
+        return NativeLayers(spec, layers, ops, group)
+    return PlainLayers(spec, layers, ops, group)
 
 
 def _weights(spec: ModelSpec, layer: Layer, rope: int | None, ops: NativeFusedOps) -> library.LayerWeights:

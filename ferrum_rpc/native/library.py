@@ -147,7 +147,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKind, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
     *(LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 13
+ABI_VERSION: Final = 14
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -157,6 +157,9 @@ ADD_NORM, ROTATE, GATE = 0, 1, 2
 
 PAIRS, BYTES = 0, 1
 """``enum kind`` of linear.h."""
+
+REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+"""``reduce_rows`` of layer.c, for a function of Python."""
 
 GROUP_ABORTED, GROUP_UNEQUAL = 1, 2
 """``enum group_status`` of group.h, of which 0 is success."""
@@ -184,6 +187,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_layers_new": (_P, _P),
     "ferrum_layers_free": (None, _P),
     "ferrum_layers_adapt": (None, _P, _P, _I),
+    "ferrum_layers_reduce": (None, _P, _P, _P),
     "ferrum_layer_before": (_I, *(_P,) * 6, _L, _P, _I),
     "ferrum_layer_after": (_I, *(_P,) * 4, _L, _P, _I),
     "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
@@ -192,9 +196,11 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_group_bytes": (_L, _I),
     "ferrum_group_new": (_P, _P, _I, _I, _I),
     "ferrum_group_free": (None, _P),
+    "ferrum_group_close": (None, _P),
     "ferrum_group_abort": (None, _P),
     "ferrum_group_renew": (_I, _P, _L),
     "ferrum_group_reduce": (_I, _P, _P, _L, _I),
+    "ferrum_group_reduce_pairs": (_I, _P, _P, _L),
     "ferrum_group_gather": (_I, _P, _P, _L, _P),
     "ferrum_group_send": (_I, _P, _P, _L, _I),
     "ferrum_group_receive": (_I, _P, _P, _L, _I),

@@ -95,6 +95,13 @@ struct ferrum_group *ferrum_group_new(void *segment, int32_t rank, int32_t size,
 
 void ferrum_group_free(struct ferrum_group *self) { free(self); }
 
+/* The segment may go: every later call returns GROUP_ABORTED. */
+void ferrum_group_close(struct ferrum_group *self)
+{
+    static struct shared closed = {.live_from = INT64_MAX};
+    self->shared = &closed;
+}
+
 /* --- epochs -------------------------------------------------------------------------------------------------------- */
 
 static void end_epochs_below(struct ferrum_group *self, int64_t epoch)
@@ -269,6 +276,7 @@ static int32_t reduce_shares(struct ferrum_group *self, char *rows, int64_t elem
     return read_in_time(self);
 }
 
+/* Make rows the sum of all ranks' rows: float32 where `wide`, else bfloat16. An enum group_status. */
 int32_t ferrum_group_reduce(struct ferrum_group *self, void *rows, int64_t elements, int32_t wide)
 {
     const int64_t width = wide ? 4 : 2, most = BUFFER / width;
@@ -282,6 +290,12 @@ int32_t ferrum_group_reduce(struct ferrum_group *self, void *rows, int64_t eleme
         elements -= count;
     }
     return status;
+}
+
+/* For layer.c: the same of bfloat16 rows, of any struct ferrum_group. */
+int32_t ferrum_group_reduce_pairs(void *group, void *rows, int64_t elements)
+{
+    return ferrum_group_reduce(group, rows, elements, 0);
 }
 
 /* all [ranks, bytes] = every rank's part. An enum group_status. */

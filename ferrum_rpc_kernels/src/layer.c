@@ -5,6 +5,9 @@
  * And layers one after the other, where attention is ours as well (attention.c). Called by halves, with the cache's
  * writes and attention between them, they let go of Python's interpreter 112 times a step, and each time a busy thread
  * may keep it for some milliseconds.
+ *
+ * Where a model is cut over ranks, each computes a part of the heads and of the MLP: what output and down make of it are
+ * parts of sums, which a function that Python names completes.
  */
 
 #include <stddef.h>
@@ -18,11 +21,16 @@
 #include "buffer.h"
 #include "norm_rope_gate.h"
 
+/* Make bfloat16 rows the sum of all ranks' rows. 0, or a number above it, which ends the step. */
+typedef int32_t reduce_rows(void *context, void *rows, int64_t elements);
+
 /* Buffers of buffer.h: what lies within a half of a layer, and what lies between the two. `lora`: the adapters of the step,
- * or NULL; `layer`: where it is. */
+ * or NULL; `layer`: where it is. `reduce`: over the ranks, or NULL. */
 struct ferrum_layers {
     struct ferrum_linears *linears;
     const struct lora_step *lora;
+    reduce_rows *reduce;
+    void *context;
     int32_t layer;
     char *buffer, *heads;
     size_t size, heads_size;
@@ -51,6 +59,13 @@ void ferrum_layers_adapt(struct ferrum_layers *self, const struct lora_step *lor
     self->layer = layer;
 }
 
+/* From now on what output and down make is a part of a sum, which `reduce` completes. */
+void ferrum_layers_reduce(struct ferrum_layers *self, reduce_rows *reduce, void *context)
+{
+    self->reduce = reduce;
+    self->context = context;
+}
+
 /* A product of the present layer, with what adapters change of it. */
 static int32_t product_of(struct ferrum_layers *self, const struct matrix *linear, enum product product, const char *x,
                           int64_t count, char *y, int32_t threads)
@@ -60,6 +75,15 @@ static int32_t product_of(struct ferrum_layers *self, const struct matrix *linea
     if (self->lora)
         ferrum_lora(self->lora, self->layer, product, x, linear->k, y, threads);
     return 0;
+}
+
+/* The same, and the sum of it over the ranks. 0, -1, or what the ranks' sum returned. */
+static int32_t sum_of(struct ferrum_layers *self, const struct matrix *linear, enum product product, const char *x,
+                      int64_t count, char *y, int32_t threads)
+{
+    if (product_of(self, linear, product, x, count, y, threads))
+        return -1;
+    return self->reduce ? self->reduce(self->context, y, count * linear->n) : 0;
 }
 
 static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -115,7 +139,7 @@ int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weigh
 }
 
 /* hidden += attended [count, ...] through the output weights; delta = the MLP of its norm, or, where the two are parallel,
- * of its norm as it was before. As above. */
+ * of its norm as it was before. As above, or what the ranks' sum returned. */
 int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weights *weights, char *hidden,
                            const char *attended, int64_t count, char *delta, int32_t threads)
 {
@@ -124,8 +148,9 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
     if (!reserve_buffer(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
         return -1;
     char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
-    if (product_of(self, weights->output, OUTPUT, attended, count, delta, threads))
-        return -1;
+    int32_t status = sum_of(self, weights->output, OUTPUT, attended, count, delta, threads);
+    if (status)
+        return status;
     add_norm(weights, delta, NULL, weights->after_attention, delta, count, threads);
     if (weights->parallel) {
         normed = add_norm(weights, hidden, NULL, weights->before_attention, normed, count, threads);
@@ -145,14 +170,15 @@ int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weight
         .out = gated,
     };
     ferrum_rows(&rows, weights->lanes);
-    if (product_of(self, weights->down, DOWN, gated, count, delta, threads))
-        return -1;
+    status = sum_of(self, weights->down, DOWN, gated, count, delta, threads);
+    if (status)
+        return status;
     add_norm(weights, delta, NULL, weights->after_mlp, delta, count, threads);
     return 0;
 }
 
-/* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. Not 0 where there
- * is no memory for the buffers. */
+/* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. 0, -1 where there
+ * is no memory for the buffers, or what the ranks' sum returned. */
 int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights,
                           const struct attention_step *attention, int32_t layers, char *hidden, char *delta,
                           const float *cos, const float *sin, int64_t count, int32_t threads)
@@ -165,9 +191,11 @@ int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights
         const struct layer_weights *own = weights + layer;
         self->layer = layer;
         if (ferrum_layer_before(self, own, hidden, layer ? delta : NULL, cos, sin, count, qkv, threads) ||
-            ferrum_attention_layer(attention, layer, qkv, count, attended) ||
-            ferrum_layer_after(self, own, hidden, attended, count, delta, threads))
+            ferrum_attention_layer(attention, layer, qkv, count, attended))
             return -1;
+        const int32_t status = ferrum_layer_after(self, own, hidden, attended, count, delta, threads);
+        if (status)
+            return status;
     }
     return 0;
 }
