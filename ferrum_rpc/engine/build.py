@@ -25,7 +25,7 @@ from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, mib, size_cache
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
@@ -145,10 +145,8 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
 def _adapters(
     folder: Path, config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]]
 ) -> tuple[Loras, Adapters]:
-    """What takes the adapters of a folder. Raises NotSupported where the model cannot be adapted."""
-    if not isinstance(model, AdaptableModel):
-        message = f"a {type(model).__name__} takes no adapters; serve it without --adapter-dir"
-        raise NotSupported(message, field="adapter_dir")
+    """What takes the adapters of a folder."""
+    assert isinstance(model, AdaptableModel)  # noqa: S101 - choose_parts looked
     reason, loras = model.take_adapters()
     choices.append((f"adapters={loras.name}", reason))
     limits = config.max_adapter_rank, config.adapter_memory

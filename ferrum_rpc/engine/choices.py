@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -119,8 +120,6 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices, elsewhere)
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
-    if config.adapter_dir is not None and not config.adapter_dir.is_dir():
-        raise InvalidRequest(f"adapter_dir {config.adapter_dir.absolute()} is no folder", field="adapter_dir")
     if device.type == "cpu":
         _check_kernels(choices)
     model: IdentityModel | Pretrained | Borrowed
@@ -133,6 +132,8 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     else:
         model, most = _choose_pretrained(config, device, choices, elsewhere)
         dtype, layers = model.dtype, model.layers
+    if config.adapter_dir is not None:
+        _check_adapters(config.adapter_dir, model)
     max_context = most if config.max_context is None else min(most, config.max_context)
     if config.max_context is not None:
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
@@ -147,6 +148,15 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
         model = model._replace(making=model.making._replace(attends=True))
     cache = cache_layers(layers, dtype, config.kv_dtype)
     return Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
+
+
+def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
+    if not folder.is_dir():
+        raise InvalidRequest(f"adapter_dir {folder.absolute()} is no folder", field="adapter_dir")
+    if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.spec.adaptable):
+        name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
+        message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
+        raise NotSupported(message, field="adapter_dir")
 
 
 def _choose_device(requested: str, choices: list[tuple[str, str]], elsewhere: bool) -> torch.device:

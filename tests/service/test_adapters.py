@@ -17,7 +17,7 @@ import torch
 
 from ferrum_rpc.client import Accept, ExecutorClient, FullLogits, OutputSpec, PrefixIndex
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.errors import InvalidRequest, NotSupported, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control_pb
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2
@@ -25,6 +25,7 @@ from ferrum_rpc.wire.rows import rows_from_proto
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint, make_model
 from tests.numerics.harness import reference_logits, worst
+from tests.numerics.hf_families import make_family_checkpoint
 from tests.service.transfers import brought, chunks_of, exported, header, imported, row
 from tests.serving import Gate, Served, serve_model
 from tests.wiring import full, item, pb, prefill, refused, until
@@ -409,7 +410,9 @@ async def test_capability_and_metrics(served: Served) -> None:
 
 
 async def test_a_model_without_products_takes_none(tmp_path: Path) -> None:
-    with pytest.raises(NotSupported, match="adapter-dir"):
-        build_runner(ModelSettings(path="identity", device="cpu", kv_blocks=8, adapter_dir=tmp_path))
-    with pytest.raises(InvalidRequest, match="no folder"):
-        build_runner(ModelSettings(path="identity", device="cpu", kv_blocks=8, adapter_dir=tmp_path / "none"))
+    """And that is known before a weight is read."""
+    for model in ("identity", str(make_family_checkpoint(tmp_path, "gpt2"))):
+        with pytest.raises(NotSupported, match=r"takes no adapters.* without --adapter-dir"):
+            choose_parts(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path))
+        with pytest.raises(InvalidRequest, match="no folder"):
+            choose_parts(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path / "none"))

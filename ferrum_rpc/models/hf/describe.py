@@ -21,6 +21,7 @@ from ferrum_rpc.models.fields import LARGEST, Fields
 from ferrum_rpc.models.hf import attention
 from ferrum_rpc.models.hf.head import Head
 from ferrum_rpc.models.hf.library import library, quiet
+from ferrum_rpc.models.hf.lora import linear_layers
 from ferrum_rpc.models.hf.rope import freeze
 from ferrum_rpc.models.spec import MAX_LAYERS
 
@@ -54,7 +55,8 @@ class HfSpec:
     """A decoder of transformers without weights. ``kind`` is its class and ``config`` transformers' configuration;
     ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
     it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`.
-    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one."""
+    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one. ``adaptable``:
+    whether it has layers that adapters can change."""
 
     architecture: str
     kind: Any
@@ -70,6 +72,7 @@ class HfSpec:
     longest: int
     scaling: tuple[str, ...]
     sinks: tuple[str, ...]
+    adaptable: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -182,6 +185,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         longest=_longest(text, context, scaling),
         scaling=scaling,
         sinks=_sinks(name, model, calls),
+        adaptable=bool(linear_layers(model, model.dtype)),
         eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
     )

@@ -14,10 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.base import StepAdapters, StepInputs
 from ferrum_rpc.models.layout import Placement
 from ferrum_rpc.models.lora import PRODUCTS, TorchLoras
+
+
+def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
+    """By name, those that adapters can change."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+        and module is not head
+        and module.weight.dtype == dtype
+        and "experts" not in name.split(".")
+    }
 
 
 class LinearHooks:
@@ -27,22 +39,11 @@ class LinearHooks:
     _tokens = 0
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
-        head = model.get_output_embeddings()
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, Linear)
-            and module is not head
-            and module.weight.dtype == dtype
-            and "experts" not in name.split(".")
-        }
         table = {}
-        for place, (name, linear) in enumerate(linears.items()):
+        for place, (name, linear) in enumerate(linear_layers(model, dtype).items()):
             shape = linear.out_features, linear.in_features
             table[f"{name}.weight"] = Placement(f"layers.{place}.{PRODUCTS[0]}.weight", 0, shape[0], shape)
             linear.register_forward_hook(partial(self._add, place))
-        if not table:
-            raise NotSupported("this model has no linear layers that adapters could change", field="adapter_dir")
         self.loras = TorchLoras(table, len(table), dtype, device)
 
     @contextmanager
