@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20
 GGUF = ".gguf"
+PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.IGNORECASE)
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -60,11 +62,11 @@ class Checkpoint:
         if not is_folder:
             if Path(path).suffix.lower() != GGUF:  # a cache of files may link to a name without one
                 raise InvalidRequest(f"{folder.name!r} is neither a folder nor a GGUF file", field="model")
-            return cls(Path(path).name, *_of_gguf(folder))
+            return cls(Path(path).name, *_of_gguf(_parts(Path(path)) or [folder]))
         config = read_json(folder, CONFIG)
-        single = _only_gguf(folder)
-        if single is not None:
-            return cls(_name(folder), *_of_gguf(single))
+        files = _only_gguf(folder)
+        if files:
+            return cls(_name(folder), *_of_gguf(files))
         if config is None:
             raise InvalidRequest(f"{CONFIG} is missing from model folder {folder.name!r}", field=CONFIG)
         generation = read_json(folder, GENERATION_CONFIG) or {}
@@ -90,7 +92,7 @@ class Checkpoint:
         ``quant_method``. Nothing where none is."""
         sizes: dict[str, int] = {}
         for entry in self.entries.values():
-            if entry.encoding is not None:
+            if entry.encoding is not None and len(entry.shape) > 1:
                 kind = entry.encoding.kind or str(self.config["quantization_config"]["quant_method"])
                 sizes[kind] = sizes.get(kind, 0) + entry.nbytes
         return tuple(sorted(sizes, key=sizes.__getitem__, reverse=True))
@@ -141,26 +143,49 @@ def _name(folder: Path) -> str:
     return folder.name
 
 
-def _of_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorEntry]]:
-    config, entries = read_model(file)
+def _of_gguf(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorEntry]]:
+    config, entries = read_model(files)
     return config, {}, entries
 
 
-def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no safetensors, or None. Raises InvalidRequest where it has several."""
+def _parts(file: Path) -> list[Path]:
+    """The parts of a model, in their order, of which ``file`` is one by its name; none where it is not. Raises
+    InvalidRequest where one is missing."""
+    match = PART.fullmatch(file.name)
+    if match is None:
+        return []
+    stem, count, folder = match[1], int(match[2]), file.parent.resolve()
+    really = file.resolve().parent  # of a cache: its links lead to one folder
+    parts = []
+    for number in range(1, count + 1):  # ends with the first that is missing, whatever the name claims
+        name = f"{stem}-{number:05d}-of-{match[2]}{file.suffix}"
+        part = inside(folder, name, really)
+        if part is None:
+            raise InvalidRequest(f"{file.name} is one of {count} parts, and {name} is missing", field="model")
+        parts.append(part)
+    return parts
+
+
+def _only_gguf(folder: Path) -> list[Path]:
+    """The GGUF file of a folder that has no safetensors, or its parts; none if there is none. Raises InvalidRequest
+    where it has several."""
     try:
         files = os.listdir(folder)
     except OSError:  # may be entered, but not listed
-        return None
+        return []
     names = sorted(name for name in files if name.lower().endswith(GGUF))
     if not names or SINGLE in files or INDEX in files:
-        return None
+        return []
+    parts = _parts(folder / names[0])
+    if parts and [part.name for part in parts] == names:
+        return parts
     if len(names) > 1:
         shown = f"{names[0]}, {names[1]}{', ...' if len(names) > 2 else ''}"
         raise InvalidRequest(
             f"model folder {folder.name!r} has {len(names)} GGUF files ({shown}): name one of them", field="model"
         )
-    return inside(folder, names[0])
+    file = inside(folder, names[0])
+    return parts or ([file] if file is not None else [])
 
 
 def _entries(folder: Path) -> dict[str, TensorEntry]:
@@ -213,9 +238,9 @@ def _is_plain(name: str) -> bool:
     return bool(name) and name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
 
 
-def inside(folder: Path, name: str) -> Path | None:
-    """The path of a file of the folder, or None if there is none. Raises InvalidRequest for a link to elsewhere, or to
-    nothing."""
+def inside(folder: Path, name: str, also: Path | None = None) -> Path | None:
+    """The path of a file of the folder, or None if there is none. Raises InvalidRequest for a link to elsewhere but
+    ``also``, another folder, or to nothing."""
     try:
         real = (folder / name).resolve(strict=True)
     except PermissionError as error:
@@ -225,7 +250,7 @@ def inside(folder: Path, name: str) -> Path | None:
             raise broken(folder / name, "is a link that leads nowhere: fetch the model again") from None
         return None
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if real.parent not in (folder, blobs):
+    if real.parent not in (folder, blobs, also):
         raise broken(folder / name, "is a link that leads out of its folder")
     return folder / name
 

@@ -11,6 +11,7 @@ None of these libraries is a requirement of this project. Once, by hand, in envi
     python -m tests.quantized.make awq                  # by a few lines here, read by gptqmodel 7.5.0
     python -m tests.quantized.make gguf LLAMA_CPP       # gguf 0.19.0, llama-cpp-python 0.3.36, and the folder of its
                                                         # vendored llama.cpp, whose converter is taken
+    python -m tests.quantized.make gguf_families LLAMA_CPP  # the same, into tests/quantized/families
 
 A folder has the checkpoint, and ``oracle.safetensors``: of every matrix the first, the eighth and the last row as the
 other reader makes them, and the logits of `TOKENS` of a transformers model with those matrices, in float64.

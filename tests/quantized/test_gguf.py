@@ -178,11 +178,11 @@ def test_blocks_count_as_bfloat16_and_are_told_by_their_types():
 @pytest.mark.parametrize(
     ("changes", "kind", "match"),
     [
-        ({"general.architecture": "rwkv7"}, NotSupported, "'rwkv7' are not read, those of llama, qwen2, qwen3 are"),
+        ({"general.architecture": "rwkv7"}, NotSupported, "'rwkv7' are not read, those of llama, qwen2, qwen3, gemma"),
         ({"general.architecture": None}, NotSupported, "general.architecture"),
         ({"general.architecture": 7}, InvalidRequest, "general.architecture must be a string"),
         ({"general.type": "adapter"}, NotSupported, "general.type: 'adapter'"),
-        ({"split.count": 3}, NotSupported, "3 parts is not read; llama-gguf-split --merge"),
+        ({"split.count": 3}, InvalidRequest, "one of 3 parts by split.count"),
         ({"general.alignment": 0}, InvalidRequest, "general.alignment 0"),
         ({"llama.block_count": None}, InvalidRequest, "llama.block_count is missing"),
         ({"llama.block_count": "two"}, InvalidRequest, "llama.block_count must be an integer"),
@@ -290,11 +290,12 @@ VALUES = [
 
 
 def test_mutated_files_end_in_typed_errors_or_load(tmp_path):
-    """Of two samples: keys, names, sizes, types and offsets changed, and bytes of the header."""
+    """Of samples: keys, names, sizes, types and offsets changed, and bytes of the header."""
     rng = random.Random(int(os.environ.get("FERRUM_FUZZ_SEED", "20261123")))
     originals = []
-    for kind in ("gguf-q8_0", "gguf-q4_k_m"):
-        file = SAMPLES / kind / "model.gguf"
+    families = SAMPLES.parent / "families"
+    samples = [SAMPLES / kind / "model.gguf" for kind in ("gguf-q8_0", "gguf-q4_k_m")]
+    for file in (*samples, families / "gemma3.gguf", families / "phi3-longrope.gguf"):
         reader = gguf.GGUFReader(file)
         metadata = {name: each.contents() for name, each in reader.fields.items() if not name.startswith("GGUF.")}
         start = reader.data_offset

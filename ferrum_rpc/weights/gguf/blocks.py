@@ -49,9 +49,11 @@ def mapped(entry: TensorEntry) -> Tensor:
     return tensor.view(entry.dtype).view(entry.shape)
 
 
-def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, heads: int) -> TensorEntry:
+def tensor_entry(
+    header: Header, file: Path, name: str, info: TensorInfo, heads: int = 0, *, shifted: bool = False
+) -> TensorEntry:
     """The entry of a tensor. ``heads``: of how many heads its rows are, where each has the halves of its channels
-    interleaved; 0 where they are not."""
+    interleaved; 0 where they are not. ``shifted``: one was added to it."""
     kind, gguf = info.kind, library()
     try:
         per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
@@ -66,7 +68,7 @@ def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, heads:
     nbytes = math.prod(rows) * (width // per_block) * size
     if info.offset + nbytes > header.size:
         raise broken(file, f"truncated: tensor {name[:120]!r} ends after the file's {header.size} bytes")
-    if kind in PLAIN and not heads:
+    if kind in PLAIN and not heads and not shifted:
         return TensorEntry(PLAIN[kind], info.shape, file, info.offset)
     if kind not in PLAIN and not _dequantizes(gguf, kind):
         raise NotSupported(
@@ -77,7 +79,8 @@ def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, heads:
     if heads and info.shape[0] % (2 * heads):
         raise broken(file, f"tensor {name[:120]!r}: {kind_name} {[*info.shape]} for {heads} heads")
     blocks = TensorEntry(torch.uint8, (info.shape[0], nbytes // info.shape[0]), file, info.offset)
-    encoding = Encoding({"blocks": (name, blocks)}, partial(_decode, kind, heads), kind=kind_name)
+    decode = partial(_decode_shifted, kind) if shifted else partial(_decode, kind, heads)
+    encoding = Encoding({"blocks": (name, blocks)}, decode, kind=kind_name)
     return TensorEntry(PLAIN.get(kind, COUNTS_AS), info.shape, file, encoding=encoding)
 
 
@@ -90,6 +93,10 @@ def _dequantizes(gguf: Any, kind: int) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def _decode_shifted(kind: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+    return _decode(kind, 0, parts, first, last) - 1.0
 
 
 def _decode(kind: int, heads: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:

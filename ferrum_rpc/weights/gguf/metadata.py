@@ -2,7 +2,7 @@
 
 Every key below the architecture's name is honoured, known to change no number, or refused: as with a ``config.json``.
 Tokens and templates are a scheduler's business; of the tokenizer's keys only stops and the size of the vocabulary are
-read. Sources: llama.cpp's ``convert_hf_to_gguf.py`` and ``gguf/constants.py``.
+read. What an architecture has of its own is in `architectures`. Source: llama.cpp's ``gguf/constants.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,44 +17,18 @@ import numpy as np
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.weights.gguf.architectures import ARCHITECTURES, LAYER, WHOLE, Architecture, Facts
 from ferrum_rpc.weights.gguf.header import Header, Skipped
 
+FREQUENCIES: Final = "rope_freqs.weight"
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS: Final = (FREQUENCIES, SHORT, LONG)
+"""Tensors of what the periods of rotation are multiplied with."""
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """``name`` of Hugging Face's class. ``interleaved``: the channels that are rotated together are neighbours."""
+Factors = Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
+"""float32 [rotated channels / 2], by `FACTORS`."""
 
-    name: str
-    model_type: str
-    interleaved: bool = False
-
-
-ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True),  # Mistral too
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-}
-"""By ``general.architecture``."""
-
-ROPE_FACTORS: Final = "rope_freqs.weight"
-WHOLE: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+ROLES: Final = ("weight", "bias")
 IN_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 
 IRRELEVANT: Final = ("rope.scaling.finetuned", "tensor_data_layout")
@@ -70,14 +43,14 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, known: Architecture) -> str:
     """The tensor's name in Hugging Face's format; an unknown one as it is."""
-    if name in WHOLE:
-        return WHOLE[name]
+    whole, _, role = name.rpartition(".")
+    if whole in WHOLE and role in ROLES:
+        return f"{WHOLE[whole]}.{role}"
     match = IN_LAYER.fullmatch(name)
-    if match is None or match[2] not in LAYER:
-        return name
-    return f"model.layers.{match[1]}.{LAYER[match[2]]}.{match[3]}"
+    part = match and (known.names.get(match[2]) or LAYER.get(match[2]))
+    return f"model.layers.{match[1]}.{part}.{match[3]}" if match and part else name
 
 
 def architecture(header: Header) -> Architecture:
@@ -86,12 +59,6 @@ def architecture(header: Header) -> Architecture:
     name, kind = general.text("architecture", ""), general.text("type", "model")
     if kind != "model":
         raise NotSupported(f"general.type: {kind[:80]!r} is no model", field="model")
-    split = header.metadata.get("split.count", 0)
-    if split not in (0, 1):
-        raise NotSupported(
-            f"split.count: a GGUF file in {str(split)[:40]} parts is not read; llama-gguf-split --merge joins them",
-            field="model",
-        )
     if name not in ARCHITECTURES:
         raise NotSupported(
             f"general.architecture: GGUF files of {name[:80]!r} are not read, those of {', '.join(ARCHITECTURES)} are; "
@@ -101,43 +68,56 @@ def architecture(header: Header) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config(header: Header, factors: np.ndarray[Any, np.dtype[np.float32]] | None) -> dict[str, Any]:
-    """What a ``config.json`` of the model says. ``factors``: float32 [head_dim / 2], what the periods of rotation are
-    multiplied with (of `ROPE_FACTORS`)."""
+def config(header: Header, factors: Factors) -> dict[str, Any]:
+    """What a ``config.json`` of the model says."""
     known, name = architecture(header), str(header.metadata["general.architecture"])
     fields, tokens = Fields(_kept(header, f"{name}."), name), Fields(_kept(header, "tokenizer.ggml."), "tokenizer.ggml")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
-    for other, meaning in (("attention.value_length", "values"), ("rope.dimension_count", "rotated channels")):
-        if fields.integer(other, head_dim) != head_dim:
-            raise NotSupported(
-                f"{fields.name(other)}: heads of {head_dim} with {fields.integer(other)} {meaning} are not read",
-                field=fields.name(other),
-            )
+    head_dim, layers = fields.integer("attention.key_length", max(1, hidden // heads)), fields.integer("block_count")
+    _expect(fields, "attention.value_length", head_dim, f"heads of {head_dim} with {{}} values")
+    turned = fields.integer("rope.dimension_count", head_dim)
+    if not known.partial:
+        _expect(fields, "rope.dimension_count", head_dim, f"heads of {head_dim} with {{}} rotated channels")
     theta = fields.number("rope.freq_base", 10_000.0)
+    rope = {"rope_theta": theta, **_scaling(fields, theta, turned, factors)}
+    if known.partial:
+        rope["partial_rotary_factor"] = _part(turned, head_dim)
+    eps, hugging_face_eps = known.eps
     made: dict[str, Any] = {
         "architectures": [known.name],
         "model_type": known.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": fields.integer("feed_forward_length"),
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        hugging_face_eps: fields.number(eps),
         "vocab_size": _vocabulary(fields, header),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_parameters": {"rope_theta": theta, **_scaling(fields, theta, head_dim, factors)},
+        "rope_parameters": rope,
         "eos_token_id": _stops(tokens),
         "bos_token_id": tokens.value("bos_token_id"),
+        **{key: tensor in header.tensors for key, tensor in known.biases.items()},
     }
-    if known.model_type != "qwen2":
-        made["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    if known.model_type == "llama":
-        made["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
+    if known.read is not None:
+        made |= known.read(Facts(fields, hidden, layers, heads, head_dim, rope))
     refuse_unread(fields, IRRELEVANT, OFF)
     return made
+
+
+def _expect(fields: Fields, field: str, value: int, otherwise: str) -> None:
+    found = fields.integer(field, value)
+    if found != value:
+        full = fields.name(field)
+        raise NotSupported(f"{full}: {otherwise.format(found)} are not read", field=full)
+
+
+def _part(turned: int, head_dim: int) -> float:
+    """The part of a head that gives so many channels."""
+    part = turned / head_dim
+    return part if int(head_dim * part) == turned else math.nextafter(part, 2.0)
 
 
 def _kept(header: Header, prefix: str) -> dict[str, object]:
@@ -163,14 +143,16 @@ def _stops(tokens: Fields) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _scaling(
-    fields: Fields, theta: float, head_dim: int, factors: np.ndarray[Any, np.dtype[np.float32]] | None
-) -> dict[str, Any]:
+def _scaling(fields: Fields, theta: float, turned: int, factors: Factors) -> dict[str, Any]:
     kind = fields.text("rope.scaling.type", "none")
-    if factors is not None and not bool((factors == 1).all()):
+    lists = {SHORT: "short_factor", LONG: "long_factor"}
+    if not factors.keys().isdisjoint(lists) and kind in ("none", "longrope"):
+        return {"rope_type": "longrope", **{lists[name]: factors[name].tolist() for name in lists if name in factors}}
+    frequencies = factors.get(FREQUENCIES)
+    if frequencies is not None and not bool((frequencies == 1).all()):
         if kind != "none":
-            raise NotSupported(f"{ROPE_FACTORS} beside {fields.name('rope.scaling.type')} {kind[:80]!r}", field="model")
-        return _llama3(factors, theta, head_dim)
+            raise NotSupported(f"{FREQUENCIES} beside {fields.name('rope.scaling.type')} {kind[:80]!r}", field="model")
+        return _llama3(frequencies, theta, turned)
     if kind == "none":
         return {"rope_type": "default"}
     made: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
@@ -189,12 +171,12 @@ def _scaling(
     return made
 
 
-def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, turned: int) -> dict[str, Any]:
     """The scaling that gives these factors. Llama 3.1 and 3.2 have a factor of 8 and 32, frequency factors of 1 and 4,
     and an original context that is a power of two; a file keeps only what comes out."""
     factor = float(factors.max())
-    if factors.shape == (head_dim // 2,) and math.isfinite(factor) and factor > 1:
-        waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if factors.shape == (turned // 2,) and math.isfinite(factor) and factor > 1:
+        waves = 2 * math.pi * theta ** (np.arange(0, turned, 2, dtype=np.float64) / turned)
         for original in (1 << power for power in range(4, 24)):
             smooth = (original / waves - 1) / 3
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -208,4 +190,4 @@ def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, head_d
                     "high_freq_factor": 4.0,
                     "original_max_position_embeddings": original,
                 }
-    raise NotSupported(f"{ROPE_FACTORS}: these factors are none of Llama 3's", field="model")
+    raise NotSupported(f"{FREQUENCIES}: these factors are none of Llama 3's", field="model")

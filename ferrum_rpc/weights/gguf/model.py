@@ -1,46 +1,90 @@
-"""A GGUF file as a model: its configuration, and its tensors under Hugging Face's names."""
+"""A GGUF file, or the parts of one, as a model: its configuration, and its tensors under Hugging Face's names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.weights.entries import TensorEntry, broken
+from ferrum_rpc.weights.gguf.architectures import Architecture
 from ferrum_rpc.weights.gguf.blocks import mapped, tensor_entry
-from ferrum_rpc.weights.gguf.header import read_header
-from ferrum_rpc.weights.gguf.metadata import ROPE_FACTORS, architecture, config, hugging_face_name
+from ferrum_rpc.weights.gguf.header import Header, read_header
+from ferrum_rpc.weights.gguf.metadata import FACTORS, Factors, architecture, config, hugging_face_name
 
-MAX_FACTORS = 1 << 16
+MAX_FACTORS: Final = 1 << 16
 
 
-def read_model(file: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """``(config, entries)``. Raises InvalidRequest or NotSupported that says what is wrong with the file."""
-    header = read_header(file)
-    interleaved = architecture(header).interleaved
+def read_model(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """``(config, entries)`` of a file, or of all parts of one in their order. Raises InvalidRequest or NotSupported,
+    which say what is wrong with it."""
+    headers = [read_header(file) for file in files]
+    _check_parts(files, headers)
+    first, names = headers[0], [name for each in headers for name in each.tensors]
+    if len({*names}) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise broken(files[0], f"tensor {twice[:120]!r} is in two of the parts")
+    whole = Header(first.metadata, {name: info for each in headers for name, info in each.tensors.items()}, first.size)
+    known, factors = architecture(whole), _factors(files, headers)
     try:
-        read = config(header, None)
+        read = config(whole, factors)
     except InvalidRequest as error:
-        raise broken(file, error.message) from None
+        raise broken(files[0], error.message) from None
+    entries: dict[str, TensorEntry] = {}
+    for file, header in zip(files, headers, strict=True):
+        added = _entries(file, header, known, read)
+        if both := entries.keys() & added.keys():
+            raise broken(file, f"tensor {min(both)[:120]!r} is there twice")
+        entries |= added
+    return read, entries
+
+
+def _check_parts(files: Sequence[Path], headers: Sequence[Header]) -> None:
+    """Raise unless these are all parts of one file, in their order."""
+    count = headers[0].metadata.get("split.count", 0)
+    if len(files) == 1:
+        if count not in (0, 1):
+            raise broken(files[0], f"is one of {str(count)[:40]} parts by split.count; they are found by their names")
+        return
+    for index, (file, header) in enumerate(zip(files, headers, strict=True)):
+        told = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        if told != [index, len(files)]:
+            said = f"split.no {str(told[0])[:40]} and split.count {str(told[1])[:40]}"
+            raise broken(file, f"{said} are not those of part {index + 1} of {len(files)}")
+    claimed, tensors = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
+    if claimed != tensors:
+        raise broken(files[0], f"split.tensors.count is {str(claimed)[:40]}, and the parts have {tensors}")
+
+
+def _factors(files: Sequence[Path], headers: Sequence[Header]) -> Factors:
+    found = {}
+    for file, header in zip(files, headers, strict=True):
+        for name in FACTORS:
+            if name in header.tensors:
+                entry = tensor_entry(header, file, name, header.tensors[name])
+                if entry.dtype != torch.float32 or entry.encoding is not None or entry.nbytes > 4 * MAX_FACTORS:
+                    raise broken(file, f"{name} is no list of float32")
+                found[name] = mapped(entry).flatten().clone().numpy()
+    return found
+
+
+def _entries(file: Path, header: Header, known: Architecture, read: dict[str, Any]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, info in sorted(header.tensors.items(), key=lambda each: each[1].offset):
-        to, heads = hugging_face_name(name), 0
+        to, heads = hugging_face_name(name, known), 0
         if to in entries:
             raise broken(file, f"tensor {name[:120]!r} is there twice")
-        if interleaved and ".self_attn.q_proj." in to:
+        if known.interleaved and ".self_attn.q_proj." in to:
             heads = read["num_attention_heads"]
-        elif interleaved and ".self_attn.k_proj." in to:
+        elif known.interleaved and ".self_attn.k_proj." in to:
             heads = read["num_key_value_heads"]
-        entries[to] = tensor_entry(header, file, name, info, heads)
+        shifted = known.shifted and to.endswith("norm.weight")
+        entries[to] = tensor_entry(header, file, name, info, heads, shifted=shifted)
     _check_apart(file, entries)
-    factors = entries.pop(ROPE_FACTORS, None)
-    if factors is not None:
-        if factors.dtype != torch.float32 or factors.encoding is not None or factors.nbytes > 4 * MAX_FACTORS:
-            raise broken(file, f"{ROPE_FACTORS} is no list of float32")
-        read = config(header, mapped(factors).flatten().clone().numpy())
-    return read, entries
+    return {name: entry for name, entry in entries.items() if name not in FACTORS}
 
 
 def _check_apart(file: Path, entries: dict[str, TensorEntry]) -> None:

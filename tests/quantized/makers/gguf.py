@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp
@@ -76,18 +77,18 @@ def without_words(self) -> None:
         self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
 
 
-def logits(file: Path) -> torch.Tensor:
-    """float32 [T, vocab] of `TOKENS`, by llama.cpp."""
+def logits(file: Path, tokens: Sequence[int] = TOKENS) -> torch.Tensor:
+    """float32 [T, vocab] of ``tokens``, by llama.cpp."""
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     assert model
     wanted = llama_cpp.llama_context_default_params()
     wanted.n_ctx = 256
     context = llama_cpp.llama_init_from_model(model, wanted)
-    batch = llama_cpp.llama_batch_init(len(TOKENS), 0, 1)
-    batch.n_tokens = len(TOKENS)
-    for index, token in enumerate(TOKENS):
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for index, token in enumerate(tokens):
         batch.token[index], batch.pos[index] = token, index
         batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, True
     assert not llama_cpp.llama_decode(context, batch)
     address = ctypes.cast(llama_cpp.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
-    return torch.from_numpy(np.ctypeslib.as_array(address, shape=(len(TOKENS), SHAPE["vocab_size"])).copy())
+    return torch.from_numpy(np.ctypeslib.as_array(address, shape=(len(tokens), SHAPE["vocab_size"])).copy())

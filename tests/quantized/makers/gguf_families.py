@@ -1,0 +1,118 @@
+"""llama.cpp's own converter writes GGUF files of the families in float16, from models whose weights are exact in it.
+
+The oracle is transformers with the original model; llama.cpp itself, which rounds activations, is compared here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.checkpoints import make_model
+from tests.quantized.make import SAMPLES
+from tests.quantized.makers.gguf import logits
+
+FOLDER = SAMPLES.parent / "families"
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+HEADS = {"head_dim": 16}
+GEMMA = HEADS | {"tie_word_embeddings": True, "sliding_window": 4}
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "gemma": ("gemma", HEADS | {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", GEMMA | {"query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "gemma3",
+        GEMMA
+        | {"query_pre_attn_scalar": 16, "num_hidden_layers": 6, "sliding_window_pattern": 6}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "phi3": ("phi3", {"original_max_position_embeddings": 128}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.5, **FACTORS},
+        },
+    ),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "glm4": ("glm4", HEADS),
+    "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
+    "cohere2": (
+        "cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 4, "tie_word_embeddings": True},
+    ),
+}
+TOKENS = np.random.default_rng(5).integers(0, 32, 40).tolist()
+
+
+SAYS_IT = ("granite", "smollm3", "cohere2")
+"""Architectures whose converter writes the size of the vocabulary."""
+
+
+def prepare(folder: Path) -> None:
+    """What the converters look for, and published folders have."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"rotary_pct": 1.0} | config))
+    words = {"model": {"vocab": {str(each): each for each in range(SHAPE["vocab_size"])}}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+
+
+def without_words(self) -> None:
+    """There is no tokenizer: the file says so, and how many tokens there are."""
+    self.gguf_writer.add_tokenizer_model("none")
+    if self.gguf_writer.arch not in SAYS_IT:
+        self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
+
+
+def make(llama_cpp_folder: str, *names: str) -> None:
+    sys.path[:0] = [llama_cpp_folder, f"{llama_cpp_folder}/gguf-py"]
+    import gguf
+    from conversion import get_model_class
+
+    transformers.logging.set_verbosity_error()
+    llama_cpp.llama_backend_init()
+    FOLDER.mkdir(exist_ok=True)
+    for name in names or FAMILIES:
+        family, shape = FAMILIES[name]
+        model = make_model(family, **SHAPE | shape)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.half())
+        file = FOLDER / f"{name}.gguf"
+        with tempfile.TemporaryDirectory() as scratch:
+            model.save_pretrained(scratch)
+            prepare(Path(scratch))
+            writer = get_model_class(type(model).__name__)
+            writer.set_vocab = without_words
+            file.unlink(missing_ok=True)
+            with torch.inference_mode():
+                writer(Path(scratch), gguf.LlamaFileType.MOSTLY_F16, file).write()
+        with torch.inference_mode():
+            frequencies = {key: each.clone() for key, each in model.model.rotary_emb.named_buffers()}
+            model.double()
+            for key, each in frequencies.items():
+                setattr(model.model.rotary_emb, key, each)
+            expected = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+        save_file({"logits": expected.float().contiguous()}, file.with_suffix(".safetensors"))
+        theirs = logits(file, TOKENS)
+        differs = float((theirs - expected).square().mean().sqrt() / expected.std())
+        print(name, file.stat().st_size, "bytes; llama.cpp differs by", differs)

@@ -1,0 +1,192 @@
+"""GGUF files of every family that llama.cpp's converter wrote, beside transformers with the model that was converted.
+
+`tests.quantized.makers.gguf_families` made them and says how.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.loading import read_spec
+from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.weights.checkpoint import Checkpoint
+from tests.numerics.harness import error
+from tests.quantized.gguf_files import gguf_bytes
+
+gguf = pytest.importorskip("gguf")
+
+FOLDER = Path(__file__).parent / "families"
+NAMES = sorted(each.stem for each in FOLDER.glob("*.gguf"))
+TOKENS = np.random.default_rng(5).integers(0, 32, 40).astype(np.int32)
+
+
+def logits(file: Path, **options) -> torch.Tensor:
+    """float32 [T, vocab] of `TOKENS`, fed in two pieces."""
+    options = {"device": "cpu", "dtype": "float32", "kv_blocks": 16, "model_backend": "native"} | options
+    runner, rows = build_runner(ModelSettings(str(file), **options)), []
+    with runner.context():
+        for start, end in ((0, 17), (17, len(TOKENS))):
+            span = Span(1, TOKENS[start:end], start, OutputSpec(Positions.ALL, FullLogits()), create=not start)
+            [outcome] = runner.forward(Step((span,))).outcomes
+            rows.append(torch.from_numpy(outcome.rows.block["logits"].copy()))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_model_that_was_converted(name):
+    expected = load_file(FOLDER / f"{name}.safetensors")["logits"].double()
+    assert error(logits(FOLDER / f"{name}.gguf"), expected) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite"])
+def test_transformers_gets_the_same_model(name):
+    expected = load_file(FOLDER / f"{name}.safetensors")["logits"].double()
+    assert error(logits(FOLDER / f"{name}.gguf", model_backend="hf"), expected) < 5e-6
+
+
+def content(name: str) -> tuple[dict, list[tuple[str, list[int], int, int]], bytes]:
+    """Metadata and tensors of a sample, for `gguf_bytes`, and their bytes."""
+    reader = gguf.GGUFReader(FOLDER / f"{name}.gguf")
+    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.startswith("GGUF.")}
+    start = reader.data_offset
+    tensors = [
+        (each.name, [int(size) for size in each.shape], int(each.tensor_type), int(each.data_offset) - start)
+        for each in reader.tensors
+    ]
+    return metadata, tensors, (FOLDER / f"{name}.gguf").read_bytes()[start:]
+
+
+def spec(tmp_path: Path, name: str, changes: dict) -> ModelSpec:
+    """Of a sample with other metadata; None takes one out."""
+    metadata, tensors, data = content(name)
+    metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(metadata, tensors, data))
+    return read_spec(Checkpoint.open(tmp_path))
+
+
+PATTERN, WINDOW = "attention.sliding_window_pattern", "attention.sliding_window"
+
+
+def test_what_a_file_leaves_out_is_what_llama_cpp_takes(tmp_path):
+    gemma2 = spec(tmp_path, "gemma2", {f"gemma2.{WINDOW}": None, "gemma2.attn_logit_softcapping": None})
+    assert gemma2.windows == (4096, None) and gemma2.scales.attention_cap == 50.0
+    gemma3 = spec(tmp_path, "gemma3", {"gemma3.rope.freq_base_swa": None})
+    assert [rope.theta for rope in gemma3.ropes] == [5e5, 1e4]
+    assert spec(tmp_path, "gemma3", {f"gemma3.{WINDOW}": None}).windows == (None,) * 6
+    granite = spec(
+        tmp_path, "granite", {f"granite.{key}": None for key in ("attention.scale", "residual_scale", "logit_scale")}
+    )
+    assert (granite.scales.attention, granite.scales.residual, granite.scales.logits) == (0.25, 1.0, 1.0)
+
+
+def test_what_newer_files_say_of_windows_is_read(tmp_path):
+    listed = [True, False, True, True, True, False]
+    expected = tuple(4 if each else None for each in listed)
+    assert spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": listed}).windows == expected
+    assert spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": 2}).windows == (4, None) * 3
+    assert spec(tmp_path, "phi3", {f"phi3.{WINDOW}": 9}).windows == (9, 9)
+    wide = spec(tmp_path, "phi3-longrope", {"phi3.context_length": 16})
+    assert wide.rotary_dim == 8 and not wide.ropes[0].long
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kind", "match"),
+    [
+        ("gemma3", {f"gemma3.{PATTERN}": [True]}, InvalidRequest, "has 1 entries for 6 layers"),
+        ("gemma3", {f"gemma3.{PATTERN}": "all"}, InvalidRequest, "must be an integer"),
+        ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, NotSupported, "attn_logit_softcapping"),
+        ("gemma2", {"gemma2.rope.freq_base_swa": 7.0}, NotSupported, "freq_base_swa"),
+        ("phi3", {"phi3.rope.scaling.type": "yarn", "phi3.rope.scaling.factor": 2.0}, InvalidRequest, "short_factor"),
+        ("phi3", {"phi3.rope.dimension_count": 7}, InvalidRequest, "cannot be turned in pairs"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, NotSupported, "without rotations"),
+        ("granite", {"granite.deepstack_mapping": [0, 1]}, NotSupported, "deepstack_mapping"),
+        ("olmo2", {f"olmo2.{WINDOW}": 4}, NotSupported, "sliding_window"),
+        ("glm4", {"glm4.rope.dimension_sections": [1, 1, 2, 0]}, NotSupported, "dimension_sections"),
+        ("cohere2", {"cohere2.logit_scale": None}, InvalidRequest, "logit_scale is missing"),
+        ("starcoder2", {"starcoder2.attention.layer_norm_epsilon": None}, InvalidRequest, "layer_norm_epsilon"),
+    ],
+    ids=str,
+)
+def test_what_an_architecture_cannot_have_is_refused(tmp_path, name, changes, kind, match):
+    with pytest.raises(kind, match=match):
+        spec(tmp_path, name, changes)
+
+
+# --- files in parts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(tmp_path) -> list[Path]:
+    """A sample in several parts, by the writer of the package."""
+    reader = gguf.GGUFReader(FOLDER / "phi3-longrope.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "phi3", split_max_tensors=7)
+    for key, each in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, each.contents(), each.types[0], each.types[1] if len(each.types) > 1 else None)
+    for each in reader.tensors:
+        writer.add_tensor(each.name, each.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = sorted(tmp_path.iterdir())
+    assert len(found) == 3 and found[0].name == "model-00001-of-00003.gguf"
+    return found
+
+
+def test_a_file_in_parts_is_the_file(parts):
+    expected = logits(FOLDER / "phi3-longrope.gguf")
+    for given in (parts[0], parts[2], parts[0].parent):
+        assert torch.equal(logits(given), expected)
+
+
+def test_parts_in_a_cache_of_links_are_found(parts, tmp_path):
+    links = tmp_path / "snapshot"
+    links.mkdir()
+    for index, part in enumerate(parts):
+        blob = part.rename(tmp_path / f"blob{index}")
+        (links / part.name).symlink_to(blob)
+    assert len(Checkpoint.open(links / parts[0].name).entries) == len(
+        Checkpoint.open(FOLDER / "phi3-longrope.gguf").entries
+    )
+
+
+def test_parts_that_do_not_belong_together_are_refused(parts, tmp_path):
+    def refused(match: str) -> None:
+        with pytest.raises(InvalidRequest, match=match):
+            Checkpoint.open(tmp_path / parts[0].name)
+
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    refused("split.no 2 and split.count 3 are not those of part 2 of 3")
+    parts[1].unlink()
+    refused("is one of 3 parts, and model-00002-of-00003.gguf is missing")
+    parts[1].symlink_to("/etc/hostname")
+    refused("leads out of its folder")
+    parts[1].unlink()
+    parts[1].write_bytes(second)
+    (tmp_path / "model-00004-of-00004.gguf").write_bytes(second)
+    with pytest.raises(InvalidRequest, match="has 4 GGUF files"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "alone.gguf").write_bytes(second)
+    with pytest.raises(InvalidRequest, match=r"is one of 3 parts by split\.count"):
+        Checkpoint.open(tmp_path / "alone.gguf")
+
+
+def test_a_tensor_that_two_parts_have_is_refused(tmp_path):
+    metadata, tensors, data = content("granite")
+    for index in range(2):
+        told = {"split.no": index, "split.count": 2, "split.tensors.count": 2 * len(tensors)}
+        file = tmp_path / f"model-{index + 1:05d}-of-00002.gguf"
+        file.write_bytes(gguf_bytes((metadata if not index else {}) | told, tensors, data))
+    with pytest.raises(InvalidRequest, match="is in two of the parts"):
+        Checkpoint.open(tmp_path)
