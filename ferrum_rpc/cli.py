@@ -12,14 +12,18 @@ import asyncio
 import os
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrum_rpc import __version__
 from ferrum_rpc.bench.options import add_flags
+from ferrum_rpc.fleet.options import OWN_SETTINGS, add_fleet_flags
 from ferrum_rpc.runtime import prepare
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
+
+if TYPE_CHECKING:
+    from ferrum_rpc.config import ServeSettings
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -94,6 +98,8 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     named["warmup"].add_argument("--batch-size", type=int, default=0, help="sequences decoded together (default: 8)")
     named["warmup"].add_argument("--prefill-tokens", type=int, default=0, help="tokens of the prompt (default: 128)")
     add_flags(named["bench"])
+    named["fleet"] = commands.add_parser("fleet", help="executors on a Ray cluster", allow_abbrev=False)
+    add_fleet_flags(named["fleet"])
     named["generate"].add_argument("prompt", help="the text to complete")
     named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
     named["generate"].add_argument(
@@ -136,20 +142,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         package = (error.name or "").partition(".")[0]
         if package == "ferrum_rpc":
             raise
-        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: pip install 'ferrum-rpc[server]'")
+        extra = "ray" if package == "ray" else "server"
+        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: pip install 'ferrum-rpc[{extra}]'")
 
 
 def _command(arguments: list[str]) -> NoReturn:
-    parser, commands = build_parser(settings=arguments[:1] in (["serve"], ["plan"], ["doctor"]))
+    serves = arguments[:1] in (["serve"], ["plan"], ["doctor"]) or arguments[:2] == ["fleet", "up"]
+    parser, commands = build_parser(settings=serves)
     if not arguments:
         parser.print_help(sys.stderr)
         sys.exit(EXIT_USAGE)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         parser.error(f"no command {arguments[0]!r}{hint(arguments[0], commands)}")
     parsed, unknown = parser.parse_known_args(arguments)
-    command = commands[parsed.command]
+    command = getattr(parsed, "parser", commands[parsed.command])
+    known = command.flags()
+    if (parsed.command, getattr(parsed, "action", None)) == ("fleet", "up"):
+        parsed.arguments = unknown
+        parsed.serve, unknown = parser.parse_known_args(["serve", *unknown])
+        known += commands["serve"].flags()
     if unknown:
-        command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], command.flags())}")
+        command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], known)}")
     prepare()
     try:
         status = _run(parsed)
@@ -168,6 +181,8 @@ def _command(arguments: list[str]) -> NoReturn:
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.command in ("serve", "plan", "doctor"):
         return _with_settings(parsed)
+    if parsed.command == "fleet":
+        return _fleet(parsed)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
@@ -184,11 +199,31 @@ def _run(parsed: argparse.Namespace) -> int:
         return EXIT_FAILED
 
 
-def _with_settings(parsed: argparse.Namespace) -> int:
-    from ferrum_rpc.config import SETTINGS, load_settings, read_bytes
+def _fleet(parsed: argparse.Namespace) -> int:
+    if parsed.action == "up":
+        for name in OWN_SETTINGS:
+            if name in parsed.serve:
+                raise ConfigError(f"{name}: a fleet sets it: the node's address, a port that is free there, json")
+        _settings(parsed.serve)  # what is wrong is said here, and not by each executor
+    from ferrum_rpc.fleet import cluster
+
+    if parsed.action == "up":
+        return cluster.up(parsed, parsed.arguments, ranks=1)
+    command: Callable[[argparse.Namespace], int] = getattr(cluster, parsed.action)
+    return command(parsed)
+
+
+def _settings(parsed: argparse.Namespace) -> ServeSettings:
+    from ferrum_rpc.config import SETTINGS, load_settings
 
     flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
-    settings = load_settings(parsed.model, flags, parsed.config)
+    return load_settings(parsed.model, flags, parsed.config)
+
+
+def _with_settings(parsed: argparse.Namespace) -> int:
+    from ferrum_rpc.config import read_bytes
+
+    settings = _settings(parsed)
     if parsed.command == "serve":
         from ferrum_rpc.serve import serve
 

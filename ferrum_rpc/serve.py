@@ -186,4 +186,4 @@ def _banner(server: ExecutorServer, runner: Described) -> None:
     for choice, reason in device.choices:
         say = log.warning if choice == NO_KERNELS else log.info
         say("chosen", choice=choice, reason=reason)
-    log.info("ready", target=server.target)
+    log.info("ready", target=server.target, instance_id=server.state.handles.instance_id)

@@ -99,7 +99,10 @@ FLOORS: dict[str, Floor] = {
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench plan doctor serve runtime"),
+    # of `fleet` the flags alone: `--help` loads no Ray
+    "ferrum_rpc.fleet": Floor(),
+    "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
+    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench fleet fleet.cluster plan doctor serve runtime"),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
@@ -247,7 +250,7 @@ def test_what_may_not_import_torch_does_not_load_it_either() -> None:
         module
         for module in Tree(ROOT).files
         if (home := floor_of(module)) is not None
-        and "torch" not in FLOORS[home].outside.split()
+        and {"torch", "ray"}.isdisjoint(FLOORS[home].outside.split())  # Ray is an extra
         and not module.endswith("__main__")
     ]
     assert {"ferrum_rpc.service.server", "ferrum_rpc.client", "ferrum_rpc.cli", "ferrum_rpc.kv.manager"} <= set(light)

@@ -1,0 +1,207 @@
+"""What `ferrum-rpc fleet` does on a Ray cluster.
+
+Each executor has a placement group, which keeps its room while it starts again, and an actor of the same name in it.
+Both are detached: they outlive the command, and a later one finds them by their names in the fleet's namespace.
+
+An actor whose node was killed may answer once more with what it knew. So a target counts only while somebody listens
+there; and whoever listens says which instance it is, which handles of another one do not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ferrum_rpc.fleet.process import DidNotServeError, ServeProcess
+from ferrum_rpc.fleet.targets import Report, listening, publish
+
+PREFIX: Final = "executor-"
+ANSWER_S: Final = 2.0
+"""What a living actor needs to answer at most; one whose executor loads, drains or waits for room does not."""
+
+LOOK_EVERY_S: Final = 1.0
+RETRY_S: Final = 5.0
+"""Between two starts of an executor that served once and now does not start."""
+
+
+class Executor:
+    """The actor: starts an executor, and says where it listens."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Raises `DidNotServeError` in its first life, after which Ray starts it no more: the settings are wrong. Later
+        the same may be bad luck, such as memory that is not free yet."""
+        self._node = ray.util.get_node_ip_address()
+        listen = ("--host", self._node, "--port", "0")
+        self._process = ServeProcess([*arguments, *listen], environment, lambda: os._exit(1))
+        try:
+            self._process.wait_until_it_serves()
+        except DidNotServeError:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise
+            time.sleep(RETRY_S)
+            os._exit(1)
+
+    def report(self) -> Report:
+        """Where it serves, and as which instance."""
+        return {"target": self._process.target, "instance_id": self._process.instance_id, "node": self._node}
+
+    def stop(self) -> int:
+        """Drain; the executor's exit status."""
+        return self._process.stop()
+
+
+@contextmanager
+def connected(options: argparse.Namespace) -> Iterator[None]:
+    """In the fleet's namespace of the cluster."""
+    try:
+        ray.init(options.address, namespace=options.name, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        sys.exit(f"ferrum-rpc fleet: no Ray cluster at {options.address!r}: {error}; `ray start --head` begins one")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def up(options: argparse.Namespace, arguments: Sequence[str], ranks: int) -> int:
+    """Start what is missing of ``options.executors``, and wait until all serve. ``arguments`` are those of `serve`.
+    Exit status 1 where one does not; one that has no room yet starts when there is some."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("FERRUM_")}
+    environment.pop("FERRUM_TOKEN", None)
+    environment["OMP_NUM_THREADS"] = str(options.cpus)
+    room = {"CPU": options.cpus * ranks, "GPU": options.gpus * ranks}
+    bundle = {kind: float(count) for kind, count in room.items() if count}
+    with connected(options):
+        running = names()
+        for name in (f"{PREFIX}{index}" for index in range(options.executors)):
+            if name in running:
+                continue
+            group = placement_group([bundle], name=name, lifetime="detached")
+            ray.remote(Executor).options(
+                name=name,
+                lifetime="detached",
+                num_cpus=room["CPU"],
+                num_gpus=room["GPU"],
+                max_restarts=options.max_restarts,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+            ).remote(list(arguments), environment)
+        return _wait(options.timeout)
+
+
+def _wait(timeout_s: float) -> int:
+    """Until every executor has said where it serves."""
+    failed = 0
+    waiting = {ray.get_actor(name).report.remote(): name for name in names()}
+    end = time.monotonic() + timeout_s
+    while waiting:
+        done, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        if not done:
+            print(f"ferrum-rpc fleet: no room yet, or still loading: {', '.join(waiting.values())}", file=sys.stderr)
+            return 1
+        [ready] = done
+        name = waiting.pop(ready)
+        try:
+            print(f"{name}  {ray.get(ready)['target']}", flush=True)
+        except RayError as error:
+            print(f"ferrum-rpc fleet: {name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+            _remove(name)
+            failed = 1
+    return failed
+
+
+def down(options: argparse.Namespace) -> int:
+    """Drain all that serve, then end all. Exit status 1 where a drain took longer than ``options.timeout``."""
+    with connected(options):
+        serving = [name for name, report in reports().items() if report]
+        drains = [ray.get_actor(name).stop.remote() for name in serving]
+        _, late = ray.wait(drains, num_returns=len(drains), timeout=options.timeout) if drains else ([], [])
+        for name in names():
+            _remove(name)
+    return 1 if late else 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """One line for each executor. Exit status 1 where one does not serve, or there is none."""
+    with connected(options):
+        found = reports()
+        there = listening(found)
+    rows = [
+        {"name": name, "state": "serving" if name in there else "unreachable" if report else "starting", **report}
+        for name, report in found.items()
+    ]
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print("  ".join((row["name"], f"{row['state']:<11}", row.get("target", ""), row.get("instance_id", ""))))
+    return 0 if rows and all(row["state"] == "serving" for row in rows) else 1
+
+
+def targets(options: argparse.Namespace) -> int:
+    """Keep ``options.file`` until a signal: the targets where somebody listens, one a line."""
+    known: dict[str, Report] = {}
+    asked: dict[str, Any] = {}
+    written: list[str] | None = None
+    with connected(options):
+        while True:
+            known = _told(known, asked)
+            there = sorted(known[name]["target"] for name in listening(known))
+            if there != written:
+                publish(options.file, there)
+                print(f"{len(there)} targets: {' '.join(there)}", flush=True)
+                written = there
+            time.sleep(LOOK_EVERY_S)
+
+
+def _told(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:
+    """What executors have said so far, those aside that are no more. ``asked``: questions under way, by name; an actor
+    that starts again answers when its executor serves."""
+    present = names()
+    for name in present:
+        if name not in asked:
+            asked[name] = ray.get_actor(name).report.remote()
+    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_EVERY_S) if asked else ([], [])
+    for name in [name for name, answer in asked.items() if answer in done or name not in present]:
+        try:
+            known = {**known, name: ray.get(asked.pop(name), timeout=0)}
+        except (RayError, GetTimeoutError):
+            continue
+    return {name: report for name, report in known.items() if name in present}
+
+
+def names() -> list[str]:
+    """The executors of this fleet, in their order."""
+    found = [name for name in ray.util.list_named_actors() if name.startswith(PREFIX)]
+    return sorted(found, key=lambda name: int(name.removeprefix(PREFIX)))
+
+
+def reports() -> dict[str, Report]:
+    """What each executor's actor says now; nothing where it does not answer."""
+    asked = {name: ray.get_actor(name).report.remote() for name in names()}
+    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    found: dict[str, Report] = {}
+    for name, answer in asked.items():
+        try:
+            found[name] = ray.get(answer) if answer in done else {}
+        except RayError:
+            found[name] = {}
+    return found
+
+
+def _remove(name: str) -> None:
+    """An executor, and the room that was kept for it."""
+    with suppress(ValueError):  # it is gone already
+        ray.kill(ray.get_actor(name))
+    with suppress(ValueError):
+        remove_placement_group(ray.util.get_placement_group(name))
