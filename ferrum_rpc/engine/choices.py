@@ -227,7 +227,9 @@ def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[
                 raise
             obstacle = error
         else:
-            choices.append((f"model={BACKEND_NATIVE}", "requested" if requested == BACKEND_NATIVE else "the fast one"))
+            reason = "requested" if requested == BACKEND_NATIVE else "the fast one"
+            alone = "; images are not served" if spec.roots.images else ""
+            choices.append((f"model={BACKEND_NATIVE}", reason + alone))
             return spec
     try:
         borrowed = describe_checkpoint(checkpoint)

@@ -94,6 +94,9 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
             f"{SECTION}.model_type: {name} of {kind[:80]!r} is not supported, of {', '.join(known.texts)} it is",
             field=f"{SECTION}.model_type",
         )
+    if [*fields.texts("architectures")] not in ([], [known.texts[kind]]):
+        where = f"{SECTION}.architectures"
+        raise InvalidRequest(f"{where} does not name {known.texts[kind]}, which {kind} is", field=where)
     return known.texts[kind], fields
 
 

@@ -103,7 +103,9 @@ def renamed(folder: Path) -> Path:
 def test_the_text_part_of_a_model_with_images_is_native(family, tmp_path):
     model = with_images(family)
     model.save_pretrained(tmp_path)
-    rows = feed(build_runner(settings(tmp_path, model_backend="native")))
+    runner = build_runner(settings(tmp_path, model_backend="native"))
+    assert dict(runner.device.choices)["model=native"] == "requested; images are not served"
+    rows = feed(runner)
     assert error(rows, plain_logits(model).double()) <= 1e-5
     assert torch.equal(rows, feed(build_runner(settings(renamed(tmp_path), model_backend="auto"))))
 

@@ -428,6 +428,8 @@ def test_the_text_part_of_a_model_with_images_is_a_decoder_with_its_defaults():
     assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (34, 8, 4, 256)
     assert spec.windows[:6] == (1024,) * 5 + (None,) and spec.tied_embeddings
     assert [(rope.theta, rope.factor) for rope in spec.ropes] == [(1e6, 8.0), (1e4, 1.0)]
+    named = GEMMA3_WITH_IMAGES["text_config"] | {"architectures": ["Gemma3ForCausalLM"]}
+    assert ModelSpec.from_config(GEMMA3_WITH_IMAGES | {"text_config": named}) == spec
     unnamed = {key: value for key, value in GEMMA3_WITH_IMAGES.items() if key != "architectures"}
     assert ModelSpec.from_config(unnamed) == spec
 
@@ -440,6 +442,7 @@ def test_the_text_part_of_a_model_with_images_is_a_decoder_with_its_defaults():
         ({"text_config": "gemma3_text"}, InvalidRequest, "text_config"),
         ({"text_config": {"model_type": "gemma2"}}, NotSupported, "text_config.model_type"),
         ({"text_config": {"surprise": 1}}, NotSupported, "text_config.surprise"),
+        ({"text_config": {"architectures": ["LlamaForCausalLM"]}}, InvalidRequest, "text_config.architectures"),
         ({"text_config": {"hidden_size": "much"}}, InvalidRequest, "text_config.hidden_size"),
         ({"surprise": 1}, NotSupported, "surprise"),
     ],

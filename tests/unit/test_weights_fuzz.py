@@ -19,6 +19,7 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.checkpoints import make_checkpoint
+from tests.numerics.hf_families import make_family_checkpoint
 from tests.quantized.make import SAMPLES
 
 ROUNDS = int(os.environ.get("FERRUM_FUZZ_ROUNDS", "2000"))
@@ -43,6 +44,7 @@ def folders(tmp_path_factory):
         rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
         extra = {"rope_parameters": rope} if family == "llama" else {}
         made.append(make_checkpoint(path / "original", family, shards=shards, **options, **extra))
+    made.append(make_family_checkpoint(tmp_path_factory.mktemp("gemma3") / "original", "gemma3"))
     return made + [SAMPLES / kind for kind in QUANTIZED]
 
 
