@@ -46,6 +46,7 @@ class GlooGroup:
         self._store, self._host, self._timeout = store, host, timeout
         self._changing = threading.Lock()  # who aborts may be another thread
         self._reason = "the group is not connected"
+        self._given_up = False
         self._gloo: Any = None
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self.renew(0)
@@ -84,12 +85,15 @@ class GlooGroup:
             self._do(lambda: group.recv([_bytes(rows)], source, _MESSAGE).wait())
 
     def abort(self) -> None:
-        """As `Group.abort`: closes this rank's connections, which those who wait for it notice."""
+        """As `Group.abort`: closes this rank's connections, which those who wait for it notice. A rank that waits in
+        `renew` learns of it when the others are there, or do not come."""
+        self._given_up = True
         self._end("this rank gave the group up")
 
     def renew(self, epoch: int) -> None:
         """As `Group.renew`; waits for the others."""
         self._end("the group is being renewed")
+        self._given_up = False
         self._sent.clear()
         options = _GLOO._Options()
         options._timeout = self._timeout
@@ -100,6 +104,9 @@ class GlooGroup:
             raise GroupAborted(f"rank {self.rank} finds no group of {self.size}: {error}") from error
         with self._changing:
             self._gloo = made
+        if self._given_up:
+            self.abort()
+            raise GroupAborted(self._reason)
 
     def close(self) -> None:
         """As `Group.close`. What was sent is received first, unless the group was given up."""

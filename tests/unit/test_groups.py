@@ -222,6 +222,18 @@ def test_a_slow_rank_does_not_take_a_new_epoch_for_its_own() -> None:
                 each.renew(1)  # it is over
 
 
+def test_a_group_that_is_given_up_while_it_connects_is_given_up() -> None:
+    with joined(GLOO, 2) as groups, ThreadPoolExecutor(1) as threads:
+        renews = threads.submit(groups[0].renew, 1)
+        time.sleep(0.05)
+        groups[0].abort()
+        groups[1].renew(1)
+        with pytest.raises(GroupAborted):
+            renews.result(SOON_S)
+        with pytest.raises(GroupAborted):
+            groups[1].all_reduce(torch.ones(1))
+
+
 @needs_shared
 def test_calls_that_do_not_agree_give_the_group_up() -> None:
     with joined(SHARED, 2) as groups, pytest.raises(GroupAborted, match=r"unequal size|gave the group up"):
