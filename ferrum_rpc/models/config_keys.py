@@ -26,6 +26,7 @@ IRRELEVANT: Final = frozenset(
         # where the file comes from, and who wrote it
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed"),
         *("auto_map", "_auto_class", "transformers.js_config", "is_llama_config", "model_name", "paddlenlp_version"),
+        "is_composition",
         # how transformers runs; code that comes with a checkpoint is never run here
         *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript"),
         *("chunk_size_feed_forward", "pretraining_tp", "gradient_checkpointing", "use_bfloat16", "is_decoder"),

@@ -7,7 +7,7 @@ text part's class in transformers, sizes too. Tensors are called what transforme
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
@@ -22,7 +22,13 @@ OF_IMAGES: Final = frozenset(
     (
         *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index"),
         *("eoi_token_id", "mm_tokens_per_image", "image_seq_length", "projector_hidden_act", "vision_feature_layer"),
-        *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size", "processor_class"),
+        *(
+            "vision_feature_select_strategy",
+            "multimodal_projector_bias",
+            "spatial_merge_size",
+            "processor_class",
+            "ignore_index",
+        ),
     )
 )
 
@@ -47,21 +53,17 @@ ROOTS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class WithImages:
-    """``texts``: the ``model_type`` of a text part to the class that it is alone. ``absent``: what the section leaves
-    out means."""
+class Text:
+    """A text part: the class that it is alone, and what sizes mean that its section leaves out."""
 
-    model_type: str
-    texts: Mapping[str, str]
-    absent: Mapping[str, object] = field(default_factory=dict)
+    name: str
+    absent: Mapping[str, int]
 
 
-WITH_IMAGES: Final[dict[str, WithImages]] = {
-    "Gemma3ForConditionalGeneration": WithImages(
-        "gemma3",
-        {"gemma3_text": "Gemma3ForCausalLM"},
+TEXTS: Final[dict[str, Text]] = {
+    "gemma3_text": Text(
+        "Gemma3ForCausalLM",
         {
-            "model_type": "gemma3_text",
             "vocab_size": 262_208,
             "hidden_size": 2304,
             "intermediate_size": 9216,
@@ -70,7 +72,44 @@ WITH_IMAGES: Final[dict[str, WithImages]] = {
             "max_position_embeddings": 131_072,
         },
     ),
-    "Mistral3ForConditionalGeneration": WithImages("mistral3", {"mistral": "MistralForCausalLM"}),
+    "llama": Text(
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "mistral": Text(
+        "MistralForCausalLM",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+}
+"""By the ``model_type`` of the section."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithImages:
+    """``texts``: the text parts that it may have, by their ``model_type``; the first where that is not said."""
+
+    model_type: str
+    texts: tuple[str, ...]
+
+
+WITH_IMAGES: Final[dict[str, WithImages]] = {
+    "Gemma3ForConditionalGeneration": WithImages("gemma3", ("gemma3_text",)),
+    "Mistral3ForConditionalGeneration": WithImages("mistral3", ("mistral",)),
+    "LlavaForConditionalGeneration": WithImages("llava", ("llama", "mistral")),
 }
 """By ``architectures[0]``."""
 
@@ -86,18 +125,21 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
         raise InvalidRequest(f"{SECTION} is missing; it must be an object", field=SECTION)
     told = {key: value for key in SHARED if (value := config.value(key)) is not None}
     refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL)
-    absent = {key: value for key, value in known.absent.items() if section.get(key) is None}
-    fields = Fields({**section, **absent, **told}, SECTION)
-    kind = fields.text("model_type")
+    kind = Fields(section, SECTION).text("model_type", known.texts[0])
     if kind not in known.texts:
         raise NotSupported(
             f"{SECTION}.model_type: {name} of {kind[:80]!r} is not supported, of {', '.join(known.texts)} it is",
             field=f"{SECTION}.model_type",
         )
-    if [*fields.texts("architectures")] not in ([], [known.texts[kind]]):
+    text = TEXTS[kind]
+    absent = {key: value for key, value in text.absent.items() if section.get(key) is None}
+    fields = Fields(
+        {key: value for key, value in {**section, **absent, **told}.items() if key != "model_type"}, SECTION
+    )
+    if [*fields.texts("architectures")] not in ([], [text.name]):
         where = f"{SECTION}.architectures"
-        raise InvalidRequest(f"{where} does not name {known.texts[kind]}, which {kind} is", field=where)
-    return known.texts[kind], fields
+        raise InvalidRequest(f"{where} does not name {text.name}, which {kind} is", field=where)
+    return text.name, fields
 
 
 def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:

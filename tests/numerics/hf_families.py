@@ -124,6 +124,11 @@ NATIVE: dict[str, dict[str, Any]] = {
         | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
         "tie_word_embeddings": False,
     },
+    "llava": {
+        "text_config": TINY | {"model_type": "llama"},
+        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48}
+        | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
 }
 """Those of text and images that are no decoders to transformers: the native decoder serves their text part alone."""
 

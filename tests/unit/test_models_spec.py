@@ -434,6 +434,20 @@ def test_the_text_part_of_a_model_with_images_is_a_decoder_with_its_defaults():
     assert ModelSpec.from_config(unnamed) == spec
 
 
+def test_llava_leaves_out_what_llama_and_mistral_have():
+    """As LLaVA 1.5 and Pixtral are published."""
+    told = {"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05, "vocab_size": 32064}
+    llava = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "ignore_index": -100}
+    llava |= {"image_token_index": 32000, "projector_hidden_act": "gelu", "tie_word_embeddings": False}
+    llava |= {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vision_config": {}}
+    spec = ModelSpec.from_config(llava | {"text_config": told | {"architectures": ["LlamaForCausalLM"]}})
+    assert (spec.hidden_size, spec.layers, spec.kv_heads, spec.vocab_size) == (4096, 32, 32, 32064)
+    told = {"model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "num_hidden_layers": 40}
+    told |= {"num_key_value_heads": 8, "sliding_window": None, "is_composition": True, "vocab_size": 131072}
+    spec = ModelSpec.from_config(llava | {"text_config": told})
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.windows[0]) == (32, 8, 128, None)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "field"),
     [
