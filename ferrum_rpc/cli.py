@@ -62,6 +62,12 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
         if settings:
             _add_settings(command)
+    named["rank"] = commands.add_parser(
+        "rank",
+        help="be another rank of a model that several share; RANK, MASTER_ADDR, .. say which",
+        allow_abbrev=False,
+    )
+    named["rank"].add_argument("--trust-rank-network", action="store_true", help="as `serve` has it")
     named["plan"].add_argument("--memory", metavar="BYTES", help="for so much, e.g. 80GiB (default: what is free here)")
     for name, text in (
         ("info", "what a running server is"),
@@ -183,6 +189,8 @@ def _run(parsed: argparse.Namespace) -> int:
         return _with_settings(parsed)
     if parsed.command == "fleet":
         return _fleet(parsed)
+    if parsed.command == "rank":
+        return _follow(trusted=parsed.trust_rank_network)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
@@ -200,17 +208,29 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _fleet(parsed: argparse.Namespace) -> int:
+    ranks = 1
     if parsed.action == "up":
         for name in OWN_SETTINGS:
             if name in parsed.serve:
                 raise ConfigError(f"{name}: a fleet sets it: the node's address, a port that is free there, json")
-        _settings(parsed.serve)  # what is wrong is said here, and not by each executor
+        ranks = _settings(parsed.serve).model.ranks  # what is wrong is said here, and not by each executor
     from ferrum_rpc.fleet import cluster
 
     if parsed.action == "up":
-        return cluster.up(parsed, parsed.arguments, ranks=1)
+        return cluster.up(parsed, parsed.arguments, ranks=ranks)
     command: Callable[[argparse.Namespace], int] = getattr(cluster, parsed.action)
     return command(parsed)
+
+
+def _follow(*, trusted: bool) -> int:
+    from ferrum_rpc.errors import ExecutorError
+    from ferrum_rpc.rank import follow
+
+    try:
+        return follow(trusted=trusted)
+    except (ExecutorError, OSError, RuntimeError) as error:
+        print(f"ferrum-rpc rank: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _settings(parsed: argparse.Namespace) -> ServeSettings:
@@ -224,6 +244,8 @@ def _with_settings(parsed: argparse.Namespace) -> int:
     from ferrum_rpc.config import read_bytes
 
     settings = _settings(parsed)
+    if parsed.command == "serve" and settings.model.ranks > 1 and os.environ.get("RANK", "0") != "0":
+        return _follow(trusted=settings.model.trust_rank_network)  # who starts ranks, starts all with one command
     if parsed.command == "serve":
         from ferrum_rpc.serve import serve
 

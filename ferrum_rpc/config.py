@@ -114,6 +114,14 @@ class ModelSettings:
         default="auto", description="on a GPU: begin a step while the one before it computes"
     )
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks that share every layer of the model")
+    pipeline_parallel: int = Field(default=1, ge=1, le=64, description="stages that have some of its layers each")
+    rank_transport: Literal["auto", "shared-memory", "gloo"] = Field(
+        default="auto", description="how ranks exchange rows; shared memory within a machine, gloo beyond"
+    )
+    trust_rank_network: bool = Field(
+        default=False, description="let ranks talk to other machines, unencrypted: the network must be trusted"
+    )
     adapter_dir: Path | None = Field(
         default=None, description="folder of adapters, each a folder as PEFT writes it (default: none are offered)"
     )
@@ -142,6 +150,11 @@ class ModelSettings:
     identity_head_dim: int = Field(default=8, ge=1, description="identity model: width of a head")
     identity_max_context: int = Field(default=32768, ge=1, description="identity model: longest sequence")
     identity_positional: bool = Field(default=False, description="identity model: add a positional term")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @field_validator("kv_blocks")
     @classmethod

@@ -41,6 +41,16 @@ class Runner(Protocol):
     depth: int
     """Steps that may be under way at once: 1, or 2 where a device computes one while the host begins the next."""
 
+    @property
+    def look_every_s(self) -> float | None:
+        """How often to ask `check_alive` while there is no work; None: never."""
+
+    def check_alive(self) -> None:
+        """Raise `DeviceLost` where a part of what computes is gone."""
+
+    def close(self) -> None:
+        """Nothing will follow. Called outside of `context`, once."""
+
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the engine's life."""
 
@@ -208,6 +218,8 @@ def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:
 
 def lost(error: BaseException) -> DeviceLost:
     """The answer to callers of an engine that broke."""
+    if isinstance(error, DeviceLost):
+        return DeviceLost(f"{error.message}; the executor must be restarted")
     return DeviceLost(f"the model thread failed ({type(error).__name__}); the executor must be restarted")
 
 

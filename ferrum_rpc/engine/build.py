@@ -5,12 +5,15 @@ Called in the model thread. The one place that puts models, weights, cache and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
@@ -23,6 +26,10 @@ from ferrum_rpc.engine.hf_check import check_parity
 from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
+from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
+from ferrum_rpc.engine.ranks.leader import Ranks
+from ferrum_rpc.engine.ranks.links import assemble
+from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, mib, size_cache
 from ferrum_rpc.errors import InvalidRequest
@@ -47,11 +54,42 @@ def build_runner(
     """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
     weights do not fit the memory. ``largest``: what steps there will be; where it is told, the log gets the plan."""
     parts = choose_parts(config)
+    if config.ranks > 1:
+        return build_shared(config, parts, progress, stage)
     if largest is not None:
         announce(make_plan(parts, config, largest, free_memory(parts.device)))
     model = parts.load(progress)
     with torch.inference_mode():
         return _assemble(config, parts, model, stage)
+
+
+def build_shared(
+    config: ModelSettings,
+    parts: Parts,
+    progress: Progress | None = None,
+    stage: Stage | None = None,
+    assemble: Callable[[ModelSettings], tuple[Ranks, Setup, Store]] = assemble,
+) -> TorchRunner:
+    """As `build_runner`, for a model that ranks share, of which this process is the first: ``parts`` is its part."""
+    ranks, setup, store = assemble(config)
+    try:
+        torch.set_num_threads(setup.threads)
+        loading = ranks.order("load")
+        ranks.groups = groups = Groups(setup, store)
+        model = parts.load(progress, groups.place(setup))
+        ranks.collect(loading)
+        with torch.inference_mode():
+            return _assemble(config, parts, model, stage, Sharing(ranks, setup))
+    except BaseException:
+        ranks.close()
+        raise
+
+
+class Sharing(NamedTuple):
+    """The other ranks of a model, and what this one is."""
+
+    ranks: Ranks
+    setup: Setup
 
 
 def _fingerprint(parts: Parts, quantize: str) -> bytes:
@@ -62,13 +100,15 @@ def _fingerprint(parts: Parts, quantize: str) -> bytes:
     return of_checkpoint(parts.model.checkpoint, parts.model.tensor_names, parts.dtype, quantize, variant)
 
 
-def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | None) -> TorchRunner:
+def _assemble(
+    config: ModelSettings, parts: Parts, model: Model, stage: Stage | None, sharing: Sharing | None = None
+) -> TorchRunner:
     device, choices = parts.device, list(parts.choices)
     named = config.path if isinstance(parts.model, IdentityModel) else parts.model.checkpoint.name
     info = replace(
         model.info(config.name or named),
         max_context=parts.max_context,
-        kv_bytes_per_token=parts.slot_bytes,
+        kv_bytes_per_token=parts.slot_bytes_of_all,
         fingerprint=_fingerprint(parts, config.quantize),
     )
     if rounded := config.kv_dtype in ROUNDED:
@@ -80,12 +120,16 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     if not isinstance(parts.model, IdentityModel) and not config.name:
         where = Path(config.path).absolute()
         info = replace(info, folder=str(where if where.is_dir() else where.parent))
-    block_bytes = info.kv_bytes_per_token * config.block_size
-    left = max(0, free_memory(device) - adapter_bytes(config))
+    block_bytes = parts.slot_bytes * config.block_size
+    left = max(0, free_memory(device) - adapter_bytes(config)) // (sharing.setup.neighbours if sharing else 1)
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
     choices.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
+    make: Callable[..., KvStore] = KvStore
+    if sharing:
+        shard, heads = sharing.setup.shard, info.kv_heads
+        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads)
     try:
-        store = KvStore(parts.cache, blocks + 1, config.block_size, device)
+        store, attention = make_cache(parts, model, blocks + 1, config.block_size, make)
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
         raise InvalidRequest(
             f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
@@ -94,9 +138,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     if device.type == "cpu":
         for buffer in store.buffers:
             library.prefer_huge_pages(buffer)
-    name, factory = parts.attention
-    attention = factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)
-    if rounded:
+    if rounded and not sharing:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
         choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
@@ -105,6 +147,10 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config.adapter_dir, config, model, info.fingerprint, choices)
     compute, depth = Compute(model, attention, loras), 1
+    if sharing:
+        compute, depth = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard), config.pipeline_parallel
+        choices += _say_ranks(config, sharing)
+        sharing.ranks.judge()
     if isinstance(model, HfModel):
         choices.append(check_parity(model, compute, store, info.max_context))
     cuda = device.type == "cuda"
@@ -130,7 +176,7 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
             name=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
             memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else total_memory(),
             threads=torch.get_num_threads(),
-            attention_backend=name,
+            attention_backend=parts.attention[0],
             choices=tuple(choices),
             exact_span_tokens=compute.exact_span_tokens,
         ),
@@ -140,6 +186,16 @@ def _assemble(config: ModelSettings, parts: Parts, model: Model, stage: Stage | 
         tier=tier,
         adapters=adapters,
     )
+
+
+def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]:
+    setup, chosen = sharing.setup, list[tuple[str, str]]()
+    for name, count in (("tensor_parallel", config.tensor_parallel), ("pipeline_parallel", config.pipeline_parallel)):
+        if count > 1:
+            chosen.append((f"{name}={count}", "requested"))
+    reason = "requested" if config.rank_transport != "auto" else "what ranks on these machines can use"
+    threads = f"of {config.ranks} ranks, {setup.neighbours} on this machine"
+    return [*chosen, (f"rank_transport={setup.transport}", reason), (f"threads={setup.threads}", threads)]
 
 
 def _adapters(
@@ -155,7 +211,10 @@ def _adapters(
 
 def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:
     """The second tier, in a folder of its own for what this model keeps of a block."""
-    name = sha256(repr((info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes)).encode()).hexdigest()
+    what: tuple[object, ...] = info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes
+    if config.ranks > 1:  # a block has what each rank has, one after the other
+        what += config.tensor_parallel, config.pipeline_parallel
+    name = sha256(repr(what).encode()).hexdigest()
     try:
         return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes)
     except OSError as error:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
+from ferrum_rpc.models.decoder import ALONE, Place
 from ferrum_rpc.models.footprint import Making, activation_bytes, weight_bytes
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
@@ -31,6 +32,7 @@ from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
+from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -43,11 +45,13 @@ QUANTIZE_INT8: Final = "int8"
 
 
 class Pretrained(NamedTuple):
-    """A model with weights. ``ops`` is None for a device that is not in this machine."""
+    """A model with weights. ``ops`` is None for a device that is not in this machine. ``whole``: the model of which
+    ``making`` is this rank's part."""
 
     checkpoint: Checkpoint
     making: Making
     ops: FusedOps | None
+    whole: ModelSpec
 
     @property
     def architecture(self) -> str:
@@ -67,7 +71,7 @@ class Pretrained(NamedTuple):
     @property
     def tensor_names(self) -> Collection[str]:
         """Those of the checkpoint that it is made of."""
-        return layout(self.making.spec).keys()
+        return layout(self.whole).keys()
 
     def weight_bytes(self) -> int:
         """Of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
@@ -77,10 +81,12 @@ class Pretrained(NamedTuple):
         """Of a step; see `models.footprint.activation_bytes`."""
         return activation_bytes(self.making, tokens, rows, attending=attending)
 
-    def load(self, device: torch.device, progress: Progress | None) -> Model:
+    def load(self, device: torch.device, progress: Progress | None, place: Place = ALONE) -> Model:
         """Read the weights."""
-        spec, dtype, linear, *_ = self.making
-        return load_model(self.checkpoint, dtype, device, progress, spec=spec, linear=linear, ops=self.ops)
+        _, dtype, linear, *_ = self.making
+        return load_model(
+            self.checkpoint, dtype, device, progress, spec=self.whole, linear=linear, ops=self.ops, place=place
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,9 +110,19 @@ class Parts:
         """What a token takes of the cache of all layers."""
         return sum(layer.slot_bytes for layer in self.cache)
 
-    def load(self, progress: Progress | None = None) -> Model:
-        """The model with its weights."""
+    def load(self, progress: Progress | None = None, place: Place = ALONE) -> Model:
+        """The model with its weights; of one that ranks share, the part at ``place``."""
+        if isinstance(self.model, Pretrained):
+            return self.model.load(self.device, progress, place)
         return self.model if isinstance(self.model, IdentityModel) else self.model.load(self.device, progress)
+
+    @property
+    def slot_bytes_of_all(self) -> int:
+        """As `slot_bytes`, of the whole model where ranks share it: what each has, once."""
+        if not isinstance(self.model, Pretrained):
+            return self.slot_bytes
+        one = self.cache[0]
+        return sum(replace(one, kv_heads=layer.kv_heads).slot_bytes for layer in self.model.whole.attention_specs)
 
     @property
     def elsewhere(self) -> bool:
@@ -114,9 +130,9 @@ class Parts:
         return isinstance(self.model, Pretrained) and self.model.ops is None
 
 
-def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
+def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> Parts:
     """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and taken to be able
-    to run every kernel."""
+    to run every kernel. ``rank``: of those that share the model, whose part it is."""
     choices: list[tuple[str, str]] = []
     device = _choose_device(config.device, choices, elsewhere)
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
@@ -126,14 +142,15 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     if config.path == IDENTITY:
         if config.quantize != QUANTIZE_NONE:
             raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
+        _refuse_ranks(config, "the identity model")
         model = IdentityModel(_identity(config), torch.device("cpu") if elsewhere else device)
         choices.append(("dtype=float32", "the identity model has no other"))
         dtype, layers, most = model.dtype, model.attention_specs, model.config.max_context
     else:
-        model, most = _choose_pretrained(config, device, choices, elsewhere)
+        model, most = _choose_pretrained(config, device, choices, elsewhere, rank)
         dtype, layers = model.dtype, model.layers
     if config.adapter_dir is not None:
-        _check_adapters(config.adapter_dir, model)
+        _check_adapters(config.adapter_dir, model, config.ranks)
     max_context = most if config.max_context is None else min(most, config.max_context)
     if config.max_context is not None:
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
@@ -150,12 +167,15 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False) -> Parts:
     return Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
 
 
-def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
+def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed, ranks: int) -> None:
     if not folder.is_dir():
         raise InvalidRequest(f"adapter_dir {folder.absolute()} is no folder", field="adapter_dir")
     if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.spec.adaptable):
         name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
         message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
+        raise NotSupported(message, field="adapter_dir")
+    if ranks > 1:
+        message = f"adapters are not shared by ranks yet, and there are {ranks}; serve without --adapter-dir"
         raise NotSupported(message, field="adapter_dir")
 
 
@@ -181,7 +201,7 @@ def _check_kernels(choices: list[tuple[str, str]]) -> None:
 
 
 def _choose_pretrained(
-    config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], elsewhere: bool
+    config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], elsewhere: bool, rank: int
 ) -> tuple[Pretrained | Borrowed, int]:
     """Who runs a model folder, and the longest sequence."""
     checkpoint = Checkpoint.open(config.path)
@@ -198,7 +218,11 @@ def _choose_pretrained(
         choices.append((f"weights={','.join(kinds).lower()}", reason))
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
-    spec, ops = spec.for_context(config.max_context), None
+    if device.type != "cpu":
+        _refuse_ranks(config, "a model on a GPU")
+    whole, ops = spec.for_context(config.max_context), None
+    shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
+    spec = shard.of(whole)
     if spec.ropes[0].kind == "longrope":
         reason = f"its factors are those of {spec.ropes[0].context} tokens, whatever a sequence's length"
         choices.append(("rope=longrope", reason))
@@ -211,7 +235,13 @@ def _choose_pretrained(
     else:
         name, reason, linear = select_linear(device, dtype)
         choices.append((f"linear={name}", reason))
-    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops), spec.max_context
+    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops, whole), spec.max_context
+
+
+def _refuse_ranks(config: ModelSettings, what: str) -> None:
+    for field in ("tensor_parallel", "pipeline_parallel"):
+        if (count := getattr(config, field)) > 1:
+            raise NotSupported(f"{field} {count}: {what} is not shared by ranks", field=field)
 
 
 def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[str, str]]) -> ModelSpec | HfSpec:
@@ -246,6 +276,7 @@ def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[
 def _choose_borrowed(
     config: ModelSettings, checkpoint: Checkpoint, spec: HfSpec, dtype: torch.dtype, choices: list[tuple[str, str]]
 ) -> tuple[Borrowed, int]:
+    _refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
     if config.quantize != QUANTIZE_NONE:
         raise NotSupported(
             f"quantize: weights of {spec.architecture}, which transformers runs, are not rounded", field="quantize"

@@ -31,6 +31,9 @@ class Compute:
     """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes. ``loras``: the
     adapters that spans may name."""
 
+    look_every_s: float | None = None
+    """How often to `check_alive` while there is no work; None: what computes is this process alone."""
+
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 
@@ -53,11 +56,14 @@ class Compute:
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
+        packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+        return self.run(packed.astype(np.int64), geometry, self.adapters_of(spans))
+
+    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
+        """As `forward`, of ``packed`` token ids [T]."""
         attention = self.attention
         plan = attention.plan(geometry)
-        packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        tokens, positions, slots = self.to_device(packed.astype(np.int64), geometry.positions, geometry.slots)
-        adapters = self.adapters_of(spans)
+        tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
         inputs = StepInputs(tokens, positions, adapters)
         if self._native is not None and (adapters is None or adapters.address is not None):
             native_model, native_attention = self._native
@@ -91,6 +97,17 @@ class Compute:
         """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
         when a `mark` that is made afterwards is passed. ``tokens_of``: the ids that a sequence held before the step.
         Also which spans are drafts, whose rows are those of all their tokens yet: `sampling.accept.accepted`."""
+        requests, wanted, drafts = self.requests(spans, tokens_of)
+        rows: list[Rows | None] = [None] * len(spans)
+        if requests:
+            for index, answer in zip(wanted, self.rows(hidden, requests), strict=True):
+                rows[index] = answer
+        return rows, drafts
+
+    def requests(
+        self, spans: Sequence[Span], tokens_of: Callable[[int], TokenArray]
+    ) -> tuple[list[Request], list[int], list[int]]:
+        """What is wanted of a step, which spans want it, and which of them are drafts; see `select`."""
         requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
             tokens, output = len(span.tokens), span.output
@@ -115,12 +132,11 @@ class Compute:
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
                 requests.append(Request(first, count, kind, span.end - count + 1, history, scored, draft, masks))
-        rows: list[Rows | None] = [None] * len(spans)
-        if requests:
-            found = select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
-            for index, answer in zip(wanted, found, strict=True):
-                rows[index] = answer
-        return rows, drafts
+        return requests, wanted, drafts
+
+    def rows(self, hidden: Tensor, requests: Sequence[Request]) -> list[Rows]:
+        """What is wanted of ``hidden`` rows, in the order of the requests."""
+        return select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
 
     def _history_and_masks(
         self, kind: Sample, span: Span, rows: int, tokens_of: Callable[[int], TokenArray]
@@ -128,6 +144,15 @@ class Compute:
         """What penalties count, and the words of the masks of the span's rows; None where there are none."""
         history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens]) if kind.penalised else None
         return history, self.masks.of(kind, rows) if kind.masks else None
+
+    def recover(self) -> None:
+        """A step has failed: end what is left of it, before the cache is put back. Raises `DeviceLost`."""
+
+    def check_alive(self) -> None:
+        """Raise `DeviceLost` where a part of what computes is gone. Asked while there is no work."""
+
+    def close(self) -> None:
+        """No step will follow."""
 
     def mark(self) -> Mark:
         """The end of all that was asked so far, the caller's own operations on the device among it."""

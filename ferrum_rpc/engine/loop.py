@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from queue import Empty
 from typing import Any, Protocol
@@ -40,8 +40,8 @@ Work = Submission | Operation | Cut | None
 class Inbox(Protocol):
     """Where work arrives. Only the loop takes from it while it runs."""
 
-    def get(self, block: bool = True) -> Work:
-        """The next. Raises `Empty` where there is none, unless it is to wait for it."""
+    def get(self, block: bool = True, timeout: float | None = None) -> Work:
+        """The next. Raises `Empty` where there is none, unless it is to wait for it, or not after so many seconds."""
 
     def empty(self) -> bool:
         """Whether nothing waits."""
@@ -105,7 +105,7 @@ class EngineLoop(ABC):
     def _run(self) -> None:
         try:
             runner = self._build()
-            with runner.context():
+            with closing(runner), runner.context():
                 self.cache = runner.cache_state()
                 self._deliver([partial(self._on_ready, runner)])
                 self._serve(runner)
@@ -151,7 +151,7 @@ class EngineLoop(ABC):
             while wait or not self._inbox.empty():
                 if wait:
                     self.busy_since = 0.0
-                work = self._inbox.get()
+                work = self._wait(runner) if wait else self._inbox.get()
                 if wait:
                     self.busy_since = time.monotonic()
                     wait = False
@@ -168,6 +168,14 @@ class EngineLoop(ABC):
             self._deliver(finished)  # what was done before the thread broke was done
             raise
         return stopping
+
+    def _wait(self, runner: Runner) -> Work:
+        """The next work. Raises `DeviceLost` where the runner is gone meanwhile."""
+        while True:
+            try:
+                return self._inbox.get(timeout=runner.look_every_s)
+            except Empty:
+                runner.check_alive()
 
     def _claim_one(self, work: Submission | Operation) -> bool:
         with self._lock:

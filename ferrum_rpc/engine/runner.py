@@ -146,6 +146,19 @@ class TorchRunner:
                 blocks = self.kv.prefix_blocks()
                 self._tier.end([(hashed, partial(self.store.read_block, block)) for block, hashed in blocks], FLUSH_S)
 
+    def close(self) -> None:
+        """No step will follow."""
+        self.compute.close()
+
+    @property
+    def look_every_s(self) -> float | None:
+        """See `Compute.look_every_s`."""
+        return self.compute.look_every_s
+
+    def check_alive(self) -> None:
+        """See `Compute.check_alive`."""
+        self.compute.check_alive()
+
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def forward(self, step: Step) -> StepResult:
@@ -346,10 +359,15 @@ class TorchRunner:
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
+        if not isinstance(error, GONE):
+            try:
+                self.compute.recover()
+            except GONE as gone:
+                error = gone
         self._undo(pending.saved, pending.reservations.values(), error)
         answer: ExecutorError
         if isinstance(error, GONE):
-            answer = DeviceLost("the device failed during a step")
+            answer = DeviceLost(error.message if isinstance(error, DeviceLost) else "the device failed during a step")
         elif isinstance(error, Exception):
             log.exception(
                 "step_failed",

@@ -44,12 +44,14 @@ class CacheSpec:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Saved:
-    """What stood in ``slots`` (int64 [n]): of each buffer of the store [layers, 2, n, kv_heads, head_dim]."""
+    """What stood in ``slots`` (int64 [n]): of each buffer of the store [layers, 2, n, kv_heads, head_dim]. ``number``
+    names it where ranks keep their own parts."""
 
     slots: Tensor
     content: list[Tensor]
+    number: int = 0
 
 
 class KvStore:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
+from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, StepInputs
 from ferrum_rpc.models.finite import is_finite
@@ -26,24 +29,44 @@ from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.rotary import Rotary
+from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 
 
+class Pipe(NamedTuple):
+    """Who of ``group`` sends a stage its rows, and who gets them: ranks of other stages, or None at the ends."""
+
+    group: Group
+    before: int | None
+    behind: int | None
+
+
+class Place(NamedTuple):
+    """Which part of a model, the ranks that have the others of its layers, and the stages before and behind it."""
+
+    shard: Shard = WHOLE
+    group: Group | None = None
+    pipe: Pipe | None = None
+
+
+ALONE: Final = Place()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The parts of a decoder whose weights are complete."""
+    """The parts of a decoder whose weights are complete; those that its stage has."""
 
-    embedding: Tensor
+    embedding: Tensor | None
     layers: Layers
-    norm: Tensor
-    head: Linear
+    norm: Tensor | None
+    head: Linear | None
 
 
 class Decoder:
     """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` computes what lies between
-    the products (default: the best of this machine).
+    the products (default: the best of this machine), ``place`` which part of the model ``spec`` it is.
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
@@ -55,21 +78,29 @@ class Decoder:
         device: torch.device,
         linear: LinearFactory = PlainLinear,
         ops: FusedOps | None = None,
+        *,
+        place: Place = ALONE,
     ) -> None:
-        self.spec = spec
+        shard = place.shard
+        self.whole = spec
+        self.spec = spec = shard.of(spec)
         self.dtype = dtype
         self.device = device
         self.attention_specs = spec.attention_specs
+        self._shard = shard
+        self._group, self._pipe = place.group, place.pipe
+        self._first_token = shard.tokens(self.whole.vocab_size)[0]
         self._wide = torch.promote_types(dtype, torch.float32)
         self._rotary = Rotary(spec.ropes, spec.head_dim, device)
         scale = spec.scales.embedding
         self._embedding_scale = float(torch.tensor(scale).to(dtype)) if spec.scales.rounded else scale
         self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
         self._linear = linear
-        self._layout = layout(spec)
-        self._shapes = parameter_shapes(self._layout)
-        self._missing = set(self._layout)
-        self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
+        self._parts = shard.parts(self.whole)
+        placements = [part.placement for part in self._parts.values()]
+        self._shapes = parameter_shapes(placements)
+        self._missing = set(self._parts)
+        self._open = Counter(_module(placement.parameter) for placement in placements)
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
         self._loaded: Loaded | None = None
@@ -78,7 +109,7 @@ class Decoder:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        return {name: placement.shape for name, placement in self._layout.items()}
+        return {name: part.shape for name, part in self._parts.items()}
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
@@ -88,19 +119,21 @@ class Decoder:
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """The first half of `load`: after it the tensor is not needed."""
-        placement = self._layout[name]
-        if tuple(tensor.shape) != placement.shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
+        shape, placement, cut = self._parts[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
         if name not in self._missing:
             raise ValueError(f"{name} is loaded already")
         key = placement.parameter
         if key not in self._parameters:
             dtype = self._wide if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
             self._parameters[key] = torch.empty(self._shapes[key], dtype=dtype, device=self.device)
+        if cut is not None:
+            tensor = cut.of(tensor)
         if placement.turned:
             tensor = half_split(tensor, placement)
         rows = self._parameters[key][placement.first : placement.first + placement.rows]
-        rows.copy_(tensor if placement.spread else tensor.view(placement.extent))
+        rows.copy_(tensor if placement.spread else tensor.reshape(placement.extent))
         if not is_finite(rows if rows.dtype == self.dtype else rows.to(self.dtype)):
             kind = str(self.dtype).removeprefix("torch.")
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
@@ -122,8 +155,10 @@ class Decoder:
         weight = self._parameters.pop(f"{module}.weight", None)
         if weight is not None:
             self._linears[module] = self._linear(weight, self._parameters.pop(f"{module}.bias", None))
-        elif module == "embedding" and self.spec.tied_embeddings:
+        elif module == "embedding" and self.spec.tied_embeddings and self._shard.last:
             self._linears["head"] = self._linear(self._parameters[module], None)
+            if not self._shard.first:
+                del self._parameters[module]
 
     def _assemble(self) -> Loaded:
         parameters, linears = self._parameters, self._linears
@@ -143,8 +178,8 @@ class Decoder:
                     after_mlp=after_mlp,
                 )
             )
-        together = put_together(self.spec, layers, self._ops)
-        return Loaded(parameters["embedding"], together, parameters["norm"], linears["head"])
+        together = put_together(self.spec, layers, self._ops, self._group)
+        return Loaded(parameters.get("embedding"), together, parameters.get("norm"), linears.get("head"))
 
     def take_adapters(self) -> tuple[str, Loras]:
         spec = replace(self.spec, roots=adapted_roots(self.spec.architecture))
@@ -156,12 +191,12 @@ class Decoder:
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         loaded = self._require()
         layers, adapters = loaded.layers, inputs.adapters
-        hidden, delta = self._embed(loaded, inputs), None
+        hidden, delta = self._enter(loaded, inputs), None
         cos, sin = self._rotary(inputs.positions)
         for layer in range(self.spec.layers):
             attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin, adapters))
             delta = layers.after(layer, hidden, attended, adapters)
-        return self._ops.add_norm(hidden, delta, loaded.norm)
+        return self._leave(loaded, hidden, delta)
 
     @property
     def sinks(self) -> tuple[()]:
@@ -180,29 +215,66 @@ class Decoder:
     def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
         loaded = self._require()
         assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
-        hidden = self._embed(loaded, inputs)
+        hidden = self._enter(loaded, inputs)
         delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, inputs.adapters)
-        return self._ops.add_norm(hidden, delta, loaded.norm)
+        return self._leave(loaded, hidden, delta)
 
-    def _embed(self, loaded: Loaded, inputs: StepInputs) -> Tensor:
-        hidden = loaded.embedding.index_select(0, inputs.token_ids)
+    def _enter(self, loaded: Loaded, inputs: StepInputs) -> Tensor:
+        """Rows for the first layer: of the embedding, or of the stage before."""
+        if loaded.embedding is None:
+            assert self._pipe is not None and self._pipe.before is not None  # noqa: S101 - a later stage
+            hidden = torch.empty((len(inputs.token_ids), self.spec.hidden_size), dtype=self.dtype, device=self.device)
+            self._pipe.group.receive(hidden, self._pipe.before)
+            return hidden
+        if self._group is None:
+            hidden = loaded.embedding.index_select(0, inputs.token_ids)
+        else:  # a token is one rank's, and 0 the others': their sum is exact
+            own = inputs.token_ids - self._first_token
+            absent = (own < 0) | (own >= len(loaded.embedding))
+            hidden = loaded.embedding.index_select(0, own.masked_fill_(absent, 0))
+            hidden.masked_fill_(absent[:, None], 0.0)
+            self._group.all_reduce(hidden)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
+    def _leave(self, loaded: Loaded, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """Behind the last layer: the final norm, or on to the next stage."""
+        hidden = self._ops.add_norm(hidden, delta, loaded.norm)
+        if self._pipe is not None and self._pipe.behind is not None:
+            self._pipe.group.send(hidden, self._pipe.behind)
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32."""
-        logits, scales = self._require().head.widened(hidden), self.spec.scales
+        """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32.
+        Ranks that share the head have all rows, of all tokens."""
+        logits, scales = self._head.widened(hidden), self.spec.scales
         if scales.logits != 1.0:
             logits.mul_(scales.logits)
         if scales.logits_cap is not None:
             logits.div_(scales.logits_cap).tanh_().mul_(scales.logits_cap)
-        return logits
+        if self._group is None:
+            return logits
+        widest, whole = Shard(0, self._shard.ranks).of(self.whole).vocab_size, self.whole.vocab_size
+        if logits.shape[-1] < widest:  # the last rank's
+            logits = F.pad(logits, (0, widest - logits.shape[-1]))
+        return self._group.all_gather(logits).transpose(0, 1).reshape(len(hidden), -1)[:, :whole].contiguous()
 
     def largest(self, hidden: Tensor) -> Tensor:
         """Rows are written only where they must be: a soft cap, or a scale in float32, may make two logits one."""
         scales = self.spec.scales
         if scales.logits_cap is not None or (scales.logits != 1.0 and self.dtype.itemsize > 2):
             return self.logits(hidden).argmax(dim=-1)
-        return self._require().head.largest(hidden)
+        if self._group is None:
+            return self._head.largest(hidden)
+        values, tokens = self._head.widened(hidden).max(dim=-1)  # of several the first: ranks are in their order
+        found = self._group.all_gather(torch.stack([values.double(), (tokens + self._first_token).double()]))
+        best = found[:, 0].argmax(dim=0, keepdim=True)
+        return found[:, 1].gather(0, best)[0].to(torch.int64)
+
+    @property
+    def _head(self) -> Linear:
+        head = self._require().head
+        assert head is not None  # noqa: S101 - only the last stage is asked
+        return head
 
     def _require(self) -> Loaded:
         if self._loaded is None:
@@ -212,7 +284,7 @@ class Decoder:
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def info(self, name: str) -> ModelInfo:
-        spec = self.spec
+        spec = self.whole
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelInfo(
             name=name,

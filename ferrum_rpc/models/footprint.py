@@ -47,7 +47,7 @@ def weight_bytes(making: Making) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
     spec, dtype, linear = making.spec, making.dtype, making.linear
     table = layout(spec)
-    shapes, total = parameter_shapes(table), 0
+    shapes, total = parameter_shapes(table.values()), 0
     norms = {placement.parameter for placement in table.values() if placement.norm}
     for name, shape in shapes.items():
         if name.endswith(".weight"):

@@ -74,10 +74,10 @@ def head_name(spec: ModelSpec) -> str:
     return f"{spec.roots.head}weight"
 
 
-def parameter_shapes(table: dict[str, Placement]) -> dict[str, Shape]:
+def parameter_shapes(placements: Iterable[Placement]) -> dict[str, Shape]:
     """The shape of every parameter that the placements fill."""
     shapes: dict[str, Shape] = {}
-    for placement in table.values():
+    for placement in placements:
         rows, *rest = placement.extent
         known = shapes.get(placement.parameter, (0,))
         shapes[placement.parameter] = (max(known[0], placement.first + rows), *rest)

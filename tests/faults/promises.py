@@ -28,6 +28,7 @@ from tests.faults.one_port import r18_one_server_per_port
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
 from tests.faults.prefixes import r27_a_prefix_is_shared_by_those_who_may
+from tests.faults.ranks import r29_a_ranks_death_is_known
 from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.retries import r7_retries_are_safe
@@ -69,6 +70,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r26_a_background_task_never_dies_silently,
     r27_a_prefix_is_shared_by_those_who_may,
     r28_a_transfer_is_whole_or_nothing,
+    r29_a_ranks_death_is_known,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
 )

@@ -85,6 +85,8 @@ class Size:
     """R27: prompts with each model, and prompts whose time is taken."""
     transfer_kills: int
     """R28: kills of each side of a transfer."""
+    rank_deaths: int
+    """R29: ranks that are killed or stopped."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
@@ -137,6 +139,7 @@ CI: Final = Size(
     shared_prompts=12,
     timed_prompts=5,
     transfer_kills=10,
+    rank_deaths=2,
     hostile_messages=6,
     outsider_calls=60,
     configurations=40,
@@ -185,6 +188,7 @@ FULL: Final = Size(
     shared_prompts=500,
     timed_prompts=400,
     transfer_kills=100,
+    rank_deaths=80,
     hostile_messages=300,
     outsider_calls=1_000,
     configurations=5_000,

@@ -16,6 +16,7 @@ from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
 from tests.faults.overload import r9_overload_bends
+from tests.faults.ranks import r29_a_ranks_death_is_known
 from tests.faults.rebuilds import r25_a_lost_sequence_is_rebuilt_exactly
 from tests.faults.restart import r4_a_restart_is_never_mistaken
 from tests.faults.transfers import r28_a_transfer_is_whole_or_nothing
@@ -78,6 +79,10 @@ async def test_r25_a_lost_sequence_is_rebuilt_exactly() -> None:
 
 async def test_r28_a_transfer_is_whole_or_nothing() -> None:
     await hold(r28_a_transfer_is_whole_or_nothing)
+
+
+async def test_r29_a_ranks_death_is_known() -> None:
+    await hold(r29_a_ranks_death_is_known)
 
 
 async def test_r30_no_caller_stops_the_server() -> None:

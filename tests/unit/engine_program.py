@@ -50,6 +50,11 @@ class TokenRunner:
         self._seen: list[tuple[list[int], list[tuple[int, int]]]] = []
         self._given_back: list[int] = []
 
+    look_every_s = None
+
+    def close(self) -> None:
+        pass
+
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 

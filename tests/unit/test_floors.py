@@ -92,6 +92,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
     "ferrum_rpc.doctor": Floor("errors models engine engine.parity building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
+    "ferrum_rpc.rank": Floor("errors engine runtime", "torch"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
         "config usage runtime",
@@ -102,7 +103,9 @@ FLOORS: dict[str, Floor] = {
     # of `fleet` the flags alone: `--help` loads no Ray
     "ferrum_rpc.fleet": Floor(),
     "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
-    "ferrum_rpc.cli": Floor("ferrum_rpc errors config usage ask bench fleet fleet.cluster plan doctor serve runtime"),
+    "ferrum_rpc.cli": Floor(
+        "ferrum_rpc errors config usage ask bench fleet fleet.cluster plan doctor rank serve runtime"
+    ),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""

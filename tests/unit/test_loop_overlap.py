@@ -51,7 +51,7 @@ class Script:
             return True
         return not self.left
 
-    def get(self, block: bool = True) -> Work:
+    def get(self, block: bool = True, timeout: float | None = None) -> Work:
         while self.left:
             if (work := self.left.popleft()) is not None:
                 return work
@@ -107,6 +107,11 @@ class Fake:
         self.log: list[str] = []
         self.acts: dict[str, Callable[[], object]] = {}
         self._ready = ready
+
+    look_every_s = None
+
+    def close(self) -> None:
+        pass
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -365,7 +370,7 @@ class Callers:
             self._next = self._draw()
         return self._next is None
 
-    def get(self, block: bool = True) -> Work:
+    def get(self, block: bool = True, timeout: float | None = None) -> Work:
         if self._next is None and not block:
             raise Empty
         work, self._next = self._next or self._draw(), None

@@ -29,6 +29,11 @@ class FakeRunner:
         self.steps: list[Step] = []
         self.act: Callable[[Step], None] = lambda step: None
 
+    look_every_s = None
+
+    def close(self) -> None:
+        pass
+
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 

@@ -71,12 +71,13 @@ class ChildLoop(EngineLoop):
 
     # --- work -------------------------------------------------------------------------------------------------------
 
-    def get(self, block: bool = True) -> Work:
+    def get(self, block: bool = True, timeout: float | None = None) -> Work:
         while self.empty():
             if not block:
                 raise Empty
             self._flush()
-            self._poll.poll()
+            if not self._poll.poll(None if timeout is None else timeout * 1000):
+                raise Empty
         return self._arrived.popleft()
 
     def empty(self) -> bool:

@@ -1,0 +1,199 @@
+"""The life of a rank that is not the first: it does what rank 0 says, in that order, until there is no rank 0.
+
+One thread reads what comes and does at once what ends a wait, one says that the process lives, and the caller's does
+all the rest. What fails is told, and everything up to the next `renew` is skipped: what rank 0 then puts back stands
+behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.core import Rows
+from ferrum_rpc.distributed.group import GroupAborted
+from ferrum_rpc.engine.choices import Parts, choose_parts
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, Line
+from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
+from ferrum_rpc.kv.store import KvStore, Saved
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.sampling.rows import Request
+
+Stage = Callable[[str], None]
+
+
+AFTER_FAILURE: Final = ("halt", "renew")
+"""What a rank does though something failed."""
+
+
+class Follower:
+    """Its methods without an underscore are what rank 0 may ask for. ``stage`` is called with ``plan``, ``forward`` and
+    ``select`` before it does that, and may raise, for tests and failpoints. ``store`` is where groups are joined."""
+
+    def __init__(self, line: Line, store: Store, stage: Stage | None = None) -> None:
+        self._line, self._rendezvous, self._stage = line, store, stage
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._failed = False
+        self._ended = threading.Event()
+        self._groups: Groups | None = None
+        self._setup: Setup | None = None
+        self._parts: Parts | None = None
+        self._model: Model | None = None
+        self._kv: KvStore | None = None
+        self._compute: Compute | None = None
+        self._hidden: Tensor | None = None
+        self._saved: dict[int, Saved] = {}
+        self._depth = 1
+        self._epoch = 0
+
+    def run(self) -> None:
+        """Until rank 0 ends this, or is gone."""
+        for target in (self._listen, self._beat):
+            threading.Thread(target=target, name=f"ferrum-rank{target.__name__}", daemon=True).start()
+        try:
+            with torch.inference_mode():
+                while (message := self._queue.get()) is not None:
+                    self._obey(*message)
+        finally:
+            self._ended.set()
+            if self._groups is not None:
+                self._groups.close()
+            self._line.close()
+
+    # --- what rank 0 asks for ---------------------------------------------------------------------------------------
+
+    def prepare(self, setup: Setup) -> None:
+        """Choose how its part is computed."""
+        if threading.current_thread() is threading.main_thread():  # this process is ours
+            torch.set_num_threads(setup.threads)
+        self._setup, self._depth = setup, setup.settings.pipeline_parallel
+        self._parts = choose_parts(setup.settings, rank=setup.number)
+
+    def load(self) -> None:
+        """Find the others, and read its part of the weights."""
+        assert self._parts is not None and self._setup is not None  # noqa: S101 - prepared before
+        self._groups = Groups(self._setup, self._rendezvous)
+        self._model = self._parts.load(None, self._groups.place(self._setup))
+
+    def equip(self, blocks: int, block_size: int) -> int:
+        """Make the cache. Returns the bytes of a block."""
+        assert self._parts is not None and self._model is not None  # noqa: S101 - set up before
+        self._kv, attention = make_cache(self._parts, self._model, blocks, block_size)
+        self._compute = Compute(self._model, attention)
+        return self._kv.block_bytes
+
+    def halt(self) -> None:
+        """Answered once nothing is under way here."""
+
+    def renew(self, epoch: int) -> None:
+        """Forget what failed."""
+        assert self._groups is not None  # noqa: S101
+        self._groups.renew(epoch)
+        self._failed, self._epoch = False, epoch
+
+    def forward(self, packed: Int64Array, geometry: BatchGeometry) -> None:
+        """Its part of a step."""
+        self._reach("plan")
+        self._reach("forward")
+        self._hidden = self._computing.run(packed, geometry)
+
+    def rows(self, requests: list[Request]) -> list[Rows]:
+        """Its part of what is wanted of the step's rows."""
+        self._reach("select")
+        assert self._hidden is not None  # noqa: S101 - there was a forward pass
+        return self._computing.rows(self._hidden, requests)
+
+    def save(self, number: int, slots: Int64Array) -> None:
+        """See `KvStore.save`. As many are kept as there may be steps under way."""
+        self._saved[number] = self._cache.save(torch.from_numpy(slots))
+        while len(self._saved) > self._depth:
+            del self._saved[min(self._saved)]
+
+    def restore(self, number: int) -> None:
+        """See `KvStore.restore`; nothing, where the step had not come here yet."""
+        if (saved := self._saved.pop(number, None)) is not None:
+            self._cache.restore(saved)
+
+    def copy_blocks(self, pairs: Int64Array) -> None:
+        """See `KvStore.copy_blocks`."""
+        self._cache.copy_blocks(torch.from_numpy(pairs))
+
+    def read(self, slots: Int64Array, layer: int, width: int) -> Any:
+        """See `KvStore.read`."""
+        return self._cache.read(torch.from_numpy(slots), layer, width)
+
+    def write(self, slots: Int64Array, layer: int, width: int, parts: Any) -> None:
+        """See `KvStore.write`."""
+        self._cache.write(torch.from_numpy(slots), layer, width, parts)
+
+    def read_block(self, block: int) -> Any:
+        """See `KvStore.read_block`."""
+        return self._cache.read_block(block)
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """See `KvStore.write_block`."""
+        self._cache.write_block(block, content)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _computing(self) -> Compute:
+        assert self._compute is not None  # noqa: S101 - equipped before
+        return self._compute
+
+    @property
+    def _cache(self) -> KvStore:
+        assert self._kv is not None  # noqa: S101
+        return self._kv
+
+    def _reach(self, stage: str) -> None:
+        if self._stage is not None:
+            self._stage(stage)
+
+    def _obey(self, serial: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Do what was asked for, and answer where there is a ``serial``."""
+        answer: Any = None
+        if self._failed and method not in AFTER_FAILURE:
+            answer = GroupAborted("a step before it failed")
+        else:
+            try:
+                answer = getattr(self, method)(*arguments)
+            except Exception as error:
+                answer = error
+                self._failed = True
+                if self._groups is not None:
+                    self._groups.abort()
+                if not isinstance(error, GroupAborted) and not serial:
+                    self._tell("failed", method, f"{type(error).__name__}: {error}", self._epoch)
+        if serial:
+            self._tell("answer", serial, answer)
+
+    def _tell(self, *message: Any) -> None:
+        with contextlib.suppress(OSError):  # it is gone, as `_listen` reads
+            self._line.send(*message)
+
+    def _listen(self) -> None:
+        try:
+            while (message := self._line.receive())[1] != END:
+                if message[1] == ABORT:
+                    if self._groups is not None:
+                        self._groups.abort()
+                else:
+                    self._queue.put(message)
+        except (EOFError, OSError):
+            if self._groups is not None:
+                self._groups.abort()
+        self._queue.put(None)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._tell("beat")

@@ -1,0 +1,107 @@
+"""What every rank makes of the same settings, rank 0 too: its part of the model, its groups, its part of the cache."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.distributed import shared_memory
+from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
+from ferrum_rpc.distributed.group import Group
+from ferrum_rpc.engine.choices import Parts
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.decoder import Pipe, Place
+from ferrum_rpc.models.shard import Shard
+
+SHARED_MEMORY: Final = "shared-memory"
+GLOO: Final = "gloo"
+
+JOIN_S: Final = 120.0
+"""What ranks wait for each other while they make their groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What rank 0 tells rank ``number``. ``transport`` is `SHARED_MEMORY` or `GLOO`, ``address`` the one by which
+    others reach this rank, for gloo; ``neighbours``: how many ranks are on its machine, itself among them."""
+
+    settings: ModelSettings
+    number: int
+    transport: str
+    address: str
+    neighbours: int
+
+    @property
+    def shard(self) -> Shard:
+        """Its part."""
+        return Shard.at(self.number, self.settings.tensor_parallel, self.settings.pipeline_parallel)
+
+    @property
+    def threads(self) -> int:
+        """Those that compute in this process: the machine's are shared."""
+        return self.settings.threads or max(1, torch.get_num_threads() // self.neighbours)
+
+
+class Groups:
+    """Those of one rank: of ``all`` ranks, and of those that share its layers, which may be the same, or none."""
+
+    def __init__(self, setup: Setup, store: Store) -> None:
+        shard, size = setup.shard, setup.settings.ranks
+        store.set_timeout(datetime.timedelta(seconds=JOIN_S))
+        self.all = _join(setup, PrefixStore("all", store), setup.number, size)
+        self.stage: Group | None = None
+        if shard.stages == 1:
+            self.stage = self.all
+        elif shard.ranks > 1:
+            self.stage = _join(setup, PrefixStore(f"stage{shard.stage}", store), shard.rank, shard.ranks)
+
+    def place(self, setup: Setup) -> Place:
+        """Where the rank stands."""
+        shard = setup.shard
+        pipe = None
+        if shard.stages > 1:
+            before, behind = setup.number - shard.ranks, setup.number + shard.ranks
+            pipe = Pipe(self.all, None if shard.first else before, None if shard.last else behind)
+        return Place(shard, self.stage, pipe)
+
+    def each(self) -> list[Group]:
+        """Every one once."""
+        return [self.all] if self.stage is None or self.stage is self.all else [self.all, self.stage]
+
+    def abort(self) -> None:
+        """End what waits in any."""
+        for group in self.each():
+            group.abort()
+
+    def renew(self, epoch: int) -> None:
+        """Begin anew, as all ranks do."""
+        for group in self.each():
+            group.renew(epoch)
+
+    def close(self) -> None:
+        """They are not needed any more."""
+        for group in self.each():
+            group.close()
+
+
+def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
+    if setup.transport == SHARED_MEMORY:
+        return shared_memory.join(store, rank, size)
+    return GlooGroup(store, rank, size, host=setup.address or LOOPBACK)
+
+
+def make_cache(
+    parts: Parts, model: Model, blocks: int, block_size: int, make: Callable[..., KvStore] = KvStore
+) -> tuple[KvStore, AttentionBackend]:
+    """A cache of so many ``blocks``, the null block among them, and what reads and writes it."""
+    store = make(parts.cache, blocks, block_size, parts.device)
+    _, factory = parts.attention
+    return store, factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)

@@ -1,0 +1,68 @@
+"""Ranks of one model in threads of this process: what `engine.ranks` is in processes, without starting any."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.distributed import FileStore, Store
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.build import build_shared
+from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.ranks.follower import Follower
+from ferrum_rpc.engine.ranks.leader import Member, Ranks
+from ferrum_rpc.engine.ranks.links import machine, set_up
+from ferrum_rpc.engine.ranks.messages import Line
+from ferrum_rpc.engine.ranks.setup import Setup
+from ferrum_rpc.engine.runner import TorchRunner
+
+Stage = Callable[[str], None]
+
+
+class World:
+    """All ranks. ``runner`` is of rank 0, ``followers`` are the others."""
+
+    def __init__(
+        self, settings: ModelSettings, stage: Stage | None = None, stages: Mapping[int, Stage] | None = None
+    ) -> None:
+        """``stages``: what each of the others calls, as ``stage`` is the first's."""
+        self._folder = TemporaryDirectory()
+        self._place = str(Path(self._folder.name) / "store")
+        self._stages = stages or {}
+        self._threads: list[threading.Thread] = []
+        self.followers: list[Follower] = []
+        count = torch.get_num_threads()
+        self.runner = build_shared(settings, choose_parts(settings), None, stage, self._assemble)
+        torch.set_num_threads(count)
+
+    def _assemble(self, settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
+        members = []
+        for number in range(1, settings.ranks):
+            ours, theirs = multiprocessing.Pipe()
+            follower = Follower(Line(theirs), FileStore(self._place), self._stages.get(number))
+            self.followers.append(follower)
+            self._threads.append(threading.Thread(target=follower.run, daemon=True))
+            self._threads[-1].start()
+            members.append(Member(number, Line(ours), f"thread {number}", machine=machine()))
+        return set_up(settings, members, "", FileStore(self._place))
+
+    def close(self) -> None:
+        """End all; raises where a rank does not end."""
+        self.runner.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        self._folder.cleanup()
+
+
+@contextmanager
+def ranked_runner(settings: ModelSettings) -> Iterator[TorchRunner]:
+    """The runner of rank 0; the others are threads."""
+    with closing(World(settings)) as world, torch.inference_mode():
+        yield world.runner

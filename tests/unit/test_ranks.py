@@ -1,0 +1,275 @@
+"""Ranks that share a model: the rows of one, and a step that fails on any of them leaves all as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import (
+    FullLogits,
+    Greedy,
+    HiddenStates,
+    NextToken,
+    OutputSpec,
+    Positions,
+    Sample,
+    SelectedTokens,
+    Span,
+    SpanResult,
+    Step,
+    TopTokens,
+)
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import NotSupported, StepFailed
+from ferrum_rpc.kv.table import slots_for
+from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.models.spec import ModelSpec
+from tests.checkpoints import make_checkpoint, make_model
+from tests.ranks import World
+from tests.unit.test_runner_transactions import (
+    SIZE,
+    Saboteur,
+    Twins,
+    everything_at_once,
+    roll_back_through_private_blocks_into_shared_ones,
+)
+
+LAYERS = 4
+ALL = OutputSpec(Positions.ALL, FullLogits())
+CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
+EACH_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silence() -> Iterator[None]:
+    with structlog.testing.capture_logs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=LAYERS)
+
+
+def settings_of(checkpoint: Path, cut: tuple[int, int], **others: Any) -> ModelSettings:
+    tensor, pipeline = cut
+    settings = ModelSettings(str(checkpoint), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=24)
+    return replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline, **others)
+
+
+def rows_of(runner: TorchRunner, *spans: Span) -> list[dict[str, np.ndarray]]:
+    found = []
+    for outcome in runner.forward(Step(spans)).outcomes:
+        assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
+        rows = outcome.rows
+        found.append(
+            {name: column[rows.first : rows.first + rows.count] for name, column in rows.block.columns.items()}
+        )
+    return found
+
+
+def span(sequence: int, tokens: Sequence[int], start: int = 0, output: OutputSpec = ALL) -> Span:
+    return Span(sequence, np.array(tokens, np.int32), start, output, create=start == 0)
+
+
+# --- the same as one ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+@EACH_CUT
+def test_256_greedy_tokens_are_those_of_one_rank(checkpoint: Path, cut: tuple[int, int], transport: Any) -> None:
+    texts = []
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with closing(World(settings_of(checkpoint, cut, rank_transport=transport, kv_blocks=80))) as world:
+        for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=80)), world.runner):
+            with torch.inference_mode():
+                text = list(prompt)
+                fed = 0
+                while len(text) < len(prompt) + (256 if transport == "shared-memory" else 16):
+                    [rows] = rows_of(runner, span(1, text[fed:], fed, OutputSpec(Positions.LAST, Greedy())))
+                    fed = len(text)
+                    text.append(int(rows["token_ids"][0]))
+            texts.append(text)
+    assert texts[1] == texts[0][: len(texts[1])]
+
+
+KINDS: dict[str, Any] = {
+    "greedy with its probability": Greedy(logprob=True),
+    "sample": Sample(temperature=2.0, top_p=0.9, top_k=50, seed=5, repetition_penalty=1.2),
+    "sample of an exact seed": Sample(temperature=1.5, seed=9, logprob=True),
+    "top tokens": TopTokens(8),
+    "selected": SelectedTokens((1, 200, 299)),
+    "hidden": HiddenStates(),
+    "scores": NextToken(following_token=5),
+    "logits": FullLogits(),
+}
+
+
+@EACH_CUT
+def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int, int]) -> None:
+    """In one step, behind a cached prefix, a fork and a roll-back."""
+    found = []
+    with closing(World(settings_of(checkpoint, cut, kv_blocks=200))) as world:
+        for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=200)), world.runner):
+            with torch.inference_mode():
+                rows_of(runner, span(1, range(20, 43)))
+                runner.fork(1, [2, 3], 17)
+                runner.truncate(3, 9)
+                spans = [
+                    span(10 + number, range(number, 40 + number), 0, OutputSpec(Positions.ALL, kind))
+                    for number, kind in enumerate(KINDS.values())
+                ]
+                spans += [span(2, [7, 8, 9], 17), span(3, [4], 9)]
+                found.append(rows_of(runner, *spans))
+                runner.check()
+    for name, one, ours in zip([*KINDS, "forked", "rolled back"], *found, strict=True):
+        for column, values in one.items():
+            if values.dtype.kind == "f":
+                assert np.abs(values - ours[column]).max() <= 2e-5 * max(1.0, np.abs(values).max()), name
+            else:
+                assert (values == ours[column]).all(), name
+
+
+@pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["tensor", "both"])
+def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut: tuple[int, int]) -> None:
+    """Sequences move between executors of any number of ranks."""
+    texts = range(30, 53)
+    with closing(World(settings_of(checkpoint, cut))) as world, torch.inference_mode():
+        one, ours = build_runner(settings_of(checkpoint, (1, 1))), world.runner
+        for source, target in ((one, ours), (ours, one)):
+            expected = rows_of(source, span(1, texts))
+            target.begin_import(2, source.token_ids(1), 0, None)
+            for layer, parts in enumerate(source.read_kv(1, 0, len(texts), range(LAYERS))):
+                target.write_kv(2, 0, len(texts), layer, parts)
+            target.commit_import(2)
+            for sequence, runner in ((1, source), (2, target)):
+                expected = [*expected, *rows_of(runner, span(sequence, [5], len(texts)))]
+            assert np.abs(expected[1]["logits"] - expected[2]["logits"]).max() < 1e-4
+            block = target.store.read_block(3)
+            assert len(block) == target.store.block_bytes == one.store.block_bytes
+            target.store.write_block(4, block.tobytes())
+            assert (target.store.read_block(4) == block).all()
+            source.release([1])
+            target.release([2])
+
+
+# --- what cannot be cut ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "changes", "words"),
+    [
+        (3, 1, {}, "num_attention_heads"),
+        (1, 5, {}, "there are 4 layers"),
+        (2, 1, {"path": "identity"}, "identity model"),
+        (2, 1, {"model_backend": "hf"}, "transformers"),
+        (2, 1, {"adapter_dir": Path()}, "adapters"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    checkpoint: Path, tensor: int, pipeline: int, changes: dict[str, Any], words: str
+) -> None:
+    """Before any other rank is started."""
+    with pytest.raises(NotSupported, match=words) as refusal:
+        build_runner(settings_of(checkpoint, (tensor, pipeline), **changes))
+    assert refusal.value.field in {"tensor_parallel", "pipeline_parallel", *changes}
+
+
+def test_a_rank_has_its_part_only() -> None:
+    """Every number of a checkpoint is on one rank, but for norms, and heads that are fewer than ranks."""
+    spec = ModelSpec.from_config(make_model("qwen3", num_key_value_heads=2, num_attention_heads=4).config.to_dict())
+    whole = layout(spec)
+    for ranks, stages in ((2, 1), (4, 1), (2, 2)):
+        seen = {name: np.zeros(placement.shape, int) for name, placement in whole.items()}
+        for number in range(ranks * stages):
+            for name, (shape, placement, cut) in Shard.at(number, ranks, stages).parts(spec).items():
+                rows = np.zeros(shape, int)
+                for first, end in ((0, shape[0]),) if cut is None else cut.ranges:
+                    index = (slice(None),) * (0 if cut is None else cut.axis) + (slice(first, end),)
+                    rows[index] = 1
+                assert int(rows.sum()) == np.prod(placement.shape)
+                seen[name] += rows
+        for name, counts in seen.items():
+            once = 1
+            if "norm" in name:
+                once = ranks
+            elif ".k_proj" in name or ".v_proj" in name:
+                once = max(1, ranks // 2)
+            elif "embed_tokens" in name and stages > 1 and spec.tied_embeddings:
+                once = 2  # the head's stage has it too
+            assert (counts == once).all(), (name, ranks, stages)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+class RankedTwins(Twins):
+    """As `Twins`, of ranks; what fails is on the rank ``victim``."""
+
+    def __init__(self, settings: ModelSettings, victim: int) -> None:
+        self.saboteur = Saboteur()
+        self.world = World(settings, *([self.saboteur] if victim == 0 else [None, {victim: self.saboteur}]))
+        self.other = World(settings)
+        self.runner, self.twin = self.world.runner, self.other.runner
+        if victim == 0:
+            self.saboteur.infiltrate(self.runner)
+        else:
+            follower: Any = self.world.followers[victim - 1]
+            its = SimpleNamespace(attention=follower._compute.attention, store=follower._kv, model=follower._model)
+            self.saboteur.infiltrate(its)  # type: ignore[arg-type]
+        self.lengths, self._fed = {}, 0
+        for runner in (self.runner, self.twin):
+            self._poison(runner)
+
+    def close(self) -> None:
+        self.world.close()
+        self.other.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        found, ranks = super().snapshot(), self.runner.compute._ranks
+        for sequence, state in self.runner.kv._sequences.items():
+            slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
+            for number, follower in enumerate(self.world.followers, 1):
+                for layer in range(len(follower._kv.keys)):
+                    [parts] = ranks.ask("read", slots, layer, self.runner.info.head_dim, to=[number])
+                    found["bits"][sequence, number, layer] = [each.tobytes() for each in parts]
+        return found
+
+    def _poison(self, runner: TorchRunner) -> None:  # type: ignore[override]
+        super()._poison(runner)
+        world = self.world if runner is self.runner else self.other
+        free = torch.from_numpy(~runner.kv.owned_slots_mask())
+        runner.compute._ranks.ask("read", np.zeros(1, np.int64), 0, runner.info.head_dim)  # all that was told is done
+        with runner.context():
+            for follower in world.followers:
+                follower._kv.fill_slots(free, float("nan"))
+
+
+@pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
+@pytest.mark.parametrize(("cut", "victim"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 1), ((2, 2), 1), ((2, 2), 3)])
+def test_a_failure_on_any_rank_leaves_all_as_before(
+    checkpoint: Path, cut: tuple[int, int], victim: int, scenario: Callable[[Twins], Step]
+) -> None:
+    """In the step, and in every part of it."""
+    with closing(RankedTwins(settings_of(checkpoint, cut), victim)) as twins:
+        step = scenario(twins)
+        points = ["plan", "forward", "attention plan", "save", "copy", "write 0", "attend 1"]
+        if victim >= (cut[1] - 1) * cut[0]:
+            points += ["select", "logits"]
+        for point in points:
+            raised = twins.fail(step, point)
+            assert type(raised) is StepFailed, point
+        twins.step(*step.spans, atomic=step.atomic)
+        twins.finish()
