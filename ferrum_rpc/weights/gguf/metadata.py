@@ -99,6 +99,7 @@ def config(header: Header, factors: Factors) -> dict[str, Any]:
         "rope_parameters": rope,
         "eos_token_id": _stops(tokens),
         "bos_token_id": tokens.value("bos_token_id"),
+        "pad_token_id": None,  # transformers' own may lie beyond the vocabulary
         **{key: tensor in header.tensors for key, tensor in known.biases.items()},
     }
     if known.read is not None:
