@@ -30,23 +30,26 @@ _PATIENCE: Final = 4
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A run of ``tokens`` at most, in flight. ``deadline``: its own, and of what follows it at least."""
+    """A run of ``tokens`` at most, in flight over a ``connection``."""
 
     item: Item
     tokens: int
+    connection: Connection
     task: asyncio.Task[Answer]
 
 
 class Ahead:
     """What a stream has ahead of its program, which has seen ``length`` tokens of the sequence and one that is not fed
-    yet. ``send`` sends an item and feeds again what was lost; ``deadline`` makes one for so many seconds more than each
-    step may take. ``unknown``: more than ``length`` tokens may be in the cache. ``failed``: so the program was told."""
+    yet. ``connection``: where the sequence is now. ``send`` sends an item and feeds again what was lost; ``lost`` says
+    whether the error of what followed one is of that kind. ``unknown``: more than ``length`` tokens may be in the
+    cache. ``failed``: so the program was told."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Callable[[], Connection],
         state: SequenceState,
         send: Callable[[Item, Deadline], Coroutine[Any, Any, Answer]],
+        lost: Callable[[ExecutorError], Coroutine[Any, Any, bool]],
         *,
         output: OutputSpec,
         stops: tuple[int, ...],
@@ -56,6 +59,7 @@ class Ahead:
         self._connection = connection
         self._state = state
         self._send = send
+        self._lost = lost
         self._output = output
         self._stops = stops
         self._timeout_s = timeout_s
@@ -69,7 +73,9 @@ class Ahead:
         """Send what is missing ahead: behind ``tokens``, which are not fed yet to the ``at`` tokens in the cache, and
         behind what is in flight. ``left``: tokens that are wanted, None without a bound. ``least``: those to ask for
         where there is no room for any, which the executor refuses."""
-        connection, flights, limits = self._connection, self.flights, info.limits
+        connection, flights, limits = self._connection(), self.flights, info.limits
+        if flights and flights[-1].connection is not connection:  # what it would follow will never run
+            return
         chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
         most = limits.max_run_tokens if self._most is None else self._most
         in_flight = sum(each.tokens for each in flights)
@@ -88,31 +94,30 @@ class Ahead:
             else:
                 item = self._state.item(number, tokens, self._output, None, run)
             room -= count
-            self._add(item, count)
+            self._add(item, count, connection)
             if item.follows is None and item.start != at:  # rebuilt first: nothing is known yet that could be followed
                 return
 
-    def _add(self, item: Item, count: int) -> None:
-        connection = self._connection
+    def _add(self, item: Item, count: int, connection: Connection) -> None:
         deadline = connection.context.deadline(self._timeout_s)
         if deadline.at is not None and connection.pace.step_s is not None:
             tokens = count + sum(each.tokens for each in self.flights)
             deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)
-        task = asyncio.get_running_loop().create_task(self._answer(item, deadline))
+        task = asyncio.get_running_loop().create_task(self._answer(item, deadline, connection))
         task.add_done_callback(_looked_at)
-        self.flights.append(Flight(item, count, task))
+        self.flights.append(Flight(item, count, connection, task))
 
-    async def _answer(self, item: Item, deadline: Deadline) -> Answer:
+    async def _answer(self, item: Item, deadline: Deadline, connection: Connection) -> Answer:
         began = time.monotonic()
         if item.follows is None:
             answer = await self._send(item, deadline)
         else:
-            [outcome] = await self._connection.forward(DECODE, [item], deadline)
+            [outcome] = await connection.forward(DECODE, [item], deadline)
             if isinstance(outcome, ExecutorError):
                 raise outcome
             answer = outcome
         elapsed_s = time.monotonic() - began if item.follows is None else None
-        self._connection.pace.note(elapsed_s, answer.timing, 0 if len(item.tokens) > 1 else len(answer.tokens))
+        connection.pace.note(elapsed_s, answer.timing, 0 if len(item.tokens) > 1 else len(answer.tokens))
         return answer
 
     async def land(self) -> Answer | None:
@@ -122,7 +127,8 @@ class Ahead:
         try:
             answer = await asyncio.shield(flight.task)
         except ExecutorError as error:
-            if fate_unknown(error):
+            stays = flight.connection is self._connection()  # else the sequence has moved since, and this one is old
+            if stays and fate_unknown(error) and (flight.item.follows is None or not await self._lost(error)):
                 raise
             await self.drain()
             if isinstance(error, KvBlocksExhausted | QuotaExceeded) and flight.tokens > 1:

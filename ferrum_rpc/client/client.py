@@ -34,7 +34,7 @@ from ferrum_rpc.client.info import (
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
-from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
+from ferrum_rpc.client.retry import NEVER_RESEND, Deadline, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
@@ -52,6 +52,22 @@ class CacheMode(enum.Enum):
     READ_WRITE = 1
     READ_ONLY = 2
     BYPASS = 3
+
+
+def creation(
+    reserve_tokens: int, lease_id: str, adapter: str, cache_salt: bytes, cache_mode: CacheMode
+) -> forward_pb2.CreateOptions:
+    """What a new sequence is made with. Raises `InvalidRequest`."""
+    try:
+        return forward_pb2.CreateOptions(
+            lease_id=lease_id,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{CacheMode(cache_mode).name}",
+            reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
 
 
 class ExecutorClient:
@@ -149,8 +165,11 @@ class ExecutorClient:
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
         """How it is doing right now: state, pressure, counters."""
+        return await self._status(self._context.deadline(timeout_s))
+
+    async def _status(self, deadline: Deadline, policy: ResendPolicy | None = None) -> ExecutorStatus:
         context, message = self._context, model_executor_pb2.GetStatusRequest()
-        response = await context.call(context.executor.GetStatus, message, context.deadline(timeout_s))
+        response = await context.call(context.executor.GetStatus, message, deadline, policy)
         context.note_pressure(response.pressure)
         status = status_from_proto(response)
         context.draining = status.state is ExecutorState.DRAINING
@@ -272,16 +291,7 @@ class ExecutorClient:
         calls do not rebuild: their caller plans. The others are the contract's ``CreateOptions``: blocks to hold beyond
         the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
         """
-        try:
-            create = forward_pb2.CreateOptions(
-                lease_id=lease_id,
-                adapter=adapter,
-                cache_salt=cache_salt,
-                cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{CacheMode(cache_mode).name}",
-                reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
-            )
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
+        create = creation(reserve_tokens, lease_id, adapter, cache_salt, cache_mode)
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._connection, state, rebuild=rebuild)
 

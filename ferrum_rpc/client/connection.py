@@ -38,7 +38,8 @@ _FIELDS: Final = {Capability.RUN: "run", Capability.FOLLOW: "follow", Capability
 
 class Connection:
     """What `ExecutorClient` and `Sequence` speak through. ``live``: the sequences that the executor holds, or may hold.
-    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release."""
+    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release. ``gone``: the executor is known to
+    be gone, and what it held with it."""
 
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
         self.context = context
@@ -48,6 +49,7 @@ class Connection:
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()
         self.pace = Pace()
+        self.gone = False
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
     # --- forwards ---------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class Connection:
             state.released = True
             self.live.discard(state)
         held = [state for state in states if state.handle or state.creation or state.fork]
-        if not held and not ending:
+        if self.gone or (not held and not ending):
             return [None] * len(states)
         task = asyncio.get_running_loop().create_task(self._release(states, ending))
         self._releasing.add(task)
@@ -296,6 +298,8 @@ class Connection:
         """Release at whatever version. None: it is free; what is gone already counts as released."""
         request_id = new_request_id()
         refusals: list[ExecutorError | None] = [None] * len(handles)
+        if self.gone:
+            return refusals
         left, backoff = list(range(len(handles))), Backoff.while_busy(deadline, None)
         while True:
             requests = [
@@ -304,6 +308,8 @@ class Connection:
             ]
             for at, outcome in zip(left, await self.transport.operate(requests, deadline), strict=True):
                 refusals[at] = None if isinstance(outcome, (list, *SEQUENCE_GONE)) else outcome
+            if self.gone:  # meanwhile
+                return [None] * len(handles)
             left = [at for at in left if isinstance(refusals[at], SequenceBusy)]
             if not left or not await backoff.wait():
                 return refusals
@@ -323,6 +329,14 @@ class Connection:
         finally:
             self.leases.stop()
             await self.context.channel.close()
+
+    async def abandon(self) -> None:
+        """The executor is gone: close the channel, which ends every call, without telling it. Should it answer once
+        more, it finds by itself that the lease has run out."""
+        self.gone = True
+        self.live.clear()
+        self.leases.stop()
+        await self.context.channel.close()
 
     async def _release_live(self, deadline: Deadline) -> None:
         """Release what is still live, apart from the sequences of the lease, which is about to be revoked."""

@@ -59,6 +59,7 @@ class Context:
     given none.
 
     ``draining``: the executor has reported that it is draining, which explains a connection that is lost later.
+    ``only_instance``: the one process that it may speak to, where that is set; what another would get is refused here.
     ``known_info``: what `info` returned last; None before the first answer, and after the executor was restarted.
     ``max_request_bytes``: what the executor takes, once that is known; a longer frame of a session would end the
     stream, with all steps in it. ``pressure``: that of the last answer.
@@ -75,6 +76,7 @@ class Context:
         self.metadata = tuple(metadata)
         self.item_ids = itertools.count(1)
         self.draining = False
+        self.only_instance = ""
         self.known_info: ExecutorInfo | None = None
         self.max_request_bytes: int | None = None
         self.pressure: Pressure | None = None
@@ -154,6 +156,7 @@ class Context:
                 f"the executor ({info.server_version}) needs clients of schema revision "
                 f"{info.minimum_client_revision}; this one has {SCHEMA_REVISION}"
             )
+        self.note_instance(info.instance_id)
         self.known_info, self.max_request_bytes = info, info.limits.max_request_bytes
         return info
 
@@ -166,7 +169,10 @@ class Context:
         return self.pressure
 
     def note_instance(self, instance_id: str) -> None:
-        """A session was opened with this process: drop what is known of another one."""
+        """This process has answered: drop what is known of another one. Raises `InstanceMismatch` where it is to be
+        another."""
+        if self.only_instance not in {"", instance_id}:
+            raise InstanceMismatch("the executor was restarted: what the old one held is gone")
         if self.known_info is not None and self.known_info.instance_id != instance_id:
             self.known_info = None
 

@@ -82,6 +82,7 @@ class Feeding(Recovering):
         self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline
     ) -> Prompt:
         """Feed all of a prompt but its last chunk."""
+        await self._find_owner(deadline, tokens)
         chunk, prompt = chunk or await self._max_tokens(output, len(tokens), deadline), self._prompt
         if prompt is None or (prompt.tokens, prompt.output, prompt.length) != (tokens, output, self._length()):
             prompt = self._prompt = Prompt(tokens, output)
@@ -118,6 +119,7 @@ class Feeding(Recovering):
     ) -> Result:
         """As `_recover`, after settling a stream that was left."""
         if self._ahead is not None:
+            await self._find_owner(deadline)
             await self._settle(deadline)
         return await self._recover(send, deadline, truncate_to)
 
@@ -165,9 +167,10 @@ class Feeding(Recovering):
             ends = info.model.eos_token_ids if stop is None else stop
             stops = tuple(sorted(each for each in ends if 0 <= each < info.model.vocab_size))
             self._ahead = Ahead(
-                self._connection,
+                lambda: self._connection,
                 self._state,
                 self._send_run,
+                self._lost_behind,
                 output=output,
                 stops=stops,
                 timeout_s=timeout_s,
@@ -214,6 +217,13 @@ class Feeding(Recovering):
                 ahead.leave()
                 if not ahead.unknown and self._lost is None and self._state.length == ahead.length:
                     self._ahead = None
+
+    async def _lost_behind(self, error: ExecutorError) -> bool:
+        """Whether what followed a run has failed because the executor is gone, and what it held is fed again."""
+        if not self._rebuilds or not await self._is_gone(error):
+            return False
+        self._lose()
+        return True
 
     async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
         """Send a run of a stream, and where the sequence is lost and may be rebuilt again on the new one."""

@@ -29,13 +29,33 @@ Mask = npt.NDArray[np.bool_] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]
 """Allowed tokens: bools [V], or words [ceil(V / 32)] whose bit t % 32 of word t / 32 allows token t."""
 
 
+class KnownMasks:
+    """The words of masks by their id. The clients of a fleet share one: what one has registered, each may again."""
+
+    def __init__(self) -> None:
+        self._words: OrderedDict[bytes, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, mask_id: bytes) -> bytes | None:
+        """The words, if they are known."""
+        return self._words.get(mask_id)
+
+    def keep(self, mask_id: bytes, words: bytes) -> None:
+        """Note one that is registered now."""
+        if mask_id not in self._words:
+            self._bytes += len(words)
+        self._words[mask_id] = words
+        self._words.move_to_end(mask_id)
+        while self._bytes > KNOWN_BYTES:
+            self._bytes -= len(self._words.popitem(last=False)[1])
+
+
 class Masks:
-    """The masks of one client."""
+    """The masks of one client, which are among those ``known``."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._known: OrderedDict[bytes, bytes] = OrderedDict()
-        self._bytes = 0
+        self.known = KnownMasks()
 
     async def register(self, mask: Mask, deadline: Deadline) -> bytes:
         """Register a mask, unless this client has before; its id."""
@@ -44,29 +64,21 @@ class Masks:
         except ValueError as error:
             raise InvalidRequest(str(error), field="words") from None
         mask_id = id_of(words)
-        if mask_id not in self._known:
+        if self.known.get(mask_id) is None:
             await self._register(mask_id, words, deadline)
-        self._keep(mask_id, words)
+        self.known.keep(mask_id, words)
         return mask_id
 
     async def register_again(self, outputs: Iterable[OutputSpec], deadline: Deadline) -> bool:
         """Register what outputs name and this client knows. False: it knows none of it."""
         named = {each for output in outputs for each in masks_of(output)}
-        known = [(each, self._known[each]) for each in named if each in self._known]
+        known = [(each, words) for each in named if (words := self.known.get(each)) is not None]
         await asyncio.gather(*(self._register(*each, deadline) for each in known))
         return bool(known)
 
     async def _register(self, mask_id: bytes, words: bytes, deadline: Deadline) -> None:
         request = model_executor_pb2.RegisterTokenMaskRequest(words=words_to_proto(words), sha256=mask_id)
         await self._context.call(self._context.executor.RegisterTokenMask, request, deadline)
-
-    def _keep(self, mask_id: bytes, words: bytes) -> None:
-        if mask_id not in self._known:
-            self._bytes += len(words)
-        self._known[mask_id] = words
-        self._known.move_to_end(mask_id)
-        while self._bytes > KNOWN_BYTES:
-            self._bytes -= len(self._known.popitem(last=False)[1])
 
 
 def masks_of(output: OutputSpec) -> tuple[bytes, ...]:

@@ -9,8 +9,10 @@ async with ExecutorClient(target) as client:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import grpc
@@ -46,17 +48,18 @@ class PrefixEvents:
 
 class PrefixIndex:
     """The blocks that one executor has, by hash, of a model with the ``fingerprint`` in blocks of ``block_size``
-    tokens."""
+    tokens. Of more than ``most`` those are forgotten that entered first: 100 bytes or so each."""
 
-    def __init__(self, fingerprint: bytes, block_size: int) -> None:
+    def __init__(self, fingerprint: bytes, block_size: int, most: int = 1 << 20) -> None:
         self._fingerprint = fingerprint
-        self._block_size = block_size
-        self._there: set[bytes] = set()
+        self.block_size = block_size
+        self._most = most
+        self._there: OrderedDict[bytes, None] = OrderedDict()
 
     @classmethod
-    def of(cls, info: ExecutorInfo) -> PrefixIndex:
+    def of(cls, info: ExecutorInfo, most: int = 1 << 20) -> PrefixIndex:
         """An empty one for an executor."""
-        return cls(info.model.fingerprint, info.block_size)
+        return cls(info.model.fingerprint, info.block_size, most)
 
     def __len__(self) -> int:
         """Blocks that are there."""
@@ -67,17 +70,21 @@ class PrefixIndex:
         if events.anew:
             self._there.clear()
         for hashed, there in events.changes:
-            (self._there.add if there else self._there.discard)(hashed)
+            if there:
+                self._there[hashed] = None
+            else:
+                self._there.pop(hashed, None)
+        while len(self._there) > self._most:
+            self._there.popitem(last=False)
 
     def match(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> int:
         """How many tokens of a prompt need not be computed there: those of its first blocks that are there. The last
         token is computed always. ``adapter``: as the executor lists it."""
-        found = 0
-        for hashed in self.hashes(tokens, salt=salt, adapter=adapter):
-            if hashed not in self._there:
-                break
-            found += self._block_size
-        return found
+        return self.found(self.hashes(tokens, salt=salt, adapter=adapter))
+
+    def found(self, hashes: Iterable[bytes]) -> int:
+        """As `match`, of the ``hashes`` of a prompt."""
+        return self.block_size * sum(1 for _ in takewhile(self._there.__contains__, hashes))
 
     def hashes(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> Iterator[bytes]:
         """The hashes of the blocks of a prompt that may be found, in their order."""
@@ -85,7 +92,7 @@ class PrefixIndex:
         root = root_of(self._fingerprint, salt)
         if adapter is not None:
             root = root_of(adapter.fingerprint, salt, adapter.name)
-        return chained(root, ids, self._block_size)
+        return chained(root, ids, self.block_size)
 
 
 def _events(batches: list[kv_transfer_pb2.WatchKvEventsResponse]) -> PrefixEvents:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import GREEDY
 from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
@@ -40,24 +42,30 @@ class Lost:
 class Recovering:
     """The base of a sequence that may be lost and rebuilt."""
 
+    _rebuilds_of_a_call: ClassVar = 1
+
     def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
         self._connection = connection
-        self._context = connection.context
         self._state = state
         self._rebuilds = rebuild
         self._lost: Lost | None = None
         self._left = False  # a call whose fate is unknown may still hold it
+
+    @property
+    def _context(self) -> Context:
+        return self._connection.context
 
     async def _recover(
         self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
     ) -> Result:
         """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
         sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
-        to a new one and send again, once."""
+        to a new one and send again, `_rebuilds_of_a_call` times."""
         backoff: Backoff | None = None
-        rebuilt = False
+        rebuilds = self._rebuilds_of_a_call if self._rebuilds else 0
         while True:
             try:
+                await self._find_owner(deadline)
                 if self._lost is not None:
                     await self._feed_lost(deadline)
                 result = await send()
@@ -69,16 +77,25 @@ class Recovering:
                 may_run = self._left or (state.doubt is not None and state.doubt.unknown)
                 if not (made or may_run) or not await backoff.wait():
                     raise
-            except SEQUENCE_GONE:
-                if rebuilt or not self._rebuilds or (self._state.handle is None and self._state.parent is None):
-                    raise
-                rebuilt = True
-                self._restart(self._held_tokens()[:truncate_to])
-                if self._lost is not None and not self._lost.tokens:
-                    self._lost = None
             except BaseException as error:
-                self._left = self._left or fate_unknown(error)
-                raise
+                if not rebuilds or not isinstance(error, ExecutorError) or not await self._is_gone(error):
+                    self._left = self._left or fate_unknown(error)
+                    raise
+                rebuilds -= 1
+                self._lose(truncate_to)
+
+    async def _find_owner(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
+        """Before a call, which feeds ``tokens`` if that is known: be where the sequence is, or is to be. There is one
+        executor here; a fleet has several."""
+
+    async def _info(self, deadline: Deadline) -> ExecutorInfo:
+        """What the executor is that has it."""
+        return await self._context.info(deadline)
+
+    async def _is_gone(self, error: ExecutorError) -> bool:
+        """Whether an error says that the executor has the sequence no more."""
+        made = self._state.handle is not None or self._state.parent is not None
+        return made and isinstance(error, SEQUENCE_GONE)
 
     async def _forward(
         self,
@@ -102,6 +119,12 @@ class Recovering:
             raise answer
         return answer
 
+    def _lose(self, length: int | None = None) -> None:
+        """The executor has it no more: its first ``length`` tokens (default: all) are fed again before what is next."""
+        self._restart(self._held_tokens()[:length])
+        if self._lost is not None and not self._lost.tokens:
+            self._lost = None
+
     def _restart(self, tokens: list[int]) -> None:
         lost = self._lost
         if lost is None:
@@ -115,7 +138,7 @@ class Recovering:
         assert lost is not None  # noqa: S101 - checked by the callers
         if lost.pieces is None:
             most = await self._max_tokens(output, len(lost.tokens), deadline)
-            exact = (await self._context.info(deadline)).limits.exact_span_tokens
+            exact = (await self._info(deadline)).limits.exact_span_tokens
             lost.pieces = lost.long.plan(len(lost.tokens), lost.known, exact, most)
         answers: list[Answer] = []
         last = len(lost.pieces) - 1
@@ -152,7 +175,7 @@ class Recovering:
 
     async def _max_tokens(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
         """Tokens of one call: what the executor takes and can answer in one message."""
-        info = await self._context.info(deadline)
+        info = await self._info(deadline)
         most = info.limits.max_batch_tokens or tokens
         if output.positions is Positions.ALL and info.limits.max_response_bytes:
             room = info.limits.max_response_bytes - MESSAGE_OVERHEAD

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from ferrum_rpc.client import transfer
 from ferrum_rpc.client.answer import Answer
@@ -249,7 +250,7 @@ class Sequence(Feeding):
                 lambda: self._connection.fork(self._state, self._handle(), deadline, count=count, at=at),
                 deadline,
             )
-        return [Sequence(self._connection, state, rebuild=self._rebuilds) for state in states]
+        return [self._beside(state) for state in states]
 
     def child(self, at: int | None = None) -> Sequence:
         """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
@@ -266,7 +267,7 @@ class Sequence(Feeding):
         if at is not None and at > length:
             raise TruncateBeyondLength(f"a child of {at} tokens, and its parent has {length}")
         state = self._state.child(length if at is None else at)
-        return Sequence(self._connection, state, rebuild=self._rebuilds)
+        return self._beside(state)
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
@@ -362,8 +363,9 @@ class Sequence(Feeding):
     async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
         """Make this sequence of what comes. Where that fails the request id is kept, for the same again, or for the
         release, which gives the import up."""
-        state, context, leases = self._state, self._context, self._connection.leases
         tokens = list(layout.token_ids)
+        await self._find_owner(deadline, tokens)
+        state, context, leases = self._state, self._context, self._connection.leases
         request_id = state.request_id(content := ("import", tokens))
         create = forward_pb2.CreateOptions()
         create.CopyFrom(state.create)
@@ -423,6 +425,7 @@ class Sequence(Feeding):
             if old is not None:
                 await connection.release_handles([old], Deadline.after(connection.release_timeout_s))
             self._prompt = None
+            await self._find_owner(deadline, listed)
             return await self._feed_lost(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
@@ -436,7 +439,7 @@ class Sequence(Feeding):
             if refusal is not None:
                 raise refusal
 
-    async def __aenter__(self) -> Sequence:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -448,6 +451,10 @@ class Sequence(Feeding):
             log.warning("a sequence could not be released: %s", refusal)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _beside(self, state: SequenceState) -> Sequence:
+        """A sequence that shares this one's cache."""
+        return Sequence(self._connection, state, rebuild=self._rebuilds)
 
     @asynccontextmanager
     async def _rolled_back(self, deadline: Deadline) -> AsyncIterator[tuple[SequenceState, HandleRef]]:
@@ -468,7 +475,9 @@ class Sequence(Feeding):
         ends: frozenset[int] | None,
         timeout_s: float | None,
     ) -> AsyncGenerator[int, None]:
-        info = await self._context.info(self._context.deadline(timeout_s))
+        with self._state.claim("generate"):
+            await self._find_owner(deadline := self._context.deadline(timeout_s), tokens)
+        info = await self._info(deadline)
         if Capability.RUN in info.capabilities and len(ends or info.model.eos_token_ids) <= MAX_STOP_IDS:
             try:
                 async with aclosing(
@@ -482,7 +491,7 @@ class Sequence(Feeding):
                 if refusal.field != "run":
                     raise
         answer = await self.prefill(tokens, output, timeout_s=timeout_s)
-        info = await self._context.info(self._context.deadline(timeout_s))  # of the executor that has it now
+        info = await self._info(self._context.deadline(timeout_s))  # of the executor that has it now
         if ends is None:
             ends = frozenset(info.model.eos_token_ids)
         for count in itertools.count(1):

@@ -50,7 +50,8 @@ def gone(ending: Ending) -> ExecutorError:
 
 
 class HandleTable:
-    """``live`` sequences by handle id, and the tombstones of the last ones that were released."""
+    """``live`` sequences by handle id, and the tombstones of the last ones that were released. ``foreign``: how often a
+    handle of another process was refused."""
 
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
@@ -58,6 +59,7 @@ class HandleTable:
         self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
         self._tombstones = tombstones
         self._next_sequence = 0
+        self.foreign = 0
 
     def __len__(self) -> int:
         return len(self.live)
@@ -111,6 +113,7 @@ class HandleTable:
         if ending is not None and whose == owner:
             raise gone(ending)
         if handle.id[:INSTANCE_BYTES] != self.instance:
+            self.foreign += 1
             raise InstanceMismatch("the handle is of another process lifetime; prefill the sequence again")
         raise HandleUnknown("no such sequence")
 

@@ -138,6 +138,8 @@ class Metrics(Collector):
         yield _gauge("streams", "Open streams.", self.calls.streams)
         refusals = {reason.value: count for reason, count in self.calls.refusals.counts.items()}
         yield _counter("refusals", "Calls and items refused, by reason.", refusals, "reason")
+        foreign = self.state.handles.foreign
+        yield _counter("foreign_handles", "Handles of another process that were refused.", foreign)
 
 
 def registry_of(metrics: Metrics) -> CollectorRegistry:

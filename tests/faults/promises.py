@@ -18,6 +18,7 @@ from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.error_contract import r17_the_error_contract_is_true
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import Figures
+from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
@@ -73,6 +74,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r29_a_ranks_death_is_known,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
+    r31_a_fleet_loses_no_token,
 )
 """In the order of their numbers."""
 

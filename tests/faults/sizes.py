@@ -87,6 +87,8 @@ class Size:
     """R28: kills of each side of a transfer."""
     rank_deaths: int
     """R29: ranks that are killed or stopped."""
+    fleet_sequences: int
+    """R31: sequences over three executors."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
@@ -140,6 +142,7 @@ CI: Final = Size(
     timed_prompts=5,
     transfer_kills=10,
     rank_deaths=2,
+    fleet_sequences=60,
     hostile_messages=6,
     outsider_calls=60,
     configurations=40,
@@ -189,6 +192,7 @@ FULL: Final = Size(
     timed_prompts=400,
     transfer_kills=100,
     rank_deaths=80,
+    fleet_sequences=1_000,
     hostile_messages=300,
     outsider_calls=1_000,
     configurations=5_000,

@@ -11,6 +11,7 @@ from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import hold
+from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
@@ -91,3 +92,7 @@ async def test_r30_no_caller_stops_the_server() -> None:
 
 async def test_r30_a_neighbour_takes_its_share_alone() -> None:
     await hold(r30_a_neighbour_takes_its_share_alone)
+
+
+async def test_r31_a_fleet_loses_no_token() -> None:
+    await hold(r31_a_fleet_loses_no_token)

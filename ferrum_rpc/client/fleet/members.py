@@ -1,0 +1,210 @@
+"""Who is there: the executors behind a list of targets, or behind a name, each for one life of its process.
+
+What comes back at the same target is another member: what the old one held is gone, and nothing is ever sent to it in
+the old one's name. Each is asked every so often how it is, and at once where its events break off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
+from contextlib import suppress
+from typing import Final
+
+from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.fleet.member import Member
+from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
+from ferrum_rpc.client.fleet.resolving import DNS, addresses_of, lookup
+from ferrum_rpc.client.info import ExecutorInfo
+from ferrum_rpc.client.masks import KnownMasks
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, LayoutMismatch, TransportError
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 2.0
+"""Between attempts to reach what does not answer."""
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+class Members:
+    """The executors of ``targets``: a list of ``host:port`` and ``unix:path``, or ``dns:///name:port`` for those that
+    the name resolves to. An async context manager; ``connect`` makes the client of one. All must serve the same model:
+    what serves another is not used.
+
+    ``look_every_s``: how often each is asked how it is; ``resolve_every_s``: how often names are resolved, besides when
+    somebody is gone; ``patience_s``: for how long an executor may be silent. ``changes``: counts who came, began to
+    drain, and went.
+    """
+
+    def __init__(
+        self,
+        targets: str | Iterable[str],
+        *,
+        connect: Callable[[str], ExecutorClient] = ExecutorClient,
+        placement: Placement = LongestPrefix(),  # noqa: B008 - no state
+        look_every_s: float = 0.5,
+        resolve_every_s: float = 5.0,
+        patience_s: float = 5.0,
+    ) -> None:
+        self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        if not self.targets:
+            raise InvalidRequest("a fleet has at least one target", field="targets")
+        for target in self.targets:
+            if target.startswith(DNS):
+                addresses_of(target)
+        self.changes = 0
+        self.troubles: dict[str, ExecutorError] = {}
+        self.masks = KnownMasks()
+        self.first: Member | None = None
+        self._connect = connect
+        self._placement = placement
+        self._look_every_s, self._resolve_every_s, self._patience_s = look_every_s, resolve_every_s, patience_s
+        self._there: list[Member] = []
+        self._addresses: dict[str, set[str]] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._resolving: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._resolve_now = asyncio.Event()
+
+    async def __aenter__(self) -> Members:
+        plain = [target for target in self.targets if not target.startswith(DNS)]
+        self._listed("", plain)
+        self._resolving = [asyncio.create_task(self._resolve(each)) for each in set(self.targets) - set(plain)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._resolving, *self._keeping.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def there(self) -> list[Member]:
+        """Those that are not gone, the oldest first."""
+        return list(self._there)
+
+    @property
+    def serving(self) -> list[Member]:
+        """Those that take new sequences."""
+        return [each for each in self._there if each.serving]
+
+    async def changed(self, since: int) -> int:
+        """Wait until ``changes`` is another number than ``since``; returns it."""
+        while self.changes == since:
+            await self._changed.wait()
+        return self.changes
+
+    async def look(self, member: Member) -> None:
+        """See whether it is there."""
+        await member.look(min(2.0, self._patience_s), self._patience_s)
+
+    async def some(self, deadline: Deadline) -> list[Member]:
+        """Those that take new sequences, when there is one. Raises `TransportError` where the time is over."""
+        while not (found := self.serving):
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await self.changed(self.changes)
+            except TimeoutError:
+                why = "; ".join(f"{target}: {each.message}" for target, each in self.troubles.items())
+                raise TransportError(f"no executor of {', '.join(self.targets)} takes sequences ({why})") from None
+        return found
+
+    async def place(self, prompt: ListOf[int], deadline: Deadline, *, salt: bytes = b"", adapter: str = "") -> Member:
+        """An executor for a new sequence that begins with ``prompt``."""
+        found = await self.some(deadline)
+        return self.choose(found, prompt, salt=salt, adapter=adapter)
+
+    def choose(self, members: ListOf[Member], prompt: ListOf[int], *, salt: bytes = b"", adapter: str = "") -> Member:
+        """One of ``members``, of which there is at least one. What has an adapter counts as never seen."""
+        hashes: dict[int, list[bytes]] = {}
+        if prompt and not adapter:
+            for index in {each.info.block_size: each.index for each in members if each.index is not None}.values():
+                hashes[index.block_size] = list(index.hashes(prompt, salt=salt))
+        candidates = [each.candidate(prompt, hashes.get(each.info.block_size, [])) for each in members]
+        chosen = self._placement.choose(prompt, candidates)
+        member = members[candidates.index(chosen)]
+        member.promise(chosen.blocks(len(prompt) - chosen.cached_tokens))
+        return member
+
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        self.changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._resolve_now.set()
+
+    async def _resolve(self, name: str) -> None:
+        while True:
+            self._resolve_now.clear()
+            if (found := await lookup(name)) is None:
+                log.warning("%s does not resolve; the executors that are known stay", name)
+            else:
+                self._listed(name, found)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._resolve_every_s):
+                    await self._resolve_now.wait()
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    def _listed(self, name: str, found: Iterable[str]) -> None:
+        """These are a name's addresses now. One that is not named any more is used while it answers."""
+        self._addresses[name] = set(found)
+        named = set[str]().union(*self._addresses.values())
+        for member in self._there:
+            if member.listed != (member.target in named):
+                member.listed = not member.listed
+                self._notify()
+        for target in named - self._keeping.keys():
+            self._keeping[target] = asyncio.create_task(self._keep(target))
+
+    async def _keep(self, target: str) -> None:
+        """One member after the other, as long as the target is one of the fleet's."""
+        pause_s = FIRST_PAUSE_S
+        while any(target in each for each in self._addresses.values()):
+            client = await self._connect(target).__aenter__()
+            member: Member | None = None
+            try:
+                member = await self._join(target, client)
+                self.troubles.pop(target, None)
+                pause_s = FIRST_PAUSE_S
+                await member.attend(self._look_every_s, self.look)
+            except ExecutorError as error:
+                self.troubles[target] = error
+            except asyncio.CancelledError:
+                await client.close()
+                raise
+            finally:
+                if member is not None:
+                    self._there.remove(member)
+            await client._connection.abandon()
+            self._resolve_now.set()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        del self._keeping[target]
+
+    async def _join(self, target: str, client: ExecutorClient) -> Member:
+        """Who answers there. Raises `LayoutMismatch` for another model, `InvalidRequest` for one that is known."""
+        info = await client.info(timeout_s=self._patience_s)
+        client._connection.context.only_instance = info.instance_id
+        client._connection.masks.known = self.masks
+        member = Member(target, client, info, self._notify)
+        await self.look(member)
+        if member.gone:
+            raise TransportError("it was gone at once")
+        if any(each.info.instance_id == info.instance_id for each in self._there):
+            raise InvalidRequest("another target of the fleet is the same executor", field="targets")
+        known = self.first
+        if known is not None and _model(known.info) != _model(info):
+            raise LayoutMismatch(f"it serves {info.model.name}, and the fleet {known.info.model.name}")
+        self._there.append(member)
+        self.first = self.first or member
+        self._notify()
+        return member
+
+
+def _model(info: ExecutorInfo) -> tuple[object, ...]:
+    """What must be the same for a sequence to go on elsewhere."""
+    return info.model.fingerprint, info.model.kv_dtype

@@ -1,0 +1,183 @@
+"""`FleetSequence`: a sequence that has one owner at a time among the executors of a fleet.
+
+All that a `Sequence` does it does at its owner. What is added is who that is: chosen when it is first fed, another one
+when the owner has drained, died or forgotten it, and then what it held is there before anything else is sent. It has no
+handle in between, so nothing can be decoded at an executor that is not its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import replace
+from typing import ClassVar, Final
+from weakref import WeakValueDictionary
+
+from ferrum_rpc.client import transfer
+from ferrum_rpc.client.fleet.member import Member
+from ferrum_rpc.client.fleet.members import Members
+from ferrum_rpc.client.info import ExecutorInfo
+from ferrum_rpc.client.recovery import Result
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.state import SequenceState
+from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, InstanceMismatch, Starting, TransportError
+
+MOVES_AT_ONCE: Final = 2
+"""Away from one executor, which takes part in 4 transfers by default (`max_transfers`)."""
+
+log = logging.getLogger("ferrum_rpc.client")
+
+
+class Home:
+    """What the sequences of a fleet share: who is there, and whose state is whose."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.sequences: WeakValueDictionary[SequenceState, FleetSequence] = WeakValueDictionary()
+        self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
+
+    def let_go(self, member: Member, state: SequenceState) -> None:
+        """Free what an executor still has of a sequence that is elsewhere now."""
+        task = asyncio.create_task(member.connection.release([state]))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+
+
+class FleetSequence(Sequence):
+    """One sequence in the KV cache of one executor of a fleet. Made by `FleetClient.sequence`; used as a `Sequence`."""
+
+    _rebuilds_of_a_call: ClassVar = 8
+
+    def __init__(self, home: Home, member: Member, state: SequenceState, *, rebuild: bool) -> None:
+        super().__init__(member.connection, state, rebuild=rebuild)
+        self._home = home
+        self._member = member  # before it is first fed this one answers nothing but what all have in common
+        self._prompted: ListOf[int] = ()
+        self._chosen = False  # where it is to be fed first, until that is refused
+        home.sequences[state] = self
+
+    @property
+    def owner(self) -> Member | None:
+        """The executor that has it; None: none, it is placed with the next call."""
+        return None if self._unplaced or self._member.gone else self._member
+
+    def _beside(self, state: SequenceState) -> Sequence:
+        return FleetSequence(self._home, self._member, state, rebuild=self._rebuilds)
+
+    async def settle(self, tokens: ListOf[int], deadline: Deadline) -> None:
+        """Before an item of ``tokens`` is sent: be at an owner that has all that the sequence holds."""
+
+        async def nothing() -> None: ...
+
+        with self._state.claim("forward"):
+            self._prompted = tokens
+            await self._recover(nothing, deadline)
+
+    @property
+    def settled(self) -> bool:
+        """Whether `settle` has nothing to do."""
+        return not (self._unplaced or self._lost or self._member.gone or self._member.draining)
+
+    async def lost(self, error: ExecutorError) -> bool:
+        """Whether an item failed because the owner is gone. What it held is fed again, elsewhere, by `settle`."""
+        return await self._lost_behind(error)
+
+    # --- who the owner is -------------------------------------------------------------------------------------------
+
+    @property
+    def _unplaced(self) -> bool:
+        """Whether no executor has anything of it."""
+        state = self._state
+        in_doubt = state.creation is not None and state.creation.unknown
+        return state.handle is None and state.parent is None and not in_doubt
+
+    async def _find_owner(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
+        if tokens is not None:
+            self._prompted = tokens
+        member = self._member
+        if self._unplaced:
+            if self._chosen and member.serving:
+                return
+        elif member.gone:
+            if not self._rebuilds:
+                raise InstanceMismatch(f"the executor at {member.target} is gone, with what it held")
+            self._lose()
+        elif not member.draining or not await self._leave(deadline):
+            return
+        prompt = self._prompted if self._lost is None else self._lost.tokens
+        create = self._state.create
+        place = self._home.members.place
+        self._go(await place(prompt, deadline, salt=create.cache_salt, adapter=create.adapter))
+        self._chosen = True
+
+    def _go(self, member: Member) -> None:
+        self._member, self._connection = member, member.connection
+
+    def _restart(self, tokens: list[int]) -> None:
+        """The owner has it no more, or is to have it no longer."""
+        state = self._state
+        if self._member.draining and not self._member.gone and not self._unplaced:
+            self._home.let_go(self._member, replace(state))
+        self._connection.live.discard(state)
+        state.creation = state.fork = None
+        self._chosen = False
+        super()._restart(tokens)
+
+    async def _recover(
+        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
+    ) -> Result:
+        try:
+            return await super()._recover(send, deadline, truncate_to)
+        except BaseException:
+            self._chosen = False
+            raise
+
+    async def _info(self, deadline: Deadline) -> ExecutorInfo:
+        return self._member.info
+
+    async def _is_gone(self, error: ExecutorError) -> bool:
+        member = self._member
+        sent = not isinstance(error, TransportError) or error.metadata.get("grpc_code") is not None
+        if isinstance(error, TransportError | DeviceLost | Starting | InstanceMismatch) and sent:
+            await self._home.members.look(member)
+        if isinstance(error, SEQUENCE_GONE) and not self._unplaced:
+            return True
+        return member.gone or isinstance(error, Draining)
+
+    async def _leave(self, deadline: Deadline) -> bool:
+        """The owner drains: move to another, or be fed there. False: it is served here a little longer, because others
+        are being moved, there is nobody else, or what is in flight must end first."""
+        members, member, state = self._home.members, self._member, self._state
+        if self._ahead is not None or self.in_doubt or not (others := members.serving):
+            return False
+        if state.handle is None or self._lost is not None:
+            if self._rebuilds:
+                self._lose()
+            return self._rebuilds
+        if member.leaving >= MOVES_AT_ONCE:
+            return False
+        there = members.choose(others, state.tokens or (), salt=state.create.cache_salt, adapter=state.create.adapter)
+        arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
+        member.leaving += 1
+        try:
+            for context in (self._context, there.connection.context):
+                await transfer.check_offered(context, deadline)
+            await self._move(Sequence(there.connection, arrived, rebuild=False), "grpc", deadline)
+        except ExecutorError as error:
+            log.info("a sequence could not be moved from %s to %s: %s", member.target, there.target, error)
+            if self._rebuilds:
+                self._lose()
+            return self._rebuilds
+        finally:
+            member.leaving -= 1
+        self._home.let_go(member, replace(state))
+        self._connection.live.discard(state)
+        there.connection.live.discard(arrived)
+        there.connection.live.add(state)
+        state.handle, state.pieces, state.lease_id = arrived.handle, arrived.pieces, arrived.lease_id
+        state.doubt = state.creation = state.fork = None
+        self._go(there)
+        return False

@@ -1,0 +1,320 @@
+"""Several executors as one: who gets a sequence, and that no token changes when its owner drains, restarts or dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.client import Answer, ExecutorClient, Greedy, PrefixEvents, PrefixIndex, Sample
+from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member
+from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, TransportError
+from tests.faults.proxy import proxied
+from tests.serving import Served, serve_identity
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SAMPLED = Sample(0.9, seed=5)
+SESSION = partial(ExecutorClient, session=True)
+identity = partial(serve_identity, positional=True, head_dim=64, block_size=4)
+
+
+def fleet_of(*targets: str, connect: Callable[[str], ExecutorClient] = SESSION, **options: Any) -> FleetClient:
+    return FleetClient(targets, connect=connect, look_every_s=0.05, timeout_s=20.0, **options)
+
+
+async def until(fleet: FleetClient, holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await fleet.members.changed(fleet.members.changes)
+
+
+async def seen(holds: Callable[[], object]) -> None:
+    """Wait for what nobody is told of."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def fleet(count: int = 2, **options: Any) -> AsyncIterator[tuple[FleetClient, list[Served]]]:
+    """So many executors, all of them there."""
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity()) for _ in range(count)]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in served), **options))
+        await until(one, lambda: len(one.members.serving) == count)
+        yield one, served
+
+
+async def alone(target: str, count: int = 24, output: Greedy | Sample = SAMPLED) -> list[int]:
+    """The text of one executor."""
+    async with ExecutorClient(target) as client, client.sequence() as sequence:
+        return [each async for each in sequence.generate(PROMPT, max_tokens=count, output=output, stop=())]
+
+
+def owner(sequence: FleetSequence) -> Member:
+    assert sequence.owner is not None
+    return sequence.owner
+
+
+def of(served: Sequence[Served], sequence: FleetSequence) -> Served:
+    """The server that has it."""
+    return next(each for each in served if each.target == owner(sequence).target)
+
+
+def foreign(*served: Served) -> int:
+    return sum(each.server.state.handles.foreign for each in served)
+
+
+@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+async def test_what_comes_back_at_the_same_address_is_another_executor(session: bool, how: str) -> None:
+    async with identity() as first, identity() as second, proxied(first.target) as proxy:
+        expected = await alone(first.target)
+
+        def restart() -> None:
+            proxy.upstream = second.target
+            proxy.reset_all()
+
+        async with fleet_of(proxy.target, connect=partial(ExecutorClient, session=session)) as one:
+            sequence, found = one.sequence(), list[int]()
+            if how == "stream":
+                async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
+                    found.append(token)
+                    if len(found) == 6:
+                        restart()
+            else:
+                while len(found) < 24:
+                    fed = found[-1:] or PROMPT
+                    if how == "calls":
+                        answer: Any = await sequence.prefill(fed, SAMPLED)
+                    else:
+                        [answer] = await one.forward([sequence.item(fed, SAMPLED)])
+                    assert isinstance(answer, Answer)
+                    found.append(answer.token)
+                    if len(found) == 6:
+                        restart()
+            assert found == expected
+            assert owner(sequence).info.instance_id == second.server.state.handles.instance_id
+            await sequence.release()
+        if session:
+            assert foreign(second) == 0
+        assert len(second.server.state.handles) == 0
+
+
+async def test_sequences_of_a_draining_executor_move_with_their_cache() -> None:
+    async with fleet() as (one, served):
+        expected = await alone(served[0].target)
+        sequence, sampled = one.sequence(), list[int]()
+        sampled.append((await sequence.prefill(PROMPT, SAMPLED)).token)
+        source = of(served, sequence)
+        [other] = [each for each in served if each is not source]
+        fed = other.server.state.engine.counters.tokens
+        await owner(sequence).client.drain(60.0)
+        while len(sampled) < 24:
+            sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
+        assert sampled == expected and owner(sequence).target == other.target
+        assert other.server.state.counters.sequences_imported == 1
+        assert other.server.state.engine.counters.tokens - fed == 23
+        async with one.sequence() as newcomer:
+            await newcomer.prefill(PROMPT)
+            assert owner(newcomer).target == other.target
+        await sequence.release()
+        assert foreign(*served) == 0 and len(source.server.state.handles) == 0
+
+
+async def test_where_caches_cannot_move_a_draining_executors_sequences_are_computed_elsewhere() -> None:
+    async with fleet() as (one, served):
+        expected = await alone(served[0].target)
+        sequence, sampled = one.sequence(), list[int]()
+        sampled.append((await sequence.prefill(PROMPT, SAMPLED)).token)
+        source = of(served, sequence)
+        with mock.patch("ferrum_rpc.client.transfer.check_offered", side_effect=InvalidRequest("no")):
+            await owner(sequence).client.drain(60.0)
+            while len(sampled) < 24:
+                [answer] = await one.forward([sequence.item(sampled[-1:], SAMPLED)])
+                assert isinstance(answer, Answer)
+                sampled.append(answer.token)
+        assert sampled == expected and of(served, sequence) is not source
+        await sequence.release()
+        assert foreign(*served) == 0
+
+
+async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners() -> None:
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity()) for _ in range(3)]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies)))
+        await until(one, lambda: len(one.members.serving) == 3)
+        expected = await alone(served[0].target, 2, Greedy())
+        sequences = [one.sequence(rebuild=at % 2 == 0) for at in range(12)]
+        first = await one.forward([each.item(PROMPT) for each in sequences])
+        assert [each.token for each in first if isinstance(each, Answer)] == [expected[0]] * 12
+        assert {owner(each).target for each in sequences} == {each.target for each in proxies}
+        with pytest.raises(InvalidRequest, match="one owner"):
+            await one.forward([each.item([1]) for each in sequences], all_or_nothing=True)
+        mates = [each for each in sequences if owner(each) is owner(sequences[0])]
+        wrong = sequences[3].item([999_999])
+
+        dead = next(each for each in proxies if each.target == owner(sequences[0]).target)
+        dead.upstream = "127.0.0.1:1"
+        dead.reset_all()
+        items = [each.item([expected[0]]) if each is not sequences[3] else wrong for each in sequences]
+        results = await one.forward(items)
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence is sequences[3]:
+                assert isinstance(result, InvalidRequest | TransportError)
+            elif sequence in mates and sequence not in sequences[::2]:
+                assert isinstance(result, TransportError)
+                with pytest.raises(InstanceMismatch, match=dead.target):
+                    await sequence.decode(expected[0])
+                await sequence.rebuild(PROMPT)
+                assert (await sequence.decode(expected[0])).token == expected[1]
+            else:
+                assert isinstance(result, Answer) and result.token == expected[1]
+        assert dead.target not in {owner(each).target for each in sequences if each.owner}
+        assert await one.truncate([(each, 4) for each in sequences[::2]]) == [None] * 6
+        [child] = await sequences[0].fork()
+        grandchild = child.child()
+        [left, right] = await one.forward([child.item([7]), grandchild.item([8])])
+        assert isinstance(left, Answer) and isinstance(right, Answer)
+        assert await one.release([*sequences, child, grandchild]) == [None] * 14
+
+
+async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -> None:
+    async with fleet() as (one, _):
+        prompt = list(range(100, 180))
+        async with one.sequence() as first:
+            await first.prefill(prompt)
+            there = owner(first)
+            await seen(lambda: there.index is not None and there.index.match(prompt) >= 76)
+            await seen(lambda: there.pressure is not None and there.pressure.free_blocks < there.pressure.total_blocks)
+            other = one.sequence()
+            await other.prefill([1, 2, 3])
+            assert owner(other) is not there, "the emptier one"
+            like = one.sequence()
+            assert (await like.prefill([*prompt, 1])).cached_tokens == 80
+            assert owner(like) is there
+            async with one.sequence(cache_salt=b"another's") as salted:
+                await salted.prefill([*prompt, 1])
+                assert owner(salted) is not there
+            await one.release([other, like])
+
+
+async def test_placement_is_whoever_chooses() -> None:
+    class ByFirstToken:
+        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
+            return sorted(candidates, key=lambda each: each.target)[prompt[0] % len(candidates)]
+
+    async with fleet(placement=ByFirstToken()) as (one, served):
+        targets = sorted(each.target for each in served)
+        for first in range(4):
+            async with one.sequence() as sequence:
+                await sequence.prefill([first, 9])
+                assert owner(sequence).target == targets[first % 2]
+
+
+def candidate(target: str, **known: int) -> Candidate:
+    facts = {"cached_tokens": 0, "free_blocks": 100, "total_blocks": 100, "queued_items": 0, "queued_tokens": 0} | known
+    return Candidate(target=target, instance_id=target, block_size=4, max_batch_items=64, **facts)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "chosen"),
+    [
+        ({}, {}, "left"),
+        ({}, {"cached_tokens": 20}, "right"),
+        ({"free_blocks": 99}, {}, "right"),
+        ({"queued_items": 3}, {}, "right"),
+        ({}, {"cached_tokens": 20, "free_blocks": 40}, "left"),
+        ({}, {"cached_tokens": 40, "free_blocks": 15, "queued_items": 40}, "left"),
+        ({"cached_tokens": 16, "free_blocks": 5}, {"queued_items": 300}, "right"),
+    ],
+)
+def test_the_longest_prefix_is_weighed_against_room_and_queue(
+    left: dict[str, int], right: dict[str, int], chosen: str
+) -> None:
+    found = LongestPrefix().choose([0] * 40, [candidate("left", **left), candidate("right", **right)])
+    assert found.target == chosen
+
+
+def test_an_index_forgets_what_entered_first() -> None:
+    index = PrefixIndex(b"f" * 32, 4, most=3)
+    hashes = list(index.hashes(range(30)))
+    index.apply(PrefixEvents(1, "i", tuple((each, True) for each in hashes), anew=True, gap=False))
+    assert len(index) == 3 and index.found(hashes) == 0 and index.found(hashes[-3:]) == 12
+
+
+async def test_a_name_is_resolved_again_and_again() -> None:
+    async with identity() as first, identity() as second:
+        found: list[str] | None = [first.target]
+
+        async def lookup(name: str) -> list[str] | None:
+            assert name == "dns:///executors:50051"
+            return found
+
+        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookup):
+            async with fleet_of("dns:///executors:50051", resolve_every_s=0.05) as one:
+                stays = one.sequence()
+                await stays.prefill(PROMPT)
+                found = None  # it does not resolve for a while
+                await asyncio.sleep(0.2)
+                assert len(one.members.serving) == 1
+                found = [second.target]
+                await until(one, lambda: [each.target for each in one.members.serving] == [second.target])
+                await stays.decode(1)
+                assert owner(stays).target == first.target, "it is served as long as its owner answers"
+                async with one.sequence() as newcomer:
+                    await newcomer.prefill(PROMPT)
+                    assert owner(newcomer).target == second.target
+                await owner(stays).end("as if it were")
+                await stays.decode(1)
+                assert owner(stays).target == second.target
+                await stays.release()
+                await until(one, lambda: len(one.members.there) == 1)
+
+
+async def test_localhost_resolves() -> None:
+    async with identity() as served, fleet_of(f"dns:///localhost:{served.target.rpartition(':')[2]}") as one:
+        assert [each.info.instance_id for each in one.members.there] == [served.server.state.handles.instance_id]
+
+
+async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> None:
+    async with (
+        identity() as served,
+        identity(layers=3) as other,
+        proxied(served.target) as proxy,
+        fleet_of(served.target, proxy.target) as one,
+        fleet_of(served.target) as two,
+    ):
+        two.members._listed("", [served.target, other.target])
+        await seen(lambda: one.members.troubles and two.members.troubles)
+        assert len(one.members.there) == len(two.members.there) == 1
+        assert "same executor" in next(iter(one.members.troubles.values())).message
+        assert "it serves identity" in two.members.troubles[other.target].message
+
+
+async def test_masks_are_registered_where_they_are_needed() -> None:
+    async with fleet() as (one, _):
+        mask = np.zeros(one.info.model.vocab_size, bool)
+        mask[[17]] = True
+        output = Greedy(mask=await one.register_token_mask(mask))
+        sequences = [one.sequence() for _ in range(4)]
+        answers = await one.forward([each.item(PROMPT, output) for each in sequences])
+        assert [each.token for each in answers if isinstance(each, Answer)] == [17] * 4
+        assert len({owner(each) for each in sequences}) == 2
+        await one.release(sequences)
+
+
+async def test_where_nobody_answers_it_says_why() -> None:
+    with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences.*refused"):
+        async with FleetClient(["127.0.0.1:1"], timeout_s=1.0):
+            pass
+    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",)):
+        with pytest.raises(InvalidRequest):
+            FleetClient(targets)
