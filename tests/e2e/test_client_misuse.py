@@ -83,9 +83,9 @@ async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(ser
         context = client._context
         call = context.call
 
-        async def counted(method: Any, request: Any, deadline: Any) -> Any:
+        async def counted(method: Any, request: Any, deadline: Any, policy: Any = None) -> Any:
             sent.append(type(request).__name__)
-            return await call(method, request, deadline)
+            return await call(method, request, deadline, policy)
 
         context.call = counted  # type: ignore[method-assign]
         for name, (mistake, field) in {**MISTAKES, **AT_ONCE}.items():

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -284,6 +285,18 @@ async def test_localhost_resolves() -> None:
         assert [each.info.instance_id for each in one.members.there] == [served.server.state.handles.instance_id]
 
 
+async def test_a_file_of_targets_is_read_again_and_again(tmp_path: Path) -> None:
+    async with identity() as first, identity() as second:
+        path = tmp_path / "targets"
+        path.write_text(f"# two\n{first.target}\n")
+        async with fleet_of(f"file:{path}", resolve_every_s=0.05) as one:
+            path.write_text(f"{first.target}\n\n {second.target}\n")
+            await until(one, lambda: len(one.members.serving) == 2)
+            path.unlink()
+            await asyncio.sleep(0.2)
+            assert len(one.members.serving) == 2
+
+
 async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> None:
     async with (
         identity() as served,
@@ -315,6 +328,6 @@ async def test_where_nobody_answers_it_says_why() -> None:
     with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences.*refused"):
         async with FleetClient(["127.0.0.1:1"], timeout_s=1.0):
             pass
-    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",)):
+    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",), ("file:",)):
         with pytest.raises(InvalidRequest):
             FleetClient(targets)

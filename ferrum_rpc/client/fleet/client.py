@@ -33,8 +33,9 @@ class FleetClient:
     """The executors of one model, for one scheduler. An async context manager: entering it waits until one of them
     takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own.
 
-    ``targets``: ``host:port`` and ``unix:path``, or ``dns:///name:port`` for each address that the name has, looked up
-    again every few seconds. ``connect`` makes the client of one: ``partial(ExecutorClient, session=True, token=...)``.
+    ``targets``: ``host:port`` and ``unix:path``, or ``dns:///name:port`` for each address that the name has, or
+    ``file:PATH`` for each line of that file, looked up again every few seconds. ``connect`` makes the
+    client of one: ``partial(ExecutorClient, session=True, token=...)``.
     ``placement`` chooses the executor of a new sequence. ``members``: who is there.
 
     A sequence stays with the executor that it was first fed at, its owner. Where that drains it is moved to another,

@@ -16,7 +16,7 @@ from typing import Final
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
-from ferrum_rpc.client.fleet.resolving import DNS, addresses_of, lookup
+from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import KnownMasks
 from ferrum_rpc.client.retry import Deadline
@@ -31,8 +31,8 @@ log = logging.getLogger("ferrum_rpc.client")
 
 class Members:
     """The executors of ``targets``: a list of ``host:port`` and ``unix:path``, or ``dns:///name:port`` for those that
-    the name resolves to. An async context manager; ``connect`` makes the client of one. All must serve the same model:
-    what serves another is not used.
+    the name resolves to, or ``file:PATH`` for those that it lists, one a line. An async context manager; ``connect``
+    makes the client of one. All must serve the same model: what serves another is not used.
 
     ``look_every_s``: how often each is asked how it is; ``resolve_every_s``: how often names are resolved, besides when
     somebody is gone; ``patience_s``: for how long an executor may be silent. ``changes``: counts who came, began to
@@ -53,8 +53,7 @@ class Members:
         if not self.targets:
             raise InvalidRequest("a fleet has at least one target", field="targets")
         for target in self.targets:
-            if target.startswith(DNS):
-                addresses_of(target)
+            check(target)
         self.changes = 0
         self.troubles: dict[str, ExecutorError] = {}
         self.masks = KnownMasks()
@@ -70,7 +69,7 @@ class Members:
         self._resolve_now = asyncio.Event()
 
     async def __aenter__(self) -> Members:
-        plain = [target for target in self.targets if not target.startswith(DNS)]
+        plain = [target for target in self.targets if not target.startswith(NAMED)]
         self._listed("", plain)
         self._resolving = [asyncio.create_task(self._resolve(each)) for each in set(self.targets) - set(plain)]
         return self

@@ -5,27 +5,51 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from pathlib import Path
 from typing import Final
 
 from ferrum_rpc.errors import InvalidRequest
 
-DNS: Final = "dns:"
+FILE: Final = "file:"
+NAMED: Final = ("dns:", FILE)
+"""What targets begin with that stand for any number of executors."""
 _NAME: Final = re.compile(r"dns:(?:///)?(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:/\[\]]+)):(?P<port>\d{1,5})")
+MOST_BYTES: Final = 1 << 20
+"""Of a file of targets."""
 
 
-def addresses_of(target: str) -> tuple[str, int]:
-    """Host and port of ``dns:///name:port``. Raises `InvalidRequest` for anything else."""
+def check(target: str) -> None:
+    """Raise `InvalidRequest` for a name that cannot be one."""
+    if target.startswith(FILE):
+        if target == FILE:
+            raise InvalidRequest("file:PATH names a file of targets, one a line", field="targets")
+    elif target.startswith(NAMED):
+        _host_and_port(target)
+
+
+def _host_and_port(target: str) -> tuple[str, int]:
     if (found := _NAME.fullmatch(target)) is None or not 0 < int(found["port"]) < 1 << 16:
         raise InvalidRequest(f"{target} is no dns:///name:port", field="targets")
     return found["v6"] or found["name"], int(found["port"])
 
 
 async def lookup(target: str) -> list[str] | None:
-    """The addresses of ``dns:///name:port`` as ``host:port``; None where it does not resolve."""
-    host, port = addresses_of(target)
+    """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``; None where nobody can say now."""
+    if target.startswith(FILE):
+        return await asyncio.to_thread(_lines, Path(target[len(FILE) :]))
+    host, port = _host_and_port(target)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
     hosts = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]
+
+
+def _lines(path: Path) -> list[str] | None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return [line for each in text.splitlines() if (line := each.strip()) and not line.startswith("#")]
