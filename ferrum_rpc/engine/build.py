@@ -146,9 +146,11 @@ def _assemble(
     loras, adapters = None, None
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config.adapter_dir, config, model, info.fingerprint, choices)
+    kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
     compute, depth = Compute(model, attention, loras), 1
     if sharing:
-        compute, depth = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard), config.pipeline_parallel
+        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens)
+        depth = config.pipeline_parallel
         choices += _say_ranks(config, sharing)
         sharing.ranks.judge()
     if isinstance(model, HfModel):
@@ -167,7 +169,7 @@ def _assemble(
         choices += (choice, overlap, (f"sampling={compute.sampler.name}", compute.sampler.reason))
     return TorchRunner(
         model,
-        KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint),
+        kv,
         store,
         attention,
         info=info,

@@ -56,8 +56,7 @@ class Compute:
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
-        packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        return self.run(packed.astype(np.int64), geometry, self.adapters_of(spans))
+        return self.run(packed_tokens(spans), geometry, self.adapters_of(spans))
 
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         """As `forward`, of ``packed`` token ids [T]."""
@@ -162,3 +161,9 @@ class Compute:
         """The same integers where the model is."""
         tensors = list(map(torch.from_numpy, arrays))
         return tensors if self._on_host else [each.to(self.model.device) for each in tensors]
+
+
+def packed_tokens(spans: Sequence[Span]) -> Int64Array:
+    """The token ids of all spans, one after the other, int64 [T]."""
+    packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
+    return packed.astype(np.int64)

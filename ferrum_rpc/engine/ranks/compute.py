@@ -16,49 +16,67 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend
-from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import Rows, Span, TokenArray
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import Compute, packed_tokens
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Ranks
 from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
-from ferrum_rpc.models.base import Model, StepAdapters
+from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.sampling.rows import Request
 from ferrum_rpc.sampling.transfer import Mark
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class RankedCompute(Compute):
-    """``shard`` is this rank's part."""
+    """``shard`` is this rank's part; ``tokens_of``: see `Compute.select`."""
 
     look_every_s = LOOK_EVERY_S
 
-    def __init__(self, model: Model, attention: AttentionBackend, ranks: Ranks, shard: Shard) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        ranks: Ranks,
+        shard: Shard,
+        tokens_of: Callable[[int], TokenArray],
+    ) -> None:
         super().__init__(model, attention)
         self.late = shard.stages > 1
-        self._ranks = ranks
+        self._ranks, self._tokens_of = ranks, tokens_of
+        self._others = range(1, shard.ranks * shard.stages)
+        self._wanted: tuple[list[Request], list[int], list[int]] = [], [], []
+        self._serial = 0
         first = (shard.stages - 1) * shard.ranks
         self._last_stage = range(max(1, first), first + shard.ranks)
         self._awaited: Awaited | None = None
 
-    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
-        self._ranks.tell("forward", packed, geometry)
-        return super().run(packed, geometry, adapters)
+    @property
+    def others(self) -> list[int]:
+        """The processes of the other ranks, in their order."""
+        return self._ranks.processes
+
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
+        """Also tells the others which rows will be wanted: a second message would be waited for."""
+        packed = packed_tokens(spans)
+        self._wanted = requests, _, _ = self.requests(spans, self._tokens_of)
+        if self.late and requests:
+            first = self._last_stage.start
+            [self._serial] = self._ranks.order("step", packed, geometry, requests, to=[first])
+            self._ranks.tell("step", packed, geometry, requests, to=[each for each in self._others if each != first])
+        else:
+            self._ranks.tell("step", packed, geometry, requests)
+        return self.run(packed, geometry)
 
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
     ) -> tuple[list[Rows | None], list[int]]:
-        requests, wanted, drafts = self.requests(spans, tokens_of)
+        requests, wanted, drafts = self._wanted
         rows: list[Rows | None] = [None] * len(spans)
-        if not requests:
-            return rows, drafts
-        if self.late:
-            first, *others = self._last_stage
-            [serial] = self._ranks.order("rows", requests, to=[first])
-            self._ranks.tell("rows", requests, to=others)
-            self._awaited = Awaited(self._ranks, serial, wanted, rows)
-        else:
-            self._ranks.tell("rows", requests)
+        if requests and self.late:
+            self._awaited = Awaited(self._ranks, self._serial, wanted, rows)
+        elif requests:
             for index, answer in zip(wanted, self.rows(hidden, requests), strict=True):
                 rows[index] = answer
         return rows, drafts

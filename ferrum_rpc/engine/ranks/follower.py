@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
@@ -50,7 +49,6 @@ class Follower:
         self._model: Model | None = None
         self._kv: KvStore | None = None
         self._compute: Compute | None = None
-        self._hidden: Tensor | None = None
         self._saved: dict[int, Saved] = {}
         self._depth = 1
         self._epoch = 0
@@ -100,17 +98,16 @@ class Follower:
         self._groups.renew(epoch)
         self._failed, self._epoch = False, epoch
 
-    def forward(self, packed: Int64Array, geometry: BatchGeometry) -> None:
-        """Its part of a step."""
+    def step(self, packed: Int64Array, geometry: BatchGeometry, requests: Sequence[Request]) -> list[Rows] | None:
+        """Its part of a step, and of the rows that are wanted of it; these, where its stage has them."""
+        assert self._compute is not None and self._setup is not None  # noqa: S101 - equipped before
         self._reach("plan")
         self._reach("forward")
-        self._hidden = self._computing.run(packed, geometry)
-
-    def rows(self, requests: list[Request]) -> list[Rows]:
-        """Its part of what is wanted of the step's rows."""
+        hidden = self._compute.run(packed, geometry)
+        if not requests or not self._setup.shard.last:
+            return None
         self._reach("select")
-        assert self._hidden is not None  # noqa: S101 - there was a forward pass
-        return self._computing.rows(self._hidden, requests)
+        return self._compute.rows(hidden, requests)
 
     def save(self, number: int, slots: Int64Array) -> None:
         """See `KvStore.save`. As many are kept as there may be steps under way."""
@@ -144,11 +141,6 @@ class Follower:
         self._cache.write_block(block, content)
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _computing(self) -> Compute:
-        assert self._compute is not None  # noqa: S101 - equipped before
-        return self._compute
 
     @property
     def _cache(self) -> KvStore:

@@ -62,6 +62,11 @@ class Ranks:
             threading.Thread(target=self._listen, args=(member,), name=f"ferrum-{member}", daemon=True).start()
         threading.Thread(target=self._watch, name="ferrum-ranks", daemon=True).start()
 
+    @property
+    def processes(self) -> list[int]:
+        """Of the others."""
+        return [member.pid for member in self._members]
+
     # --- what is told -----------------------------------------------------------------------------------------------
 
     def tell(self, method: str, *arguments: Any, to: Iterable[int] | None = None) -> None:
