@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from itertools import product
@@ -25,7 +26,10 @@ from tests.faults.waiting import until
 
 CALLERS: Final = 4
 ENDS_S: Final = 5.0
-WAYS: Final = tuple(product((signal.SIGKILL, signal.SIGSTOP), (True, False), ("shared-memory", "gloo")))
+TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
+KINDS: Final = tuple(product((signal.SIGKILL, signal.SIGSTOP), (True, False), ("shared-memory", "gloo"), ((),)))
+WAYS: Final = (KINDS[0], (signal.SIGKILL, True, "shared-memory", TORCHRUN), *reversed(KINDS[1:]))
+"""How it ends, whether there are callers, the transport, and who starts ranks."""
 
 
 async def r29_a_ranks_death_is_known(size: Size) -> Figures:
@@ -36,9 +40,12 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
     with TemporaryDirectory() as folder:
         make_checkpoint(folder, "qwen3")
         for number in range(size.rank_deaths):
-            how, busy, transport = WAYS[number % len(WAYS)]
+            how, busy, transport, prefix = WAYS[number % len(WAYS)]
             flags = ("--tensor-parallel", "2", "--rank-transport", transport, "--dtype", "float32")
-            async with serving(*flags, model=folder, kv_blocks=256) as server, dial(server.target) as raw:
+            async with (
+                serving(*flags, model=folder, kv_blocks=256, prefix=prefix) as server,
+                dial(server.target) as raw,
+            ):
                 joined = await server.event("rank_joined")
                 stub: Any = health_pb2_grpc.HealthStub(raw.channel)
                 watcher = Watcher(stub)

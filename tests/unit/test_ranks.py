@@ -44,6 +44,7 @@ from tests.unit.test_runner_transactions import (
     Twins,
     everything_at_once,
     roll_back_through_private_blocks_into_shared_ones,
+    same_outcomes,
 )
 
 LAYERS = 4
@@ -273,3 +274,33 @@ def test_a_failure_on_any_rank_leaves_all_as_before(
             assert type(raised) is StepFailed, point
         twins.step(*step.spans, atomic=step.atomic)
         twins.finish()
+
+
+# --- steps under way in stages --------------------------------------------------------------------------------------
+
+
+def test_steps_of_different_sequences_are_under_way_at_once(checkpoint: Path) -> None:
+    """And one that fails takes those behind it along, which changes nothing."""
+    saboteur = Saboteur()
+    with (
+        closing(World(settings_of(checkpoint, (1, 2)), stages={1: saboteur})) as world,
+        closing(World(settings_of(checkpoint, (1, 2)))) as other,
+        torch.inference_mode(),
+    ):
+        runner, twin = world.runner, other.runner
+        assert runner.depth == 2
+        texts = {1: [3, 1, 4, 1, 5], 2: [9, 2, 6]}
+        steps = [Step((span(sequence, text),)) for sequence, text in texts.items()]
+        expected = [twin.forward(step) for step in steps]
+        saboteur.arm("select")
+        first = runner.begin(steps[0])
+        with pytest.raises(StepFailed):  # when it is begun, or later: the other rank may have failed already
+            runner.finish(runner.begin(steps[1]))
+        with pytest.raises(StepFailed):
+            runner.finish(first)
+        runner.check()
+        assert runner.cache_state().sequences == 0
+        begun = [runner.begin(step) for step in steps]
+        assert len(runner._under_way) == 2
+        for pending, result in zip(begun, expected, strict=True):
+            same_outcomes(runner.finish(pending), result)
