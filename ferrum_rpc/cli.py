@@ -208,16 +208,13 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _fleet(parsed: argparse.Namespace) -> int:
-    ranks = 1
     if parsed.action == "up":
         for name in OWN_SETTINGS:
             if name in parsed.serve:
                 raise ConfigError(f"{name}: a fleet sets it: the node's address, a port that is free there, json")
-        ranks = _settings(parsed.serve).model.ranks  # what is wrong is said here, and not by each executor
+        parsed.ranks = _settings(parsed.serve).model.ranks  # what is wrong is said here, and not by each executor
     from ferrum_rpc.fleet import cluster
 
-    if parsed.action == "up":
-        return cluster.up(parsed, parsed.arguments, ranks=ranks)
     command: Callable[[argparse.Namespace], int] = getattr(cluster, parsed.action)
     return command(parsed)
 

@@ -74,13 +74,13 @@ def connected(options: argparse.Namespace) -> Iterator[None]:
         ray.shutdown()
 
 
-def up(options: argparse.Namespace, arguments: Sequence[str], ranks: int) -> int:
-    """Start what is missing of ``options.executors``, and wait until all serve. ``arguments`` are those of `serve`.
-    Exit status 1 where one does not; one that has no room yet starts when there is some."""
+def up(options: argparse.Namespace) -> int:
+    """Start what is missing of ``options.executors``, of so many ``ranks`` each, by the ``arguments`` of `serve`, and
+    wait until all serve. Exit status 1 where one does not; one that has no room yet starts when there is some."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("FERRUM_")}
     environment.pop("FERRUM_TOKEN", None)
     environment["OMP_NUM_THREADS"] = str(options.cpus)
-    room = {"CPU": options.cpus * ranks, "GPU": options.gpus * ranks}
+    room = {"CPU": options.cpus * options.ranks, "GPU": options.gpus * options.ranks}
     bundle = {kind: float(count) for kind, count in room.items() if count}
     with connected(options):
         running = names()
@@ -95,7 +95,7 @@ def up(options: argparse.Namespace, arguments: Sequence[str], ranks: int) -> int
                 num_gpus=room["GPU"],
                 max_restarts=options.max_restarts,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-            ).remote(list(arguments), environment)
+            ).remote(options.arguments, environment)
         return _wait(options.timeout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +53,28 @@ def test_flags_of_the_fleet_are_no_settings_of_serve(capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "--executors" in told
     assert [name for name in SETTINGS if f"--{name.replace('_', '-')} " in told] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_serve = ["identity", "--kv-memory", "1GiB", "--no-warmup"]
+    if ranks > 1:
+        of_serve += ["--tensor-parallel", str(ranks)]
+    seen: list[argparse.Namespace] = []
+
+    def up(options: argparse.Namespace) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setitem(sys.modules, "ferrum_rpc.fleet.cluster", SimpleNamespace(up=up))
+    monkeypatch.delattr("ferrum_rpc.fleet.cluster", raising=False)
+    monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fleet", "up", "--executors", "3", of_serve[0], "--cpus", "4", *of_serve[1:]])
+    assert caught.value.code == 0
+    [options] = seen
+    assert (options.executors, options.cpus, options.ranks) == (3, 4, ranks)
+    assert options.arguments == of_serve
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
