@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import SETTINGS, ServeSettings, load_settings, read_file
+from ferrum_rpc.engine.ranks.links import World
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "kubernetes"
@@ -98,12 +99,12 @@ SERVING = pytest.mark.parametrize("who", ["executor", "leader"])
 
 
 def settings(pod: Pod) -> ServeSettings:
-    """What the pod's container serves, as the program would read it, for those settings that it knows."""
-    known = [each for each in pod.container["args"] if each != "$(MODEL)"]
-    assert known[0] == "serve"
-    config = known[known.index("--config") + 1]
-    assert Path(config).name in generated_map()["files"]
-    return load_settings("/models/model", {}, DEPLOY / "common" / Path(config).name)
+    """What the pod's container serves, as the program would read it."""
+    parsed = build_parser()[0].parse_args(pod.container["args"])
+    assert parsed.command == "serve"
+    assert parsed.config.name in generated_map()["files"]
+    flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
+    return load_settings(parsed.model, flags, DEPLOY / "common" / parsed.config.name)
 
 
 # --- schemas ------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_rendered_pods_name_the_map_that_was_generated(way: str) -> None:
     assert re.fullmatch(r"ferrum-executor-\w{10}", generated["metadata"]["name"])
     assert generated["data"]["executor.toml"] == (DEPLOY / "common" / "executor.toml").read_text("utf-8")
     names = [name for each in rendered for name in maps_named(each)]
-    assert len(names) == (2 if way == "statefulset" else 4)
+    assert len(names) == 2
     assert set(names) == {generated["metadata"]["name"]}
 
 
@@ -238,20 +239,15 @@ def test_ports_are_those_that_the_program_listens_on(who: str) -> None:
     assert pod.template["metadata"]["annotations"] == {f"prometheus.io/{key}": value for key, value in scraped.items()}
 
 
-@ALL
+@SERVING
 def test_arguments_and_variables_are_settings(who: str) -> None:
     pod = PODS[who]
     known = {f"FERRUM_{name.upper()}" for name in SETTINGS}
     assert {name for name in pod.variables if name.upper().startswith("FERRUM")} <= known
-    assert {"$(MODEL)"} == {each for each in pod.container["args"] if "$" in each}
+    assert settings(pod).model.path == "$(MODEL)"
     assert pod.variables["MODEL"]["valueFrom"]["configMapKeyRef"] == {"name": "ferrum-executor", "key": "model"}
     assert [each.partition("=")[0] for each in generated_map()["literals"]] == ["model"]
     assert pod.variables["FERRUM_THREADS"]["valueFrom"]["resourceFieldRef"]["containerName"] == pod.container["name"]
-    parser, commands = build_parser()
-    if pod.container["args"][0] not in commands or (who != "executor" and "tensor_parallel" not in SETTINGS):
-        pytest.skip("this build has no ranks")
-    parsed = parser.parse_args(pod.container["args"])
-    assert parsed.command == ("rank" if who == "worker" else "serve")
 
 
 @SERVING
@@ -268,7 +264,6 @@ def test_probes_ask_the_health_of_the_port_that_is_served_with_the_ca_that_is_mo
         assert str(asked.tls_ca.parent) in {each["mountPath"] for each in pod.container["volumeMounts"]}
     starting = pod.container["startupProbe"]
     assert starting["periodSeconds"] * starting["failureThreshold"] >= 600  # a large model on a slow volume
-    assert "exec" not in PODS["worker"].container.get("livenessProbe", {})
 
 
 @SERVING
@@ -280,11 +275,11 @@ def test_a_drain_ends_before_the_kill(who: str) -> None:
     assert (living["failureThreshold"] - 1) * living["periodSeconds"] >= 0.7 * grace
 
 
-def test_a_rank_outlives_its_leader() -> None:
+def test_a_rank_may_live_as_long_as_its_leader() -> None:
+    """It lets SIGTERM pass, and has nothing else that would end it."""
     leader, worker = PODS["leader"], PODS["worker"]
     assert worker.spec["terminationGracePeriodSeconds"] == leader.spec["terminationGracePeriodSeconds"]
-    assert worker.stop_s() >= leader.stop_s() + 2 * settings(leader).grace_s + LONGEST_STEP_S
-    assert worker.stop_s() < worker.spec["terminationGracePeriodSeconds"]
+    assert {"lifecycle", "livenessProbe", "readinessProbe", "startupProbe"}.isdisjoint(worker.container)
 
 
 @SERVING
@@ -306,11 +301,11 @@ def test_secrets_and_settings_lie_where_the_settings_look(who: str) -> None:
         assert name in text, name
 
 
-def test_what_is_in_the_file_of_settings_is_not_said_twice() -> None:
-    assert set(read_file(DEPLOY / "common" / "executor.toml")) <= set(SETTINGS)
-    for pod in PODS.values():
-        given = {name.removeprefix("FERRUM_").lower() for name in pod.variables}
-        assert not given & set(read_file(DEPLOY / "common" / "executor.toml"))
+@SERVING
+def test_what_is_in_the_file_of_settings_is_not_said_twice(who: str) -> None:
+    said = set(read_file(DEPLOY / "common" / "executor.toml"))
+    assert not said & {name.removeprefix("FERRUM_").lower() for name in PODS[who].variables}
+    assert not said & {each.removeprefix("--").replace("-", "_") for each in PODS[who].container["args"]}
 
 
 # --- the objects of each other ------------------------------------------------------------------------------------
@@ -350,24 +345,28 @@ def test_schedulers_reach_leaders_and_never_ranks() -> None:
 
 
 def test_ranks_meet_by_what_the_controller_says() -> None:
-    size = RANKS["spec"]["leaderWorkerTemplate"]["size"]
-    expected = {
+    leader, worker = PODS["leader"], PODS["worker"]
+    told = {
         "RANK": "$(LWS_WORKER_INDEX)",
         "WORLD_SIZE": "$(LWS_GROUP_SIZE)",
         "MASTER_ADDR": "$(LWS_LEADER_ADDRESS)",
-        "LOCAL_RANK": "0",
+        "MASTER_PORT": str(leader.ports["ranks"]),
     }
-    leader = PODS["leader"]
-    for pod in (leader, PODS["worker"]):
+    size = RANKS["spec"]["leaderWorkerTemplate"]["size"]
+    for rank, pod in enumerate((leader, worker)):
         values = {name: each.get("value") for name, each in pod.variables.items()}
-        assert expected.items() <= values.items()
-        assert values["MASTER_PORT"] == str(leader.ports["ranks"])
-        assert "--trust-rank-network" in pod.container["args"]
-    arguments = leader.container["args"]
-    ranks = [int(arguments[arguments.index(flag) + 1]) for flag in ("--tensor-parallel",) if flag in arguments]
-    assert ranks == [size]
+        assert told.items() <= values.items()
+        by_controller = {"LWS_WORKER_INDEX": str(rank), "LWS_GROUP_SIZE": str(size), "LWS_LEADER_ADDRESS": "a.b.c"}
+        given = {name: by_controller.get(values[name].strip("$()"), values[name]) for name in told}
+        assert World.of(given) == (rank, size, "a.b.c", leader.ports["ranks"], False)
+    model = settings(leader).model
+    assert (model.ranks, model.trust_rank_network) == (size, True)
+    parsed = build_parser()[0].parse_args(worker.container["args"])
+    assert (parsed.command, parsed.trust_rank_network) == ("rank", True)
+    models = {each["mountPath"] for each in worker.container["volumeMounts"] if each["name"] == "models"}
+    assert models == {each["mountPath"] for each in leader.container["volumeMounts"] if each["name"] == "models"}
     assert RANKS["spec"]["startupPolicy"] == "LeaderCreated"  # a leader is ready only when its ranks are there
-    assert RANKS["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert RANKS["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupAfterStart"
 
 
 @ALL

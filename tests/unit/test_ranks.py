@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -30,6 +32,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.ranks.links import machine
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import NotSupported, StepFailed
 from ferrum_rpc.kv.table import slots_for
@@ -186,6 +189,13 @@ def test_what_cannot_be_shared_is_refused(
     with pytest.raises(NotSupported, match=words) as refusal:
         build_runner(settings_of(checkpoint, (tensor, pipeline), **changes))
     assert refusal.value.field in {"tensor_parallel", "pipeline_parallel", *changes}
+
+
+def test_containers_of_one_machine_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank finds rank 0's segment by its process id, which is another one there."""
+    here = machine()
+    monkeypatch.setattr(os, "readlink", lambda path: f"another {path}")
+    assert machine() not in (here, socket.gethostname())
 
 
 def test_a_rank_has_its_part_only() -> None:

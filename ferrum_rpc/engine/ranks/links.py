@@ -165,9 +165,11 @@ def accept(invitation: Invitation) -> tuple[Line, Store]:
 
 
 def machine() -> str:
-    """The same for all processes that may share memory."""
+    """The same for all processes that may share memory: those of one kernel that see each other. Containers of one
+    machine do not."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
