@@ -46,6 +46,11 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def status(self) -> int | None:
+        """How it ended, if it has."""
+        return self._process.returncode
+
+    @property
     def port(self) -> int:
         return int(self.target.rpartition(":")[2])
 
@@ -159,6 +164,11 @@ async def serving(
     try:
         server.target = (await server.event("ready"))["target"]
         yield server
+    except Exception as error:
+        await asyncio.sleep(0.1)  # its end is known a little after its connections'
+        if (status := server.status) is not None:
+            error.add_note(f"the server has ended with {status}: {server.events[-3:]} {server.other_lines[-40:]}")
+        raise
     finally:
         await server.kill()
 
