@@ -38,12 +38,12 @@ RETRY_S: Final = 5.0
 class Executor:
     """The actor: starts an executor, and says where it listens."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
         """Raises `DidNotServeError` in its first life, after which Ray starts it no more: the settings are wrong. Later
         the same may be bad luck, such as memory that is not free yet."""
         self._node = ray.util.get_node_ip_address()
         listen = ("--host", self._node, "--port", "0")
-        self._process = ServeProcess([*arguments, *listen], environment, lambda: os._exit(1))
+        self._process = ServeProcess([*arguments, *listen], environment, lambda: os._exit(1), folder=folder)
         try:
             self._process.wait_until_it_serves()
         except DidNotServeError:
@@ -95,7 +95,7 @@ def up(options: argparse.Namespace) -> int:
                 num_gpus=room["GPU"],
                 max_restarts=options.max_restarts,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-            ).remote(options.arguments, environment)
+            ).remote(options.arguments, environment, os.getcwd())
         return _wait(options.timeout)
 
 

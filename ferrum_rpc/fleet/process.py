@@ -15,7 +15,7 @@ BOUND: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which outlives an exec
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.executable, [sys.executable, "-m", "ferrum_rpc.cli", *sys.argv[2:]])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "ferrum_rpc.cli", *sys.argv[2:]])
 """
 """Run in the child, not between fork and exec: an actor has threads."""
 
@@ -26,9 +26,17 @@ class DidNotServeError(RuntimeError):
 
 class ServeProcess:
     """A child that serves. To be made in a thread that lives as long as this process: the kernel takes the end of the
-    thread for that of the parent. ``ended`` is called where it ends without `stop`, in a thread."""
+    thread for that of the parent. Paths in ``arguments`` begin in ``folder``, where there is such a one. ``ended`` is
+    called where it ends without `stop`, in a thread."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        ended: Callable[[], None],
+        *,
+        folder: str = ".",
+    ) -> None:
         self.target = ""
         self.instance_id = ""
         self._said = "it said nothing"
@@ -36,7 +44,9 @@ class ServeProcess:
         self._stopping = False
         self._decided = threading.Event()
         command = [sys.executable, "-c", BOUND, str(os.getpid()), "serve", *arguments, "--log-format", "json"]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **environment}, text=True)
+        there = folder if os.path.isdir(folder) else "/"
+        told = {**os.environ, **environment}
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=told, text=True, cwd=there)
         threading.Thread(target=self._read, name="ferrum-log", daemon=True).start()
 
     def wait_until_it_serves(self) -> None:

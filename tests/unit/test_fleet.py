@@ -127,6 +127,15 @@ def test_an_executor_that_does_not_serve_says_why(
     assert not ended.is_set()
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_paths_begin_in_the_folder_of_who_asked(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "BOUND", "import os, sys; sys.exit(os.getcwd())")
+    folder = tmp_path if there else tmp_path / "no such"
+    serving = ServeProcess([], {}, lambda: None, folder=str(folder))
+    with pytest.raises(DidNotServeError, match=f"^{tmp_path if there else '/'}$"):
+        serving.wait_until_it_serves()
+
+
 def test_an_executor_dies_with_what_started_it() -> None:
     script = """if True:
         from ferrum_rpc.fleet.process import ServeProcess
