@@ -43,7 +43,7 @@ class ServeProcess:
         self._ended = ended
         self._stopping = False
         self._decided = threading.Event()
-        command = [sys.executable, "-c", BOUND, str(os.getpid()), "serve", *arguments, "--log-format", "json"]
+        command = [sys.executable, "-P", "-c", BOUND, str(os.getpid()), "serve", *arguments, "--log-format", "json"]
         there = folder if os.path.isdir(folder) else "/"
         told = {**os.environ, **environment}
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=told, text=True, cwd=there)
