@@ -28,7 +28,8 @@ class Observer(Protocol):
 class Board:
     """The requests of one run that are with one executor. One in ``running`` has a sequence there, and its blocks; one
     in ``moving`` too, which is to go on elsewhere; one in ``waiting`` has none. A request that loses its sequence goes
-    ``back`` to those that wait, here or where prompts are computed."""
+    ``back`` to those that wait, here or where prompts are computed. ``arrived``: one has come from elsewhere since the
+    last plan."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Board:
     ) -> None:
         self.waiting, self._back = waiting, back
         self.running: list[Request] = []
+        self.arrived = False
         self.moving: list[Request] = []
         self.run = run
         self._client, self._cache_mode = client, cache_mode
@@ -51,8 +53,8 @@ class Board:
 
     @property
     def joining(self) -> bool:
-        """Whether there are requests that do not run here, and may come."""
-        return self.run.left > len(self.running)
+        """Whether there are requests that wait for a place here or have just got one, or may come back here."""
+        return bool(self.waiting or self._back or self.arrived)
 
     @property
     def leaving(self) -> bool:
@@ -79,7 +81,7 @@ class Board:
         for request in requests:
             self.waiting.remove(request)
             self.running.append(request)
-            request.stage = Stage.RUNNING
+            request.stage, request.executor = Stage.RUNNING, self._client.target
             self._observer.changed(request)
 
     def hand_over(self, request: Request) -> None:
@@ -100,9 +102,10 @@ class Board:
 
     def arrive(self, request: Request, sequence: Sequence) -> None:
         """It has come, with its sequence."""
+        self.arrived = True
         self.running.append(request)
         self._sequences[request.index] = sequence
-        request.stage = Stage.RUNNING
+        request.stage, request.executor = Stage.RUNNING, self._client.target
         self._observer.changed(request)
 
     def token(self, request: Request, token: int) -> None:

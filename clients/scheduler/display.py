@@ -33,6 +33,9 @@ class Display(Protocol):
     def changed(self, request: Request) -> None:
         """A request moved to another stage."""
 
+    def executors(self, there: Sequence[tuple[str, str]]) -> None:
+        """Who is there (target) and how, each time that changes."""
+
     def summary(self, summary: Summary) -> None:
         """The run is over."""
 
@@ -72,6 +75,7 @@ class PlainDisplay:
         self._out = out if out is not None else sys.stdout
         self._streams = len(requests) == 1
         self._begun = False
+        self._there: dict[str, str] = {}
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -98,6 +102,16 @@ class PlainDisplay:
                 self._print("")
             text = "" if self._streams else f" {printable(request.text)}{self._texts.texts.get(request.index, '')}"
             self._print(f"[{request.index + 1}] {_ending(request)}:{text}" if text else f"({_ending(request)})")
+
+    def executors(self, there: Sequence[tuple[str, str]]) -> None:
+        """Print what has changed; one executor that is there is no news."""
+        now = dict(there)
+        news = [f"{target} is {how}" for target, how in there if self._there.get(target) not in {how, None}]
+        news += [f"{target} is there" for target in now.keys() - self._there.keys() if self._there]
+        news += [f"{target} is gone" for target in self._there.keys() - now.keys()]
+        self._there = now
+        for each in sorted(news):
+            self._print(f"[executor] {each}")
 
     def summary(self, summary: Summary) -> None:
         """Two aligned lists."""
@@ -135,6 +149,7 @@ class LiveDisplay:
         self._texts = Texts(tokenizer)
         self._console = console or Console()
         # A renderable that is asked at each refresh: tokens come faster than a terminal can show them.
+        self._there: dict[str, str] = {}
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=12, transient=True)
 
     def __enter__(self) -> LiveDisplay:
@@ -147,6 +162,8 @@ class LiveDisplay:
         self._live.stop()
         if kind is None:
             self._console.print(self._grid(lines=None))
+            if len(self._there) > 1:
+                self._console.print(self._executors())
 
     def token(self, request: Request, token: int) -> None:
         """Shown at the next refresh."""
@@ -156,6 +173,11 @@ class LiveDisplay:
         """Shown at the next refresh."""
         if request.stage in (Stage.FINISHED, Stage.FAILED):
             self._texts.finish(request)
+
+    def executors(self, there: Sequence[tuple[str, str]]) -> None:
+        """A line about each, where there are several."""
+        now = dict(there)
+        self._there = {target: now.get(target, "gone") for target in [*self._there, *now]}
 
     def summary(self, summary: Summary) -> None:
         """Two tables."""
@@ -174,8 +196,24 @@ class LiveDisplay:
             self._console.print(methods)
 
     def _render(self) -> Any:
-        rows = -(-len(self._requests) // self._columns)
-        return self._grid(lines=max(1, (self._console.height - 1) // rows - 2))
+        from rich.console import Group
+
+        rows, above = -(-len(self._requests) // self._columns), len(self._there) + 1 if len(self._there) > 1 else 0
+        grid = self._grid(lines=max(1, (self._console.height - 1 - above) // rows - 2))
+        return Group(self._executors(), grid) if above else grid
+
+    def _executors(self) -> Any:
+        """Who is there, and who has what."""
+        from rich.table import Table
+
+        table = Table("executor", "", "has", "finished", box=None)
+        for target, how in self._there.items():
+            there = [each for each in self._requests if each.executor == target]
+            has = [each.index + 1 for each in there if each.stage in (Stage.RUNNING, Stage.MOVING)]
+            ended = sum(each.stage is Stage.FINISHED for each in there)
+            colour = {"gone": "red", "draining": "yellow"}.get(how, "green")
+            table.add_row(target, f"[{colour}]{how}[/]", " ".join(map(str, has)), str(ended))
+        return table
 
     @property
     def _columns(self) -> int:
@@ -217,9 +255,11 @@ def _ending(request: Request) -> str:
     if request.ending is Ending.ERROR:
         return f"{tokens}, failed"
     if request.ending is not None:
-        return f"{tokens}, {request.ending.value}"
+        anew = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""
+        return f"{tokens}, {request.ending.value}{anew}"
     again = f", preempted {request.preemptions}×" if request.preemptions else ""
-    return f"{tokens}, {request.stage.value}{again}"
+    anew = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""
+    return f"{tokens}, {request.stage.value}{again}{anew}"
 
 
 def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:

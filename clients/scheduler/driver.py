@@ -137,6 +137,7 @@ class Driver:
         self._steps_a_trip = 1
         self._run = Run(())
         self._hands_over = False
+        self.leaving = False  # what runs here is about to go on elsewhere: no long runs
 
     async def run(self, requests: ListOf[Request]) -> Run:
         """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
@@ -157,8 +158,7 @@ class Driver:
         board = self.board = Board(self._client, run, self._observer, self._cache_mode, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
-            if not 1 <= request.known <= self._max_context:
-                board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
+            self.admissible(request)
         try:
             await self._look()
             yield
@@ -177,12 +177,13 @@ class Driver:
             if drafts:
                 await speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
         places = self._budget.at_once - len(board.running) - len(board.moving) if self._refusal is None else 0
+        board.arrived = False
         step = plan(board.running, list(board.waiting)[: max(0, places)], pool, self._budget)
         for request in step.hopeless:
             self.give_up(request, pool)
         await asyncio.gather(*(board.preempt(request) for request in step.preempt))
         if step.feeds:
-            single, self._single = self._single, False
+            single, self._single = self._single or self.leaving, False
             runs, known = not single and self._may_run(step), sum(feed.request.known for feed in step.feeds)
             drafts = any(feed.drafted for feed in step.feeds)
             if drafts or not runs or not await self._decode(step, pool, limit):
@@ -211,9 +212,16 @@ class Driver:
         total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
         return Pool(min(pressure.free_blocks, total), total, pressure.block_size)
 
-    def arrivals(self, ready: Iterable[Request], coming: ListOf[Request]) -> list[Request]:
+    def admissible(self, request: Request) -> bool:
+        """Whether its prompt can be served at all; otherwise it has failed now."""
+        fits = 1 <= request.known <= self._max_context
+        if not fits:
+            self.board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
+        return fits
+
+    def arrivals(self, ready: Iterable[Request], coming: Collection[Request]) -> list[Request]:
         """Which of the ``ready`` may come here now, beside those that are ``coming``."""
-        return [] if self._refusal else arrivals(ready, self.board.running, coming, self.pool, self._budget)
+        return [] if self._refusal else arrivals(ready, self.board.running, list(coming), self.pool, self._budget)
 
     def hold(self, error: ExecutorError) -> None:
         """Nobody is admitted until something ends here, or `idle` has waited."""
@@ -282,7 +290,7 @@ class Driver:
         try:
             while ways:
                 for way in ways:
-                    if self._chains and len(way) == 1 and not (self._single or chain.broken or self.board.joining):
+                    if self._chains and len(way) == 1 and not (chain.broken or self._interrupted):
                         items = way[0].items
                         going = [request for request in items if request.stage is Stage.RUNNING]
                         way.extend(self._launch(chain, going, items))
@@ -298,6 +306,11 @@ class Driver:
             for call in calls:
                 call.cancel()
             await asyncio.gather(letting_go, *calls, return_exceptions=True)
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether what runs is to be planned anew as soon as what is in flight has ended."""
+        return self._single or self.leaving or self.board.joining
 
     def _launch(
         self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None

@@ -16,8 +16,8 @@ from ferrum_rpc.errors import InvalidRequest
 class Options:
     """What was asked for."""
 
-    target: str
-    prefill_target: str | None
+    targets: tuple[str, ...]
+    prefill_targets: tuple[str, ...]
     prompts: tuple[str, ...]
     max_new_tokens: int
     token_budget: int
@@ -42,10 +42,17 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         description="Serve prompts on a remote executor: continuous batching, chunked prefill, preemption, sampling.",
     )
     parser.add_argument(
-        "--target", default="localhost:50051", metavar="TARGET", help="host:port or unix:path (%(default)s)"
+        "--target",
+        action="append",
+        metavar="TARGET",
+        help="host:port or unix:path (localhost:50051); repeated, or dns:///name:port or file:PATH, for several",
     )
     parser.add_argument(
-        "--prefill-target", metavar="TARGET", help="compute prompts on that executor, and move them to --target"
+        "--prefill-target",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="compute prompts on that executor, or those, and move them to --target",
     )
     parser.add_argument("--token", help="a bearer token, where the executor asks for one")
     parser.add_argument(
@@ -94,8 +101,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     except InvalidRequest as error:
         parser.error(error.message)
     return Options(
-        target=given.target,
-        prefill_target=given.prefill_target,
+        targets=tuple(given.target or ("localhost:50051",)),
+        prefill_targets=tuple(given.prefill_target),
         prompts=_prompts(parser, given),
         max_new_tokens=given.max_new_tokens,
         token_budget=given.token_budget,

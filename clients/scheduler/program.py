@@ -6,20 +6,26 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
-from clients.scheduler.disaggregated import Disaggregated
 from clients.scheduler.display import Display, display_for
 from clients.scheduler.driver import NOT_NOW, Driver, ExecutorGone, Patience
+from clients.scheduler.front import Front
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import TokenizerError, tokenizer_for
-from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo
+from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo, ExecutorStatus
+from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.client.fleet.resolving import host_and_port
 from ferrum_rpc.errors import ExecutorError, LayoutMismatch, TransportError, Unauthenticated
+
+OTHERS_S: Final = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,22 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ExecutorError as error:
-        print(f"error: {_explained(error, options.target)}", file=sys.stderr)
+        print(f"error: {_explained(error, ', '.join(options.targets))}", file=sys.stderr)
         return 1
     return 1 if run.failed else 0
 
 
 async def serve(options: Options) -> Run:
     """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
-    async with AsyncExitStack() as clients:
-        client, info = await _connect(clients, options, options.target)
+    async with AsyncExitStack() as stack:
+        fleets = [
+            await stack.enter_async_context(Members(targets, connect=partial(_client, options, targets)))
+            for targets in (options.targets, options.prefill_targets)
+            if targets
+        ]
+        [decode, *prefill] = fleets
+        members = [await _first(each, options) for each in fleets]
+        _check_same_cache(*members)
+        info = members[0].info
         drafter: Drafter | None = Lookup() if options.speculate else None
         if options.draft is not None:
-            small, other = await _connect(clients, options, options.draft)
+            small, other = await _connect(stack, options, options.draft)
             vocabulary = other.model.vocab_size
             if vocabulary != info.model.vocab_size:
                 raise TokenizerError(
-                    f"{options.draft} has a vocabulary of {vocabulary} tokens, {options.target} one of "
+                    f"{options.draft} has a vocabulary of {vocabulary} tokens, {members[0].target} one of "
                     f"{info.model.vocab_size}: a draft is in the same tokens"
                 )
             drafter = DraftModel(small, other)
@@ -63,17 +77,48 @@ async def serve(options: Options) -> Run:
             for index, text in enumerate(options.prompts)
         ]
         display = display_for(requests, tokenizer, plain=options.plain)
-        driver = _driver(options, client, info, display, drafter)
-        runner: Driver | Disaggregated = driver
-        if options.prefill_target is not None:
-            first, other = await _connect(clients, options, options.prefill_target)
-            _check_same_cache(options, other, info)
-            runner = Disaggregated(_driver(replace(options, run_tokens=0), first, other, display), driver)
-        before = await client.status()
+
+        def driver(member: Member, prompts: bool) -> Driver:
+            if prompts:
+                return _driver(replace(options, run_tokens=0), member.client, member.info, display)
+            return _driver(options, member.client, member.info, display, drafter)
+
+        front = Front(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
+        before = await _status(decode)
         with display:
-            run = await runner.run(requests)
-        display.summary(summarise(run, before, await client.status()))
+            run = await front.run(requests)
+        display.summary(summarise(run, before, await _status(decode)))
         return run
+
+
+async def _first(members: Members, options: Options) -> Member:
+    """One that takes sequences, when the others have answered too, or had `OTHERS_S` for it: prompts are spread over
+    all. Waits while they are still loading."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + options.patience_s
+    while True:
+        answered = {each.target for each in members.there} | members.troubles.keys()
+        if (serving := members.serving) and members.named <= answered:
+            return serving[0]
+        for target, error in members.troubles.items():
+            if not serving and members.named <= members.troubles.keys() and not isinstance(error, NOT_NOW):
+                raise ExecutorGone(_explained(error, target))
+        try:
+            async with asyncio.timeout_at(min(until, clock() + OTHERS_S) if serving else until):
+                await members.changed(members.changes)
+        except TimeoutError:
+            if serving:
+                return serving[0]
+            why = "; ".join(_explained(error, target) for target, error in members.troubles.items())
+            raise ExecutorGone(why or f"nobody at {', '.join(members.targets)} takes sequences") from None
+
+
+async def _status(members: Members) -> ExecutorStatus | None:
+    """What the executor has counted; None where there are several, or it is gone by now."""
+    with suppress(ExecutorError):
+        if len(members.named) == len(members.there) == 1:
+            return await members.there[0].client.status()
+    return None
 
 
 def _driver(
@@ -103,26 +148,35 @@ def _driver(
     )
 
 
-def _check_same_cache(options: Options, prefill: ExecutorInfo, decode: ExecutorInfo) -> None:
+def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
     """Raise `LayoutMismatch` before anything is computed that could not move."""
-    here, there = prefill.model, decode.model
+    if prefill is None:
+        return
+    here, there = prefill.info.model, decode.info.model
     if (here.fingerprint, here.kv_dtype) != (there.fingerprint, there.kv_dtype):
         raise LayoutMismatch(
-            f"{options.prefill_target} serves {here.name} with a cache of {here.kv_dtype}, {options.target} "
-            f"{there.name} with {there.kv_dtype}: sequences cannot move between different models or caches"
+            f"{prefill.target} serves {here.name} with a cache of {here.kv_dtype}, {decode.target} {there.name} with "
+            f"{there.kv_dtype}: sequences cannot move between different models or caches"
         )
+
+
+def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorClient:
+    """A client of one of the ``targets``, or of an address behind one: whose certificate has the name, not that."""
+    names = [host_and_port(each)[0] for each in targets if each.startswith("dns:") and target not in targets]
+    overrides = [("grpc.ssl_target_name_override", name) for name in names[:1] if options.credentials is not None]
+    return ExecutorClient(
+        target,
+        token=options.token,
+        credentials=options.credentials,
+        channel_options=overrides,
+        client_name="scheduler",
+        session=options.session,
+    )
 
 
 async def _connect(clients: AsyncExitStack, options: Options, target: str) -> tuple[ExecutorClient, ExecutorInfo]:
     """A client of ``target``, and what is served there; waits while it is still loading."""
-    client = ExecutorClient(
-        target,
-        token=options.token,
-        credentials=options.credentials,
-        client_name="scheduler",
-        session=options.session,
-    )
-    await clients.enter_async_context(client)
+    client = await clients.enter_async_context(_client(options, (target,), target))
     patience = Patience(options.patience_s)
     while True:
         try:

@@ -35,6 +35,7 @@ class Run:
     accepted: int = 0
     moves: list[float] = field(default_factory=list)
     moved_tokens: int = 0
+    executors_lost: int = 0
 
     def __post_init__(self) -> None:
         self.left = len(self.requests)
@@ -112,6 +113,7 @@ def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | N
         ),
         ("preemptions", str(run.preemptions)),
         ("rebuilt sequences", str(run.rebuilds)),
+        ("lost executors", str(run.executors_lost)),
         ("cache use, peak", f"{run.peak_use:.1%}"),
     ]
     if before is None or after is None:

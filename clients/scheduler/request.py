@@ -40,6 +40,8 @@ class Request:
     short ones between them, they have the same bits. ``draft``: what may come next, to be verified with the one token
     that it owes.
 
+    ``executor``: the target where it runs, or ran last. ``rebuilds``: times that it was lost with its executor.
+
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
 
@@ -55,7 +57,9 @@ class Request:
     stage: Stage = Stage.WAITING
     ending: Ending | None = None
     error: str = ""
+    executor: str = ""
     preemptions: int = 0
+    rebuilds: int = 0
     failures: int = 0
     arrived: float = 0.0
     first_token: float = 0.0

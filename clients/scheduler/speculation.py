@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from clients.scheduler.request import Request
-from ferrum_rpc.client import Capability, ExecutorClient, ExecutorInfo, Run
+from ferrum_rpc.client import Capability, ExecutorClient, ExecutorInfo, Run, SequenceMisuseError
 from ferrum_rpc.client import Sequence as CachedSequence
 from ferrum_rpc.errors import ExecutorError
 
@@ -76,7 +76,7 @@ class DraftModel:
             found = await self._behind(request.index, text, most)
             while len(found) < most:
                 found += await self._behind(request.index, text + found, most - len(found))
-        except ExecutorError:  # full, out of context, or gone: the text goes on without a draft
+        except (ExecutorError, SequenceMisuseError):  # full, out of context, or gone: it goes on without a draft
             self._failures[request.index] += 1
             await self.forget([request])
             return []

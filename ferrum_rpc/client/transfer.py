@@ -27,7 +27,6 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSuppo
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
-from ferrum_rpc.wire.status import error_from_rpc
 from ferrum_rpc.wire.transfer import FILE_MAGIC
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
@@ -44,6 +43,9 @@ TRANSPORTS: Final[dict[str, pb.KvTransport]] = {
 
 ATTEMPTS: Final = 5
 """Times that a stream may break without having brought anything, before its error is raised."""
+
+ENDED: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
+"""What a call ends with, where the channel is closed under it too."""
 
 Frames = Callable[[int], AsyncGenerator[bytes, None]]
 """``frames(first)``: the frames behind the layout, of the tokens from ``first`` on, and their trailer."""
@@ -78,23 +80,23 @@ async def exported(  # noqa: PLR0917
     transport: Transport = "grpc",
 ) -> AsyncGenerator[bytes, None]:
     """The frames of an export. Raises the `ExecutorError` that its end stands for."""
-    call: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)(
-        pb.ExportKvRequest(
-            handle=handle_to_proto(handle),
-            first_token=first_token,
-            chunk_tokens=chunk_tokens,
-            transport=TRANSPORTS[transport],
-        ),
-        timeout=deadline.remaining(),
-        metadata=context.metadata,
+    method: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)
+    request = pb.ExportKvRequest(
+        handle=handle_to_proto(handle),
+        first_token=first_token,
+        chunk_tokens=chunk_tokens,
+        transport=TRANSPORTS[transport],
     )
+    call: Any = None
     try:
+        call = method(request, timeout=deadline.remaining(), metadata=context.metadata)
         async for frame in call:
             yield frame
-    except grpc.aio.AioRpcError as error:
-        raise context.note_error(error_from_rpc(error)) from None
+    except ENDED as error:
+        raise context.error_of(error) from None
     finally:
-        call.cancel()
+        if call is not None:
+            call.cancel()
 
 
 async def imported(
@@ -102,9 +104,13 @@ async def imported(
 ) -> pb.ImportKvResponse:
     """Send a header and frames; the importer's answer. Raises the `ExecutorError` that its end stands for, and what
     the frames raise."""
-    call: Any = context.channel.stream_unary(
+    method: Any = context.channel.stream_unary(
         f"{_SERVICE}ImportKv", response_deserializer=pb.ImportKvResponse.FromString
-    )(timeout=deadline.remaining(), metadata=context.metadata)
+    )
+    try:
+        call: Any = method(timeout=deadline.remaining(), metadata=context.metadata)
+    except ENDED as failure:
+        raise context.error_of(failure) from None
     sending = asyncio.create_task(_send(call, header, frames))
     call.add_done_callback(lambda _: sending.cancel())  # an exporter may wait for what this importer reads no more
     try:
@@ -117,8 +123,8 @@ async def imported(
         if error is not None and not isinstance(error, asyncio.InvalidStateError):
             raise error
         answer: pb.ImportKvResponse = await call  # why it has ended, if it has
-    except grpc.aio.AioRpcError as error:
-        raise context.note_error(error_from_rpc(error)) from None
+    except ENDED as failure:
+        raise context.error_of(failure) from None
     finally:
         sending.cancel()
         call.cancel()

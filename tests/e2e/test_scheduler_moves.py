@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from clients.scheduler.disaggregated import Disaggregated
 from clients.scheduler.driver import Driver
+from clients.scheduler.front import Front
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample, transfer
+from ferrum_rpc.client.fleet import Member, Members
 from tests.e2e.test_scheduler_runs import (
     BUDGET,
     DEMO,
@@ -37,9 +39,9 @@ GREEDY = Greedy()
 Texts = list[tuple[list[int], Ending | None]]
 
 
-async def disaggregate(
-    prefill: str,
-    decode: str,
+async def fleet(
+    decode: Iterable[str],
+    prefill: Iterable[str],
     work: list[Request],
     *,
     budget: Budget = BUDGET,
@@ -48,23 +50,33 @@ async def disaggregate(
     patience_s: float = 30.0,
     run_tokens: int = 0,
     session: bool = True,
+    stop: frozenset[int] = STOP,
 ) -> Run:
-    async with ExecutorClient(prefill, session=session) as one, ExecutorClient(decode, session=session) as two:
-        first, then = [
-            Driver(
-                client,
-                await client.info(),
-                budget=budget,
-                sampling=sampling,
-                stop_tokens=STOP,
-                observer=watcher or Watcher(),
-                patience_s=patience_s,
-                run_tokens=most,
-                chains=session,
-            )
-            for client, most in ((one, 0), (two, run_tokens))
+    connect = partial(ExecutorClient, session=session)
+
+    def driver(member: Member, prompts: bool) -> Driver:
+        return Driver(
+            member.client,
+            member.info,
+            budget=budget,
+            sampling=sampling,
+            stop_tokens=stop,
+            observer=watcher or Watcher(),
+            run_tokens=0 if prompts else run_tokens,
+            chains=session,
+        )
+
+    async with AsyncExitStack() as stack:
+        roles = [
+            await stack.enter_async_context(Members(targets, connect=connect, look_every_s=0.02, resolve_every_s=0.02))
+            for targets in (decode, prefill)
+            if targets
         ]
-        return await Disaggregated(first, then).run(work)
+        return await Front(driver, *roles, patience_s=patience_s).run(work)
+
+
+async def disaggregate(prefill: str, decode: str, /, work: list[Request], **how: Any) -> Run:
+    return await fleet([decode], [prefill], work, **how)
 
 
 def texts(work: list[Request]) -> Texts:
@@ -170,10 +182,10 @@ async def test_an_executor_that_restarts_in_the_middle_of_a_move_changes_no_toke
             proxy.upstream = again.target
             proxy.reset_all()
 
-        targets = (proxy.target, two.target) if side == "prefill" else (one.target, proxy.target)
+        first, then = (proxy.target, two.target) if side == "prefill" else (one.target, proxy.target)
         work = requests(prompts(12))
         with at_frame(20, restart):
-            run = await disaggregate(*targets, work, session=False)
+            run = await disaggregate(first, then, work, session=False)
         assert proxy.lost_connections > 0 and run.rebuilds > 0
         assert texts(work) == expected[SAMPLED]
         await assert_nothing_is_left(two if side == "prefill" else one)

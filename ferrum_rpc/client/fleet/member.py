@@ -46,6 +46,7 @@ class Member:
         self._notify = notify
         self._looking: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._ended = asyncio.Event()
         self._heard = time.monotonic()
 
     def __repr__(self) -> str:
@@ -134,8 +135,13 @@ class Member:
             self.gone = True
             log.warning("executor %s of the fleet is gone: %s", self.target, why)
             self._wake.set()
+            self._ended.set()
             self._notify()
             await self.connection.abandon()
+
+    async def ended(self) -> None:
+        """Wait until it is gone."""
+        await self._ended.wait()
 
     async def attend(self, every_s: float, look: Callable[[Member], Awaitable[None]]) -> None:
         """Until it is gone."""

@@ -36,7 +36,7 @@ class Members:
 
     ``look_every_s``: how often each is asked how it is; ``resolve_every_s``: how often names are resolved, besides when
     somebody is gone; ``patience_s``: for how long an executor may be silent. ``changes``: counts who came, began to
-    drain, and went.
+    drain, and went, or could not be reached (``troubles``).
     """
 
     def __init__(
@@ -84,6 +84,11 @@ class Members:
     def there(self) -> list[Member]:
         """Those that are not gone, the oldest first."""
         return list(self._there)
+
+    @property
+    def named(self) -> set[str]:
+        """The targets of executors, as the names have them now."""
+        return set[str]().union(*self._addresses.values())
 
     @property
     def serving(self) -> list[Member]:
@@ -151,7 +156,7 @@ class Members:
     def _listed(self, name: str, found: Iterable[str]) -> None:
         """These are a name's addresses now. One that is not named any more is used while it answers."""
         self._addresses[name] = set(found)
-        named = set[str]().union(*self._addresses.values())
+        named = self.named
         for member in self._there:
             if member.listed != (member.target in named):
                 member.listed = not member.listed
@@ -162,7 +167,7 @@ class Members:
     async def _keep(self, target: str) -> None:
         """One member after the other, as long as the target is one of the fleet's."""
         pause_s = FIRST_PAUSE_S
-        while any(target in each for each in self._addresses.values()):
+        while target in self.named:
             client = await self._connect(target).__aenter__()
             member: Member | None = None
             try:
@@ -172,6 +177,7 @@ class Members:
                 await member.attend(self._look_every_s, self.look)
             except ExecutorError as error:
                 self.troubles[target] = error
+                self._notify()
             except asyncio.CancelledError:
                 await client.close()
                 raise
@@ -179,7 +185,6 @@ class Members:
                 if member is not None:
                     self._there.remove(member)
             await client._connection.abandon()
-            self._resolve_now.set()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         del self._keeping[target]

@@ -24,10 +24,11 @@ def check(target: str) -> None:
         if target == FILE:
             raise InvalidRequest("file:PATH names a file of targets, one a line", field="targets")
     elif target.startswith(NAMED):
-        _host_and_port(target)
+        host_and_port(target)
 
 
-def _host_and_port(target: str) -> tuple[str, int]:
+def host_and_port(target: str) -> tuple[str, int]:
+    """Of ``dns:///name:port``. Raises `InvalidRequest`."""
     if (found := _NAME.fullmatch(target)) is None or not 0 < int(found["port"]) < 1 << 16:
         raise InvalidRequest(f"{target} is no dns:///name:port", field="targets")
     return found["v6"] or found["name"], int(found["port"])
@@ -37,7 +38,7 @@ async def lookup(target: str) -> list[str] | None:
     """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``; None where nobody can say now."""
     if target.startswith(FILE):
         return await asyncio.to_thread(_lines, Path(target[len(FILE) :]))
-    host, port = _host_and_port(target)
+    host, port = host_and_port(target)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
