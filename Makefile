@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript gpu-check compat clean
+.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -22,6 +22,9 @@ setup: .venv/.dev  ## Make .venv with everything in it
 
 demo: .venv/.server  ## Serve the demo model and let the reference scheduler complete 8 prompts at once
 	@$(BIN)/python tools/demo.py
+
+fleet-demo: .venv/.server  ## Three executors, one scheduler over them, one executor killed in the middle
+	@$(BIN)/python -m tools.fleet_demo
 
 serve: .venv/.server  ## Serve the demo model on port 50051
 	@$(BIN)/ferrum-rpc serve demo

@@ -3,7 +3,8 @@
 `make compose-test`. It asks the running containers, not the files: the executor is healthy and has no way out, a
 scheduler job runs through, the root filesystem refuses writes, no process has a capability, SIGTERM ends with status 0,
 nothing is left behind. Before the stack is asked, the same questions go to a container that has none of this: a probe
-that finds nothing wrong there proves nothing. A second job has a second executor for its prompts.
+that finds nothing wrong there proves nothing. A second job has a second executor for its prompts, a third one three
+executors, of which one is killed while they write.
 
 Without a Docker engine it says SKIPPED and why, with exit status 0. A failed check is exit status 1.
 
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tools.commands import Failed, indent, run, tail
@@ -80,6 +82,17 @@ def loads(folder):
 
 print(json.dumps({"cache": loads(os.environ["TRITON_CACHE_DIR"]), "/tmp": loads("/tmp")}))
 """
+HAS_BEGUN = r"""
+import time
+from ferrum_rpc.client.sync import ExecutorClient
+
+with ExecutorClient("127.0.0.1:50051", lease=None) as client:
+    before = client.status().counters.tokens
+    while client.status().counters.tokens < before + 100:
+        time.sleep(0.01)
+"""
+"""Waits until an executor has computed some tokens of its texts."""
+FLEET = ("fleet-1", "fleet-2", "fleet-3")
 NO_CAPABILITIES = "0" * 16
 FAULTS = 6
 """Kinds of fault that `violations` knows."""
@@ -111,6 +124,13 @@ def findings(output: str) -> dict[str, Any]:
     except ValueError:
         raise Failed(f"the probe printed no findings:\n{tail(output)}") from None
     return found
+
+
+def texts_of(output: str) -> dict[str, str]:
+    """The texts in what a scheduler printed, by their number; in whatever order they ended, and rebuilt or not."""
+    parts = re.split(r"^\[(\d+)\] [^:\n]*:", output.partition("\nrequests ")[0], flags=re.MULTILINE)
+    texts = (re.sub(r"^\[executor\].*\n?", "", each, flags=re.MULTILINE).rstrip("\n") for each in parts[2::2])
+    return dict(zip(parts[1::2], texts, strict=True))
 
 
 def obstacle() -> str | None:
@@ -208,6 +228,33 @@ class Stack:
         require((moved is not None) == (service == "disaggregated"), "sequences move where there is a second executor")
         return f"exit 0, {done}" + (f", {moved[1]} moves" if moved else "")
 
+    def fleet(self) -> str:
+        """Three executors behind one name, of which one is killed in the middle: the texts are those of one alone."""
+        self.compose("up", "--detach", "--wait", "--wait-timeout", str(UP_TIMEOUT_S), *FLEET, timeout=UP_TIMEOUT_S + 60)
+        described = json.loads(self.compose("--profile", "fleet", "config", "--format", "json"))
+        _, _, *flags = described["services"]["fleet"]["command"]
+        job = ["run", "--rm", "--no-TTY", "fleet"]
+        alone = texts_of(self.compose(*job, "--target", f"{FLEET[0]}:50051", *flags, timeout=300))
+
+        def kill_one() -> None:
+            self.compose("exec", "-T", FLEET[1], "python", "-c", HAS_BEGUN, timeout=300)
+            self.compose("kill", "--signal", "SIGKILL", FLEET[1])
+
+        with ThreadPoolExecutor(1) as threads:
+            killing = threads.submit(kill_one)
+            output = self.compose(*job, timeout=300)
+            print(tail(output, 30))
+            killing.result()
+        lost = re.search(r"^lost executors +(\d+)$", output, re.MULTILINE)
+        rebuilt = re.search(r"^rebuilt sequences +(\d+)$", output, re.MULTILINE)
+        require(lost is not None and lost[1] == "1", "one executor is killed in the middle of the job")
+        require(rebuilt is not None and rebuilt[1] != "0", "what it had is computed elsewhere")
+        require(len(alone) > 1 and texts_of(output) == alone, "the texts are not those of one executor")
+        self.compose("stop", *FLEET)
+        return (
+            f"{len(alone)} texts as by one executor; one of {len(FLEET)} killed, {rebuilt[1] if rebuilt else 0} rebuilt"
+        )
+
     def containers_are_closed(self) -> str:
         """Ask both containers from the inside, and the engine about ports, limits and the network."""
         job = ["run", "--rm", "--no-TTY", "--no-deps", "--entrypoint", "python", "scheduler", "-c", PROBE]
@@ -283,7 +330,8 @@ class Stack:
 
     def remove(self) -> None:
         """`docker compose down`."""
-        self.compose("--profile", "job", "--profile", "disaggregated", "down", "--volumes", "--remove-orphans")
+        profiles = [part for each in ("job", "disaggregated", "fleet") for part in ("--profile", each)]
+        self.compose(*profiles, "down", "--volumes", "--remove-orphans")
 
 
 def main() -> int:
@@ -300,6 +348,7 @@ def main() -> int:
         ("up", stack.up),
         ("job", stack.job),
         ("disaggregated", lambda: stack.job("disaggregated")),
+        ("fleet", stack.fleet),
         ("containers", stack.containers_are_closed),
         ("stop", stack.stop),
         ("down", stack.down),

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve", "demo", "--port", "0", "--log-format", "json")
 
 
-def wait_until_serving(executor: subprocess.Popen[str]) -> str:
-    """The target of the executor, once it serves; shows what it chose on the way."""
+def wait_until_serving(executor: subprocess.Popen[str], *, quiet: bool = False) -> str:
+    """The target of the executor, once it serves; shows what it chose on the way, unless that is to be ``quiet``."""
     assert executor.stderr is not None
     target = ""
     for line in executor.stderr:
@@ -41,7 +41,7 @@ def wait_until_serving(executor: subprocess.Popen[str]) -> str:
             case "serving":
                 target = event["target"]
                 print(f"executor: {event['model']} ({event['parameters']:,} parameters) on {target}", flush=True)
-            case "chosen":
+            case "chosen" if not quiet:
                 print(f"executor: {event['choice']:<28} {event['reason']}", flush=True)
             case "ready":
                 return target

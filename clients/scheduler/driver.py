@@ -115,7 +115,7 @@ class Driver:
         chains: bool = False,
         cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
-        self._client, self._cache_mode = client, cache_mode
+        self._client, self.cache_mode = client, cache_mode
         self._max_context = info.model.max_context
         self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
@@ -155,7 +155,7 @@ class Driver:
         """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in `Board`.
         ``hands_over``: requests go on elsewhere after their first token."""
         self._run, self._hands_over, began = run, hands_over, time.monotonic()
-        board = self.board = Board(self._client, run, self._observer, self._cache_mode, waiting=waiting, back=back)
+        board = self.board = Board(self._client, run, self._observer, self.cache_mode, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)

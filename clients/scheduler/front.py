@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from clients.scheduler.driver import NO_ANSWER, NO_ROOM, NOT_NOW, Driver, ExecutorGone, Patience
 from clients.scheduler.report import Run
 from clients.scheduler.request import Request
-from ferrum_rpc.client import Sequence, SequenceMisuseError
+from ferrum_rpc.client import CacheMode, Sequence, SequenceMisuseError
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.errors import ExecutorError, LayoutMismatch, NotSupported
 
@@ -235,7 +235,8 @@ class Front:
 
     @staticmethod
     def _chosen(members: Members, posts: list[Post], request: Request) -> Post:
-        chosen = members.choose([each.member for each in posts], [*request.prompt, *request.generated])
+        salt = None if posts[0].driver.cache_mode is CacheMode.BYPASS else b""
+        chosen = members.choose([each.member for each in posts], [*request.prompt, *request.generated], salt)
         return next(each for each in posts if each.member is chosen)
 
     def _stuck(self, post: Post) -> bool:

@@ -30,6 +30,7 @@ class Options:
     run_tokens: int
     bypass: bool
     plain: bool
+    texts: Path | None
     speculate: str
     draft: str | None
     patience_s: float
@@ -88,6 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--bypass", action="store_true", help="use no prefix cache: what is computed again is exact")
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="write the texts there too, a JSON object a line")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
     given = parser.parse_args(arguments)
     if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or min(given.seed, given.run_tokens) < 0:
@@ -115,6 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         run_tokens=given.run_tokens,
         bypass=given.bypass,
         plain=given.plain,
+        texts=given.texts,
         speculate=given.speculate,
         draft=given.draft,
         patience_s=given.patience,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from clients.scheduler.policy import Budget
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
-from clients.scheduler.text import TokenizerError, tokenizer_for
+from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
 from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo, ExecutorStatus
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.client.fleet.resolving import host_and_port
@@ -88,7 +89,21 @@ async def serve(options: Options) -> Run:
         with display:
             run = await front.run(requests)
         display.summary(summarise(run, before, await _status(decode)))
+        if options.texts is not None:
+            options.texts.write_text("".join(f"{json.dumps(_text(each, tokenizer))}\n" for each in requests))
         return run
+
+
+def _text(request: Request, tokenizer: Tokenizer) -> dict[str, object]:
+    """What became of a prompt, for another program."""
+    return {
+        "prompt": request.text,
+        "text": tokenizer.decode(request.generated),
+        "token_ids": request.generated,
+        "ending": request.ending and request.ending.value,
+        "error": request.error,
+        "rebuilds": request.rebuilds,
+    }
 
 
 async def _first(members: Members, options: Options) -> Member:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from clients.scheduler.options import parse
 from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import ENV_PREFIX, SETTINGS
+from tools.compose_test import FLEET, texts_of
 from tools.wheels import lists, normal
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +154,27 @@ def test_second_executor_is_as_the_first_and_its_job_waits_for_both() -> None:
     healthy = {"condition": "service_healthy"}
     waits = {"profiles": profile, "command": command, "depends_on": {"executor": healthy, "prefill": healthy}}
     assert job == {**service("scheduler"), **waits}
+
+
+def test_three_executors_share_a_name_and_their_job_waits_for_all() -> None:
+    profile, healthy = ["fleet"], {"condition": "service_healthy"}
+    named = {"rpc": {"aliases": ["executors"]}}
+    for name in FLEET:
+        assert service(name) == {**service("executor"), "profiles": profile, "networks": named}
+    job = service("fleet")
+    assert job["command"][:2] == ["--target", "dns:///executors:50051"]
+    assert parse(job["command"]).bypass
+    waits = {"profiles": profile, "command": job["command"], "depends_on": dict.fromkeys(FLEET, healthy)}
+    assert job == {**service("scheduler"), **waits}
+
+
+def test_texts_are_read_whatever_the_order_and_whoever_died() -> None:
+    alone = "[1] 3 tokens, length: In the\n beginning\n[2] 2 tokens, end of text: And [so] on\n\nrequests  2 of 2\n"
+    fleet = (
+        "[executor] 10.0.0.3:50051 is gone\n[2] 2 tokens, end of text, rebuilt 1×: And [so] on\n"
+        "[executor] 10.0.0.3:50051 is there\n[1] 3 tokens, length: In the\n beginning\n\nrequests  2 of 2\n"
+    )
+    assert texts_of(alone) == texts_of(fleet) == {"1": " In the\n beginning", "2": " And [so] on"}
 
 
 def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:

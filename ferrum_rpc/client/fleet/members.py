@@ -116,15 +116,11 @@ class Members:
                 raise TransportError(f"no executor of {', '.join(self.targets)} takes sequences ({why})") from None
         return found
 
-    async def place(self, prompt: ListOf[int], deadline: Deadline, *, salt: bytes = b"", adapter: str = "") -> Member:
-        """An executor for a new sequence that begins with ``prompt``."""
-        found = await self.some(deadline)
-        return self.choose(found, prompt, salt=salt, adapter=adapter)
-
-    def choose(self, members: ListOf[Member], prompt: ListOf[int], *, salt: bytes = b"", adapter: str = "") -> Member:
-        """One of ``members``, of which there is at least one. What has an adapter counts as never seen."""
+    def choose(self, members: ListOf[Member], prompt: ListOf[int], salt: bytes | None = b"") -> Member:
+        """One of ``members``, of which there is at least one, for a new sequence that begins with ``prompt``. ``salt``:
+        that of the sequence; None for one that finds nothing in a prefix cache of which this client knows."""
         hashes: dict[int, list[bytes]] = {}
-        if prompt and not adapter:
+        if prompt and salt is not None:
             for index in {each.info.block_size: each.index for each in members if each.index is not None}.values():
                 hashes[index.block_size] = list(index.hashes(prompt, salt=salt))
         candidates = [each.candidate(prompt, hashes.get(each.info.block_size, [])) for each in members]

@@ -24,6 +24,7 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, InstanceMismatch, Starting, TransportError
+from ferrum_rpc.executor.v1.forward_pb2 import CACHE_MODE_BYPASS
 
 MOVES_AT_ONCE: Final = 2
 """Away from one executor, which takes part in 4 transfers by default (`max_transfers`)."""
@@ -107,11 +108,16 @@ class FleetSequence(Sequence):
             self._lose()
         elif not member.draining or not await self._leave(deadline):
             return
+        members = self._home.members
         prompt = self._prompted if self._lost is None else self._lost.tokens
-        create = self._state.create
-        place = self._home.members.place
-        self._go(await place(prompt, deadline, salt=create.cache_salt, adapter=create.adapter))
+        self._go(members.choose(await members.some(deadline), prompt, self._salt))
         self._chosen = True
+
+    @property
+    def _salt(self) -> bytes | None:
+        """That of its prefixes; None where it uses none, or those with an adapter, whose fingerprint is not known."""
+        create = self._state.create
+        return None if create.adapter or create.cache_mode == CACHE_MODE_BYPASS else create.cache_salt
 
     def _go(self, member: Member) -> None:
         self._member, self._connection = member, member.connection
@@ -159,7 +165,7 @@ class FleetSequence(Sequence):
             return self._rebuilds
         if member.leaving >= MOVES_AT_ONCE:
             return False
-        there = members.choose(others, state.tokens or (), salt=state.create.cache_salt, adapter=state.create.adapter)
+        there = members.choose(others, state.tokens or (), self._salt)
         arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
         member.leaving += 1
         try:

@@ -1,0 +1,109 @@
+"""`make fleet-demo`: three executors, one scheduler over all of them, and one executor that is killed in the middle.
+
+First the prompts are written by one executor alone. Then by the three, on a live board: who is there, who has what,
+what was rebuilt. The texts must be the same. Everything is started as a user starts it; this script knows no insides.
+
+    python -m tools.fleet_demo [MODEL] [flags of the scheduler]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ferrum_rpc.client.sync import ExecutorClient
+from ferrum_rpc.errors import ExecutorError
+from tools.demo import INTERRUPTED, child, wait_until_serving
+
+EXECUTORS = 3
+KILLED_AFTER_TOKENS = 200
+"""Tokens that the executor has computed by then: it is in the middle of its texts."""
+FLAGS = ("--demo", "--max-new-tokens", "240", "--bypass", "--token-budget", "1024")
+"""Without a prefix cache, and with each prompt in one piece, texts have the same bits whoever computes them."""
+
+
+def scheduler(targets: Sequence[str], texts: Path, *more: str) -> tuple[str, ...]:
+    """The command of a scheduler over ``targets``, which writes what it got to ``texts``."""
+    named = [part for each in targets for part in ("--target", each)]
+    return (sys.executable, "-m", "clients.scheduler", *named, "--texts", str(texts), *FLAGS, *more)
+
+
+def read(texts: Path) -> list[dict[str, Any]]:
+    """The texts that a scheduler wrote, a line each."""
+    return [json.loads(line) for line in texts.read_text().splitlines()]
+
+
+def kill_when_it_has_begun(executor: subprocess.Popen[str], target: str) -> None:
+    """SIGKILL, once it has computed `KILLED_AFTER_TOKENS` more tokens and has sequences."""
+    with contextlib.suppress(ExecutorError), ExecutorClient(target, lease=None) as client:
+        before = client.status().counters.tokens
+        while executor.poll() is None:
+            status = client.status()
+            if status.counters.tokens - before >= KILLED_AFTER_TOKENS and status.pressure.sequences:
+                executor.kill()
+            time.sleep(0.01)
+
+
+def run(model: str, flags: Sequence[str]) -> int:
+    """Start, run, compare, stop. The exit status."""
+    serve = (sys.executable, "-m", "ferrum_rpc.cli", "serve", model, "--port", "0", "--log-format", "json")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        executors = [
+            stack.enter_context(child(serve, signal.SIGTERM, stderr=subprocess.PIPE)) for _ in range(EXECUTORS)
+        ]
+        targets: list[str] = []
+        for each in executors:
+            targets.append(wait_until_serving(each, quiet=bool(targets)))
+            assert each.stderr is not None
+            threading.Thread(target=each.stderr.read, daemon=True).start()  # a full pipe would stop the executor
+        print(f"\none executor alone, {targets[0]}:", flush=True)
+        with child(
+            scheduler(targets[:1], folder / "alone", "--plain"), signal.SIGINT, stdout=subprocess.DEVNULL
+        ) as one:
+            if status := one.wait():
+                return status
+        print(
+            f"{len(read(folder / 'alone'))} texts. The same by {EXECUTORS}, of which {targets[1]} is killed:\n",
+            flush=True,
+        )
+        killer = threading.Thread(target=kill_when_it_has_begun, args=(executors[1], targets[1]), daemon=True)
+        killer.start()
+        with child(scheduler(targets, folder / "fleet", *flags), signal.SIGINT) as all_of_them:
+            if status := all_of_them.wait():
+                return status
+        alone, fleet = read(folder / "alone"), read(folder / "fleet")
+        rebuilt = sum(each["rebuilds"] for each in fleet)
+        same = [each["token_ids"] for each in alone] == [each["token_ids"] for each in fleet]
+        killed = executors[1].poll() == -signal.SIGKILL
+    print(f"\nexecutors: {targets[1]} was {'killed' if killed else 'NOT killed: it had nothing to do'}")
+    print(
+        f"texts: {len(fleet)}, {rebuilt} rebuilt elsewhere; {'the same' if same else 'NOT the same'} as by one executor"
+    )
+    stopped = [each.returncode for at, each in enumerate(executors) if at != 1]
+    return 0 if same and killed and rebuilt and not any(stopped) else 1
+
+
+def main() -> None:
+    """Run it; Ctrl-C ends everything in order."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.default_int_handler)
+    arguments = sys.argv[1:]
+    model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "demo"
+    try:
+        sys.exit(run(model, arguments))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
