@@ -299,9 +299,9 @@ class Sequence(Feeding):
         there, and for this user alone: prompts could be guessed from it. Raises `NotSupported` where the executor
         moves no sequences, `InvalidRequest` for the path."""
         deadline = self._context.deadline(timeout_s)
-        await transfer.check_offered(self._context, deadline)
 
         async def write() -> None:
+            await transfer.check_offered(self._context, deadline)
             frames = transfer.exported(self._context, self._handle(), 0, 0, deadline)
             await transfer.write_file(Path(path), frames)
 
@@ -334,12 +334,12 @@ class Sequence(Feeding):
         Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
         deadline = self._context.deadline(timeout_s)
         with self._claim("move_to", keeps_prompt=True), target._claim_new("move_to"):
-            for context in (self._context, target._context):
-                await transfer.check_offered(context, deadline, transport)
             await self._recovering(lambda: self._move(target, transport, deadline), deadline)
         await self.__aexit__()  # a release that fails changes nothing of the move
 
     async def _move(self, target: Sequence, transport: transfer.Transport, deadline: Deadline) -> None:
+        for each in (self._context, target._context):
+            await transfer.check_offered(each, deadline, transport)
         context, handle = self._context, self._handle()
         layout = await transfer.layout_of(context, handle, deadline)
         size = await transfer.chunk_tokens(target._context, layout, deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient, Greedy, PrefixEvents, PrefixIndex, Sample
 from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member
-from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, TransportError
+from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, KvBlocksExhausted, TransportError
 from tests.faults.proxy import proxied
 from tests.serving import Served, serve_identity
 
@@ -218,6 +219,36 @@ async def test_placement_is_whoever_chooses() -> None:
             async with one.sequence() as sequence:
                 await sequence.prefill([first, 9])
                 assert owner(sequence).target == targets[first % 2]
+
+
+async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> None:
+    class InTurn:
+        def __init__(self) -> None:
+            self.turn = itertools.count()
+
+        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
+            assert len(candidates) == 2
+            return sorted(candidates, key=lambda each: each.total_blocks)[next(self.turn) % 2]
+
+    async with (
+        identity(kv_blocks=8) as small,
+        identity() as large,
+        fleet_of(small.target, large.target, placement=InTurn()) as one,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        for item in (False, True):
+            sequence, refused = one.sequence(), 0
+            while sequence.length == 0:
+                try:
+                    if item:
+                        [answer] = await one.forward([sequence.item(range(60))])
+                        refused += isinstance(answer, KvBlocksExhausted)
+                    else:
+                        await sequence.prefill(range(60))
+                except KvBlocksExhausted:
+                    refused += 1
+            assert refused <= 1 and owner(sequence).target == large.target
+            await sequence.release()
 
 
 def candidate(target: str, **known: int) -> Candidate:

@@ -22,7 +22,7 @@ from tests.faults.sizes import Size
 
 NEW_TOKENS: Final = 40
 BATCH: Final = 16
-LOST_S: Final = 5.0
+LOST_S: Final = 10.0
 """Within this a lost sequence has its next token, though all that were lost are fed again at once."""
 FOUND_S: Final = 5.0
 """Within this a new executor is used."""

@@ -138,12 +138,15 @@ class Members:
         self._resolve_now.set()
 
     async def _resolve(self, name: str) -> None:
+        known = True
         while True:
             self._resolve_now.clear()
-            if (found := await lookup(name)) is None:
-                log.warning("%s does not resolve; the executors that are known stay", name)
-            else:
+            found = await lookup(name)
+            if found is not None:
                 self._listed(name, found)
+            elif known:
+                log.warning("%s does not resolve; the executors that are known stay", name)
+            known = found is not None
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._resolve_every_s):
                     await self._resolve_now.wait()
@@ -192,8 +195,8 @@ class Members:
         client._connection.masks.known = self.masks
         member = Member(target, client, info, self._notify)
         await self.look(member)
-        if member.gone:
-            raise TransportError("it was gone at once")
+        if member.gone or member.pressure is None:
+            raise TransportError("it does not say how it is")
         if any(each.info.instance_id == info.instance_id for each in self._there):
             raise InvalidRequest("another target of the fleet is the same executor", field="targets")
         known = self.first

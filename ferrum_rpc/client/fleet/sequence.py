@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as ListOf
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar, Final
 from weakref import WeakValueDictionary
 
-from ferrum_rpc.client import transfer
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
 from ferrum_rpc.client.info import ExecutorInfo
@@ -38,11 +38,16 @@ class Home:
     def __init__(self, members: Members) -> None:
         self.members = members
         self.sequences: WeakValueDictionary[SequenceState, FleetSequence] = WeakValueDictionary()
-        self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
 
     def let_go(self, member: Member, state: SequenceState) -> None:
         """Free what an executor still has of a sequence that is elsewhere now."""
-        task = asyncio.create_task(member.connection.release([state]))
+
+        async def freed() -> None:
+            with suppress(ExecutorError):  # found by the end of its lease then
+                await member.connection.release([state])
+
+        task = asyncio.create_task(freed())
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
 
@@ -74,7 +79,7 @@ class FleetSequence(Sequence):
         async def nothing() -> None: ...
 
         with self._state.claim("forward"):
-            self._prompted = tokens
+            self._prompted, self._chosen = tokens, False
             await self._recover(nothing, deadline)
 
     @property
@@ -169,8 +174,6 @@ class FleetSequence(Sequence):
         arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
         member.leaving += 1
         try:
-            for context in (self._context, there.connection.context):
-                await transfer.check_offered(context, deadline)
             await self._move(Sequence(there.connection, arrived, rebuild=False), "grpc", deadline)
         except ExecutorError as error:
             log.info("a sequence could not be moved from %s to %s: %s", member.target, there.target, error)
