@@ -141,7 +141,7 @@ class Front:
         gone = asyncio.create_task(post.member.ended())
         try:
             await asyncio.wait({driving, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if driving.done() and isinstance(driving.exception(), ExecutorGone):
+            if driving.done() and isinstance(driving.exception(), ExecutorGone | ExecutorError):
                 await members.look(post.member)
         finally:
             for task in (driving, gone):
