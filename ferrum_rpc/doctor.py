@@ -41,7 +41,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     plan = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
     parity, compared = None, "not compared: it does not fit"
     if not memory or plan.fits:
-        left = memory - plan.weights_bytes if memory else 0
+        left = memory - plan.weights_bytes * plan.ranks if memory else 0  # the whole model is compared
         parity, compared = _compare(config, parts, left)
     if memory and not plan.fits:
         status, verdict = EXIT_TOO_LARGE, plan.advice

@@ -33,6 +33,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         left = made.memory_bytes - made.total_bytes
         return [
             ("memory", gib(made.memory_bytes), f"on {made.device}"),
+            *([("ranks", str(made.ranks), "what follows is of the first of them alone")] if made.ranks > 1 else []),
             ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
             *([("adapters", gib(made.adapters_bytes), "--adapter-memory")] if made.adapters_bytes else []),
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens{estimate}"),

@@ -45,7 +45,8 @@ class Plan:
     """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
     kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
     kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
-    not. ``estimated``: activations are, on the safe side."""
+    not. ``estimated``: activations are, on the safe side. ``ranks``: how many share the model; all else is of the first
+    of them alone."""
 
     architecture: str
     device: str
@@ -64,6 +65,7 @@ class Plan:
     reason: str
     alternative: str = ""
     estimated: bool = False
+    ranks: int = 1
 
     @property
     def kv_tokens(self) -> int:
@@ -216,6 +218,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
         max_context=parts.max_context,
         reason=reason,
         estimated=isinstance(model, Borrowed),
+        ranks=config.ranks,
     )
 
 

@@ -320,10 +320,18 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
         **dict.fromkeys(("kv_bytes", "total_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
-        **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool},
+        **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool, "ranks": int},
     }
     expected = {"memory_bytes": 64 << 20, "kv_blocks": 64, "kv_tokens": 1024, "step_tokens": 512, "device": "cpu"}
     assert expected.items() <= facts.items()
+
+
+def test_a_rank_is_planned_where_several_share_the_model(folder: Path, command: Any) -> None:
+    flags = ("--device", "cpu", "--dtype", "bfloat16", "--kv-blocks", 64, "--json")
+    one, two = (json.loads(command(folder, *flags, *more)[1]) for more in ((), ("--tensor-parallel", "2")))
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert one["kv_bytes_per_token"] == 2 * two["kv_bytes_per_token"]
+    assert one["weights_bytes"] / 2 <= two["weights_bytes"] < 0.6 * one["weights_bytes"]
 
 
 def test_people_get_a_table_and_what_would_fit(folder: Path, command: Any) -> None:
