@@ -29,13 +29,13 @@ SIDES: Final[dict[str, tuple[int, dict[str, Any]]]] = {
 }
 """Threads of every rank, and settings. A step at a time: of two stages one waits for the other."""
 
-NAMES: Final = ("prefill 512", "decode b1 @512", "decode b8 @256", "decode b32 @256")
+NAMES: Final = ("prefill 512", "decode b1 @512", "decode b8 @256")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description="Two ranks beside one.")
-    options = read_options(parser, argv, rounds=3, round_s=2.0)
+    options = read_options(parser, argv, rounds=3, round_s=1.0)
     options.cells = QUICK_CELLS if options.quick else [each for each in CELLS if each.name in NAMES]
     options.out = out_of(options, "ranks")
     return options
@@ -56,15 +56,15 @@ async def run(options: argparse.Namespace) -> Record:
         await here.play(options.cells, sides, next(iter(SIDES)))
         for name, side in sides.items():
             if isinstance(compute := side.runner.compute, RankedCompute):
-                ranks[name]["rss_bytes"] = [_rss(pid) for pid in compute.others]
+                ranks[name]["own_bytes"] = [_rss(pid) for pid in compute.others]
     here.record.save(limits=here.machine.limits(), ranks=ranks)
     return here.record
 
 
 def _rss(pid: int) -> int:
-    """Resident memory of another rank: its part of the weights, and torch."""
+    """Memory of another rank that no file backs: its part of the weights, and torch."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

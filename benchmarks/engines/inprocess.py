@@ -59,9 +59,11 @@ class Inside:
             assert isinstance(runner, TorchRunner)
             side = cls(runner, pool)
             await side._run(partial(runner.change_masks, [(MASK, mask_words(runner.info.vocab_size))], []))
-            del runner
-            yield side
-            del side
+            try:
+                yield side
+            finally:
+                runner.close()
+            del runner, side
         gc.collect()
 
     def beside(self, adapters: Sequence[int], first: int) -> Inside:

@@ -21,7 +21,7 @@ from ferrum_rpc.core import Rows
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.choices import Parts, choose_parts
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, Line
+from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Line
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
@@ -55,14 +55,17 @@ class Follower:
 
     def run(self) -> None:
         """Until rank 0 ends this, or is gone."""
-        for target in (self._listen, self._beat):
-            threading.Thread(target=target, name=f"ferrum-rank{target.__name__}", daemon=True).start()
+        threads = [threading.Thread(target=each, daemon=True) for each in (self._listen, self._beat)]
+        for thread in threads:
+            thread.start()
         try:
             with torch.inference_mode():
                 while (message := self._queue.get()) is not None:
                     self._obey(*message)
         finally:
             self._ended.set()
+            for thread in threads:  # the interpreter must not end under them
+                thread.join(END_S)
             if self._groups is not None:
                 self._groups.close()
             self._line.close()

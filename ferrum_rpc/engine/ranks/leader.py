@@ -16,14 +16,13 @@ from typing import Any, Final
 import structlog
 
 from ferrum_rpc.distributed.group import GroupAborted
-from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, SILENT_S, Line
+from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, SILENT_S, Line
 from ferrum_rpc.engine.ranks.setup import Groups
 from ferrum_rpc.errors import DeviceLost, ExecutorError
 
 log = structlog.get_logger("ferrum_rpc.ranks")
 
 LOOK_EVERY_S: Final = 0.25
-END_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +57,10 @@ class Ranks:
         self._lost: DeviceLost | None = None
         self._judged = False
         self._closed = threading.Event()
-        for member in self._members:
-            threading.Thread(target=self._listen, args=(member,), name=f"ferrum-{member}", daemon=True).start()
-        threading.Thread(target=self._watch, name="ferrum-ranks", daemon=True).start()
+        self._threads = [threading.Thread(target=self._listen, args=(each,), daemon=True) for each in self._members]
+        self._threads.append(threading.Thread(target=self._watch, daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     @property
     def processes(self) -> list[int]:
@@ -143,6 +143,8 @@ class Ranks:
         if self.groups is not None:
             self.groups.close()
         self._on_close(0.0 if self._lost is not None else END_S)
+        for thread in self._threads:  # the interpreter must not end under them
+            thread.join(END_S if self._lost is None else 0.0)
         for member in self._members:
             member.line.close()
 

@@ -22,6 +22,9 @@ ABORT: Final = "abort"
 
 END: Final = "end"
 
+END_S: Final = 5.0
+"""What an end may take before it is forced."""
+
 
 class Line:
     """One end. Any thread may send, one receives."""
