@@ -63,6 +63,7 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks.backends
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.transfer
+	@$(BIN)/python -m benchmarks.ranks
 	@$(BIN)/python -m benchmarks.collectives
 	@$(BIN)/python -m benchmarks.prefix
 	@$(BIN)/python -m benchmarks.report

@@ -505,6 +505,17 @@ def transfer(name: str, result: Any) -> str:
     return "\n".join([TEXTS["transfer"], table, "", conditions(name, result, rounds)])
 
 
+def ranks(name: str, result: Any) -> str:
+    """One run of `benchmarks.ranks`."""
+    told = [
+        (side, f"loaded in {each['start_s']:.1f} s" + "".join(f", {own / 1e6:,.0f} MB on rank 1" for own in others))
+        for side, each in result["ranks"].items()
+        for others in [each.get("own_bytes", [])]
+    ]
+    parts = [TEXTS["ranks"], tables.cells(result["cells"]).markdown(), "", _legend("cells"), ""]
+    return "\n".join([*parts, conditions(name, result, [*told, *_rounds(result["settings"])])])
+
+
 def collectives(name: str, result: Any) -> str:
     """One run of `benchmarks.collectives`."""
     table = tables.collectives(result["points"]).markdown()
@@ -555,6 +566,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "memory": memory,
     "prefix": prefix,
     "transfer": transfer,
+    "ranks": ranks,
     "collectives": collectives,
     "gpu": cells,
 }
