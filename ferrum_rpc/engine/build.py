@@ -149,7 +149,9 @@ def _assemble(
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
     compute, depth = Compute(model, attention, loras), 1
     if sharing:
-        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens)
+        assert sharing.ranks.groups is not None  # noqa: S101 - made before the model
+        part = sharing.ranks.groups.part(sharing.setup, info.vocab_size)
+        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens, part=part)
         depth = config.pipeline_parallel
         choices += _say_ranks(config, sharing)
         sharing.ranks.judge()

@@ -21,15 +21,15 @@ from ferrum_rpc.core import Accept, Greedy, NextToken, Rows, Sample, Span, Token
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
-from ferrum_rpc.sampling.draw import select_sampler
 from ferrum_rpc.sampling.masks import Masks
+from ferrum_rpc.sampling.parted import Part, select_sampler
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
 
 class Compute:
     """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes. ``loras``: the
-    adapters that spans may name."""
+    adapters that spans may name; ``part``: the tokens whose logits the model has, where ranks share its head."""
 
     look_every_s: float | None = None
     """How often to `check_alive` while there is no work; None: what computes is this process alone."""
@@ -37,11 +37,14 @@ class Compute:
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 
-    def __init__(self, model: Model, attention: AttentionBackend, loras: Loras | None = None) -> None:
+    def __init__(
+        self, model: Model, attention: AttentionBackend, loras: Loras | None = None, part: Part | None = None
+    ) -> None:
         self.loras = loras
         self.model = model
         self.attention = attention
-        self.sampler = select_sampler(model.device)
+        self.sampler = select_sampler(model.device, part)
+        self._whole_rows = part is None
         self.masks = Masks(model.device)
         self._on_host = model.device.type == "cpu"
         self._done = Mark(torch.device("cpu"))
@@ -135,7 +138,8 @@ class Compute:
 
     def rows(self, hidden: Tensor, requests: Sequence[Request]) -> list[Rows]:
         """What is wanted of ``hidden`` rows, in the order of the requests."""
-        return select_rows(hidden, requests, self.model.logits, self.model.largest, self.sampler.made)
+        largest = self.model.largest if self._whole_rows else None
+        return select_rows(hidden, requests, self.model.logits, largest, self.sampler.made)
 
     def _history_and_masks(
         self, kind: Sample, span: Span, rows: int, tokens_of: Callable[[int], TokenArray]

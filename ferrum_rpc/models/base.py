@@ -80,7 +80,8 @@ class Model(Protocol):
         """int64 [R]: of each row of `logits` the token of its largest element, the first of several."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 [R, vocab] of hidden rows [R, hidden]."""
+        """Logits float32 [R, vocab] of hidden rows [R, hidden]; where ranks share the head, those of its own tokens, as
+        `largest` is the largest of these."""
 
 
 @runtime_checkable

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.core import ModelInfo
@@ -244,31 +243,20 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32.
-        Ranks that share the head have all rows, of all tokens."""
+        """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32."""
         logits, scales = self._head.widened(hidden), self.spec.scales
         if scales.logits != 1.0:
             logits.mul_(scales.logits)
         if scales.logits_cap is not None:
             logits.div_(scales.logits_cap).tanh_().mul_(scales.logits_cap)
-        if self._group is None:
-            return logits
-        widest, whole = Shard(0, self._shard.ranks).of(self.whole).vocab_size, self.whole.vocab_size
-        if logits.shape[-1] < widest:  # the last rank's
-            logits = F.pad(logits, (0, widest - logits.shape[-1]))
-        return self._group.all_gather(logits).transpose(0, 1).reshape(len(hidden), -1)[:, :whole].contiguous()
+        return logits
 
     def largest(self, hidden: Tensor) -> Tensor:
         """Rows are written only where they must be: a soft cap, or a scale in float32, may make two logits one."""
         scales = self.spec.scales
         if scales.logits_cap is not None or (scales.logits != 1.0 and self.dtype.itemsize > 2):
             return self.logits(hidden).argmax(dim=-1)
-        if self._group is None:
-            return self._head.largest(hidden)
-        values, tokens = self._head.widened(hidden).max(dim=-1)  # of several the first: ranks are in their order
-        found = self._group.all_gather(torch.stack([values.double(), (tokens + self._first_token).double()]))
-        best = found[:, 0].argmax(dim=0, keepdim=True)
-        return found[:, 1].gather(0, best)[0].to(torch.int64)
+        return self._head.largest(hidden)
 
     @property
     def _head(self) -> Linear:

@@ -21,8 +21,9 @@ from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.layout import Placement, layout
 from ferrum_rpc.models.spec import ModelSpec
 
-VOCABULARY_STEP: Final = 16
-"""Parts of the vocabulary are multiples of it, but for the last."""
+VOCABULARY_STEP: Final = 64
+"""Parts of the vocabulary are multiples of it, but for the last: whole words of token masks, and of the chunks in which
+weights are summed (sample.c)."""
 
 Ranges = list[tuple[int, int]]
 
@@ -80,9 +81,13 @@ class Shard:
         is not waited for."""
         return range(count * self.stage // self.stages, count * (self.stage + 1) // self.stages)
 
+    def token_width(self, vocab_size: int) -> int:
+        """How many tokens each rank has, but for the last, which may have fewer."""
+        return -(-vocab_size // (self.ranks * VOCABULARY_STEP)) * VOCABULARY_STEP
+
     def tokens(self, vocab_size: int) -> tuple[int, int]:
         """The first of its tokens, and the end."""
-        each = -(-vocab_size // (self.ranks * VOCABULARY_STEP)) * VOCABULARY_STEP
+        each = self.token_width(vocab_size)
         return min(vocab_size, self.rank * each), min(vocab_size, (self.rank + 1) * each)
 
     def of(self, spec: ModelSpec) -> ModelSpec:

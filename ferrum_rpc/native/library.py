@@ -118,6 +118,16 @@ class RowMask(ctypes.Structure):
     _fields_ = (("words", ctypes.c_void_p), ("row", ctypes.c_int64))
 
 
+class Limits(ctypes.Structure):
+    """``struct limits`` of sample.h: what filters leave of a part of a row."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("largest", "temperature", "least", "least_weight")),
+        ("ties", ctypes.c_int64),
+        ("target", ctypes.c_double),
+    )
+
+
 class LoraPart(ctypes.Structure):
     """``struct lora_part`` of lora.h: one matrix of a fused product. A pointer to the tensor's elements."""
 
@@ -145,9 +155,9 @@ class LoraStep(ctypes.Structure):
 
 STRUCTS: Final = (
     *(SpanArrays, RowKind, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
-    *(LoraPart, LoraChange, LoraStep),
+    *(Limits, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 14
+ABI_VERSION: Final = 15
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -209,6 +219,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),
     "ferrum_mask": (None, _P, _P, _L, _P, _L, _I),
     "ferrum_best": (_I, _P, _P, _L, _L, _L, _P, _P, _I),
+    "ferrum_weigh": (_I, _P, _P, _L, _L, _P, _P, _P, _P, _I),
     "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
 """What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import Accept, RowBlock, Rows, TokenArray
-from ferrum_rpc.sampling.draw import ACCEPT, TOKEN, Draws, filtered, picked, uniforms
+from ferrum_rpc.sampling.draw import ACCEPT, TOKEN, Draws, Sampler, uniforms
 from ferrum_rpc.sampling.transfer import to_device
 
 ROWS_AT_ONCE: Final = 32
@@ -58,17 +58,19 @@ class Draft(NamedTuple):
         return map(Proposal, self.tokens.tolist(), self.token_ids, self.probabilities)
 
 
-def verify(logits: Tensor, draws: Draws, proposals: Sequence[tuple[int, Proposal]], tokens: Tensor) -> None:
+def verify(
+    logits: Tensor, draws: Draws, proposals: Sequence[tuple[int, Proposal]], tokens: Tensor, sampler: Sampler
+) -> None:
     """Choose the tokens of the rows of ``proposals``, into ``tokens`` (int64 [R]). ``logits`` float32 [R, V] and
     ``draws`` [R] are those of all rows."""
     for first in range(0, len(proposals), ROWS_AT_ONCE):
         part = proposals[first : first + ROWS_AT_ONCE]
         rows = np.array([row for row, _ in part])
         where = to_device(torch.from_numpy(rows), logits.device)
-        tokens[where] = _verified(logits[where], draws[rows], [proposal for _, proposal in part])
+        tokens[where] = _verified(logits[where], draws[rows], [proposal for _, proposal in part], sampler)
 
 
-def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal]) -> Tensor:
+def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal], sampler: Sampler) -> Tensor:
     """The token of each row, int64 [r]."""
     on_host = logits.device.type == "cpu"
     widest = max(len(each.token_ids) for each in proposals)
@@ -83,22 +85,17 @@ def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal]) -> Te
         to_device(torch.from_numpy(each), logits.device) for each in (ids, probabilities, tokens, of_draft, *chances)
     ]
     candidates, drafted, token, odds, luck, chance = on_device
-    weights, plain = filtered(logits, draws)
-    total = weights.sum(-1, dtype=torch.float64, keepdim=True)
-    held = weights.gather(-1, token[:, None]).squeeze(-1) > luck * odds * total.squeeze(-1)
-    best = logits.argmax(-1)
+    weights, plain, total = sampler.filtered(logits, draws)
+    held = sampler.at(weights, token[:, None]).squeeze(-1) > luck * odds * total
+    best = sampler.largest(logits)
     chosen = token.where(plain, best)
     # On a GPU the host must not wait for how many are rejected.
     rejected = (~held & plain).nonzero().squeeze(-1) if on_host else torch.arange(len(token), device=logits.device)
     if len(rejected):
-        left = (
-            weights[rejected]
-            .to(torch.float64)
-            .scatter_add_(-1, candidates[rejected], (-drafted * total)[rejected])
-            .clamp_(min=0)
-        )
-        drawn = picked(left, chance[rejected])
-        drawn = drawn.where(left.amax(-1) > 0, best[rejected])  # nothing is left: p and q differ by rounding
+        left = weights[rejected].to(torch.float64)
+        sampler.add(left, candidates[rejected], (-drafted * total[:, None])[rejected])
+        # where nothing is left p and q differ by rounding
+        drawn = sampler.picked(left.clamp_(min=0), chance[rejected], best[rejected])
         chosen[rejected] = chosen[rejected].where(held[rejected] | ~plain[rejected], drawn)
     return chosen
 

@@ -17,7 +17,6 @@ no number, or whose largest is infinite, takes the arg-max.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -28,17 +27,18 @@ from torch import Tensor
 
 from ferrum_rpc.core import TokenArray
 from ferrum_rpc.native import library
-from ferrum_rpc.sampling import masks as token_masks
 from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
-from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
 
 DRAW: Final = np.dtype(library.Draw)
 """How one row is drawn. Filters that do nothing: top_k 0, top_p 1, min_p 0."""
 
 Draws = npt.NDArray[Any]
 """`DRAW` [R]."""
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
 
 
 class Penalty(NamedTuple):
@@ -54,11 +54,24 @@ class Penalty(NamedTuple):
     frequency: float
 
 
+class Best(NamedTuple):
+    """Of each row the best tokens by falling logit, then rising id: their ids, int64 [R, k], their logits, float32
+    [R, k]; and the logsumexp of the whole row, float32 [R]."""
+
+    token_ids: Tensor
+    logits: Tensor
+    logsumexp: Tensor
+
+
 class Sampler(Protocol):
-    """How tokens are chosen from logits on one kind of device."""
+    """How tokens are chosen from logits, float32 [R, V], on one kind of device. Of rows that ranks share it is given
+    the part of its own tokens (`parted`); ids are of the whole vocabulary everywhere."""
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """A token for each row of ``logits`` (float32 [R, V]), int64 [R], on their device."""
+        """A token for each row of ``logits``, int64 [R], on their device."""
+
+    def bias(self, logits: Tensor, rows: IntArray, tokens: IntArray, values: FloatArray) -> None:
+        """Add ``values`` (float32 [n]) to the logits of ``tokens`` in ``rows`` (both int64 [n]), in place."""
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
         """Change rows of ``logits`` in place, each at most once."""
@@ -66,9 +79,26 @@ class Sampler(Protocol):
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         """As `masks.forbid`; each row at most once."""
 
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k ≥ 0 best tokens of each row of ``logits`` (float32 [R, V]) by falling logit, then rising id, int64
-        [R, k], and the rows' logsumexp, float32 [R]."""
+    def best(self, logits: Tensor, k: int) -> Best:
+        """The k ≥ 0 best tokens of each row."""
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """The arg-max of each row, int64 [R]: the first of several, and what is no number is larger."""
+
+    def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """What ``rows`` [R, V] have at ``tokens`` (int64 [R, n]), [R, n]."""
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The rows, of all tokens."""
+
+    def filtered(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """As the function `filtered`, and what the weights of each row come to, float64 [R]."""
+
+    def add(self, weights: Tensor, tokens: Tensor, values: Tensor) -> None:
+        """Add ``values`` [R, n] to the ``weights`` [R, V] of ``tokens`` (int64 [R, n]), in place."""
+
+    def picked(self, weights: Tensor, chances: Tensor, otherwise: Tensor) -> Tensor:
+        """As the function `picked`; ``otherwise`` (int64 [R]) of rows whose weights are all 0."""
 
 
 TOKEN, ACCEPT = 0, 1
@@ -78,8 +108,8 @@ _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
-_STEEPEST: Final = 1e30
-_FINITE: Final = 3.4e38
+STEEPEST: Final = 1e30
+FINITE: Final = 3.4e38
 """Of a largest logit: above it, as `masks.LEAST`, it is none to divide by."""
 
 SORTED: Final = 1024
@@ -115,6 +145,11 @@ def uniforms(
     return (high * float(1 << 26) + low) / float(1 << 53)
 
 
+def weights_of(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """Of float32 ``logits`` [R, V] as shares of the ``largest``'s (float32 [R, 1]), at a ``temperature`` [R, 1]."""
+    return ((logits - largest) * temperature.reciprocal().clamp(max=STEEPEST)).exp()
+
+
 def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """What the filters leave of each row, as weights of its largest token's, float32 [R, V]; and bool [R], whether they
     are drawn from at all: otherwise the arg-max is taken."""
@@ -125,7 +160,7 @@ def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 
     temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
     largest = logits.max(dim=-1, keepdim=True).values
-    weights = ((logits - largest) * temperature.reciprocal().clamp(max=_STEEPEST)).exp()
+    weights = weights_of(logits, largest, temperature)
     cut = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
     if cut.any():
         top_k = column("top_k", torch.int64)
@@ -139,7 +174,7 @@ def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         assert part is not None  # noqa: S101 - all of a row is enough
         weights = part
     weights = weights.where(weights >= column("min_p", torch.float32), torch.zeros_like(weights))
-    return weights, ((temperature > 0) & (largest.abs() < _FINITE)).squeeze(-1)
+    return weights, ((temperature > 0) & (largest.abs() < FINITE)).squeeze(-1)
 
 
 def _cut(
@@ -168,119 +203,11 @@ def picked(weights: Tensor, chances: Tensor) -> Tensor:
     """The token of each row of ``weights`` [R, V] that the number from [0, 1) in ``chances`` (float64 [R]) falls on,
     int64 [R]."""
     masses = weights.to(torch.float64).cumsum(-1)
+    return passed(masses, masses[:, -1] * chances)
+
+
+def passed(masses: Tensor, targets: Tensor) -> Tensor:
+    """Where rising ``masses`` [R, V] pass the ``targets`` [R], both float64: int64 [R]."""
+    found = torch.searchsorted(masses, targets[:, None], right=True)
     total = masses[:, -1:].contiguous()
-    found = torch.searchsorted(masses, total * chances[:, None], right=True)
     return torch.minimum(found, torch.searchsorted(masses, total)).squeeze(-1)  # where rounding went beyond the last
-
-
-class TorchSampler:
-    """A `Sampler` that runs everywhere. It sorts the rows where a filter asks for it."""
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)
-        weights, plain = filtered(logits, draws)
-        return picked(weights, chances).where(plain, logits.argmax(dim=-1))
-
-    def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
-        for row, tokens, counted_from, repetition, presence, frequency in penalties:
-            held = to_device(torch.from_numpy(np.unique(tokens).astype(np.int64)), logits.device)
-            values = logits[row, held]
-            logits[row, held] = torch.where(values > 0, values / repetition, values * repetition)
-            counted, counts = np.unique(tokens[counted_from:], return_counts=True)
-            ids = to_device(torch.from_numpy(counted.astype(np.int64)), logits.device)
-            frequent = to_device(torch.from_numpy(counts.astype(np.float32) * np.float32(frequency)), logits.device)
-            logits[row, ids] = logits[row, ids] - frequent - presence
-
-    def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
-        token_masks.forbid(logits, masks)
-
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        ids = top_tokens(logits, k)[1] if k else torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-        return ids, logits.logsumexp(dim=-1)
-
-
-class NativeSampler:
-    """A `Sampler` in C (sample.c), which reads a row two to four times and sorts nothing."""
-
-    def __init__(self) -> None:
-        self._library = library.load()
-        self._handle = self._library.ferrum_sampler_new()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._library.ferrum_sampler_free(self._handle)
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        rows, vocabulary = logits.shape
-        logits = logits.contiguous()
-        tokens = torch.empty(rows, dtype=torch.int32)
-        if not self._library.ferrum_sample(
-            self._handle,
-            logits.data_ptr(),
-            rows,
-            vocabulary,
-            draws.ctypes.data,
-            tokens.data_ptr(),
-            torch.get_num_threads(),
-        ):
-            raise MemoryError("no memory to draw tokens")
-        return tokens.to(torch.int64)
-
-    def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
-        held = [np.ascontiguousarray(each.tokens, np.int32) for each in penalties]
-        array = (library.Penalty * len(held))(
-            *(
-                library.Penalty(tokens.ctypes.data, row, len(tokens), *rest)
-                for tokens, (row, _, *rest) in zip(held, penalties, strict=True)
-            )
-        )
-        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
-        if not logits.is_contiguous():
-            raise ValueError("penalties change rows that lie one behind the other")
-        if not self._library.ferrum_penalise(
-            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(held), threads
-        ):
-            raise MemoryError("no memory for penalties")
-
-    def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
-        array = (library.RowMask * len(masks))(*(library.RowMask(words.data_ptr(), row) for row, words in masks))
-        if not logits.is_contiguous():
-            raise ValueError("masks change rows that lie one behind the other")
-        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
-        self._library.ferrum_mask(
-            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(masks), threads
-        )
-
-    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        rows, vocabulary = logits.shape
-        logits = logits.contiguous()
-        ids, logsumexp = torch.empty(rows, k, dtype=torch.int32), torch.empty(rows)
-        done = self._library.ferrum_best(
-            self._handle,
-            logits.data_ptr(),
-            rows,
-            vocabulary,
-            k,
-            ids.data_ptr(),
-            logsumexp.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if not done:
-            raise MemoryError("no memory for the best tokens")
-        return (ids.to(torch.int64), logsumexp) if done > 0 else TorchSampler().best(logits, k)
-
-
-def select_sampler(device: torch.device) -> Choice:
-    """The sampler for ``device``."""
-
-    def native() -> Sampler:
-        if device.type != "cpu":
-            raise Unsuited(f"it runs on a CPU, not on {device.type}")
-        return NativeSampler()
-
-    return select(
-        Candidate("native", native, "a row is read a few times and not sorted"),
-        Candidate("torch", TorchSampler),
-        what="sampler",
-        field="sampling",
-    )

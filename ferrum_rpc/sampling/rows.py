@@ -37,8 +37,9 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
-from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler, TorchSampler
+from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler
 from ferrum_rpc.sampling.masks import RowMask
+from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
 from ferrum_rpc.sampling.transfer import to_device, to_host
 
@@ -88,9 +89,9 @@ def select_rows(
     """Answer every request.
 
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``largest`` to the int64
-    arg-max [R] of them, which may spare writing them; ``sampler`` draws. Returns host rows, one per request; requests
-    of the same kind share a block, in the order of the requests. From a GPU their contents are on their way, and there
-    when a `sampling.transfer.Mark` that is made afterwards is passed.
+    arg-max [R] of them, which may spare writing them; ``sampler`` draws, and knows which tokens' logits ``head`` gives.
+    Returns host rows, one per request; requests of the same kind share a block, in the order of the requests. From a
+    GPU their contents are on their way, and there when a `sampling.transfer.Mark` that is made afterwards is passed.
     """
     single = len(requests) == 1 and requests[0].rows == hidden.shape[0] <= HEAD_ROWS
     if single and largest is not None and requests[0].kind == _GREEDY:  # a decode: 14 µs instead of 25
@@ -251,16 +252,14 @@ class Drawn:
             logits = logits.clone()
         if self._bias:
             rows, tokens, values = map(np.array, zip(*self._bias, strict=True))
-            where = tuple(to_device(torch.from_numpy(each), logits.device) for each in (rows, tokens))
-            added = to_device(torch.from_numpy(values.astype(np.float32)), logits.device)
-            logits.index_put_(where, added, accumulate=True)
+            self._sampler.bias(logits, rows, tokens, values.astype(np.float32))
         if self._penalties:
             self._sampler.penalise(logits, self._penalties)
         if self._masks:  # what is forbidden is so before the others and after them: last, it is -inf for certain
             self._sampler.forbid(logits, self._masks)
         chosen = self._sampler.draw(logits, self._draws)
         if self._proposals:
-            verify(logits, self._draws, self._proposals, chosen)
+            verify(logits, self._draws, self._proposals, chosen, self._sampler)
         return chosen
 
 
@@ -273,12 +272,12 @@ def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None, sampler: Sa
         case NextToken(logprobs=beside):
             return token_columns(logits, tokens, True, beside, sampler)
         case TopTokens(k):
-            ids, logsumexp = sampler.best(logits, k)
-            return {"token_ids": ids, "logits": logits.gather(-1, ids), "logsumexp": logsumexp}
+            return sampler.best(logits, k)._asdict()
         case SelectedTokens(token_ids):
-            return {"logits": select_tokens(logits, token_ids), "logsumexp": sampler.best(logits, 0)[1]}
+            found = select_tokens(logits, token_ids, sampler)
+            return {"logits": found, "logsumexp": sampler.best(logits, 0).logsumexp}
         case FullLogits(dtype):
-            return {"logits": logits.to(_TORCH_DTYPE[dtype])}
+            return {"logits": sampler.whole(logits).to(_TORCH_DTYPE[dtype])}
         case HiddenStates() | Accept():
             raise AssertionError("these rows do not go through the head, or as another kind")
 

@@ -47,22 +47,22 @@ def token_columns(
     """The ``tokens`` int64 [r] (None: the largest) of float32 ``logits`` [r, V], their log-probabilities where
     ``logprob`` says so, and those ``beside`` them. One pass finds the best, one the logsumexp."""
     if not logprob and beside is None:
-        return {"token_ids": logits.argmax(dim=-1) if tokens is None else tokens}
+        return {"token_ids": sampler.largest(logits) if tokens is None else tokens}
     top_k, token_ids = (0, ()) if beside is None else (beside.top_k, beside.token_ids)
-    best, logsumexp = sampler.best(logits, max(top_k, int(tokens is None)))
-    if tokens is None:
-        tokens = best[:, 0]
-    columns = {"token_ids": tokens}
-    logsumexp = logsumexp[:, None]
+    best = sampler.best(logits, max(top_k, int(tokens is None)))
+    columns = {"token_ids": best.token_ids[:, 0] if tokens is None else tokens}
+    logsumexp = best.logsumexp[:, None]
     if logprob:
-        columns["logprobs"] = (logits.gather(-1, tokens[:, None]) - logsumexp).squeeze(-1)
+        chosen = best.logits[:, :1] if tokens is None else sampler.at(logits, tokens[:, None])
+        columns["logprobs"] = (chosen - logsumexp).squeeze(-1)
     if top_k:
-        columns["top_token_ids"], columns["top_logprobs"] = best, logits.gather(-1, best) - logsumexp
+        columns["top_token_ids"], columns["top_logprobs"] = best.token_ids, best.logits - logsumexp
     if token_ids:
-        columns["selected_logprobs"] = select_tokens(logits, token_ids) - logsumexp
+        columns["selected_logprobs"] = select_tokens(logits, token_ids, sampler) - logsumexp
     return columns
 
 
-def select_tokens(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
+def select_tokens(logits: Tensor, token_ids: Sequence[int], sampler: Sampler) -> Tensor:
     """Those of ``logits`` [r, V] of the given tokens, [r, n]."""
-    return logits.index_select(-1, to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device))
+    tokens = to_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
+    return sampler.at(logits, tokens.expand(len(logits), -1))

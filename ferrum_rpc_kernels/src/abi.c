@@ -12,7 +12,7 @@
 
 /* Raised with every change of a struct or a function that Python knows. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 14
+#define FERRUM_ABI_VERSION 15
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -30,6 +30,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct draw),
         sizeof(struct penalty),
         sizeof(struct row_mask),
+        sizeof(struct limits),
         sizeof(struct lora_part),
         sizeof(struct lora_change),
         sizeof(struct lora_step),

@@ -9,6 +9,9 @@
  *
  * Before that, penalties: each token is looked up where it occurs, and a table of counts is empty again afterwards.
  *
+ * Where ranks share a row, each has a part of its tokens: what is left of it, what that comes to, and the token at which it
+ * passes a target are told of a part alone (`limits`), as they would be of the row.
+ *
  * A row's token depends on nothing but its row and its draw: not on the rows beside it, nor on the number of threads.
  */
 
@@ -277,6 +280,11 @@ static double uniform(uint64_t seed, uint64_t position)
     return ((double)(words[0] >> 5) * 67108864.0 + (double)(words[1] >> 6)) / 9007199254740992.0;
 }
 
+static float inverse_of(float temperature)
+{
+    return 1.0f / temperature < STEEPEST ? 1.0f / temperature : STEEPEST;
+}
+
 static int32_t token_of(const float *row, int64_t count, const struct draw *draw, struct passes passes, struct room room)
 {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
@@ -290,7 +298,7 @@ static int32_t token_of(const float *row, int64_t count, const struct draw *draw
                 return (int32_t)at; /* as an arg-max: the first of the largest, and what is no number is larger */
         return 0;
     }
-    const float inverse = 1.0f / draw->temperature < STEEPEST ? 1.0f / draw->temperature : STEEPEST;
+    const float inverse = inverse_of(draw->temperature);
     float least = -INFINITY;
     if (draw->top_k > 0 && draw->top_k < count)
         least = least_of_top_k(row, count, draw->top_k, &room);
@@ -370,6 +378,55 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
     return 1;
 }
 
+/* Weigh what the limits leave of `count` logits. */
+static void weigh_part(const float *row, int64_t count, const struct limits *limits, const struct passes *passes,
+                       const struct room *room)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    int64_t ties = limits->ties;
+    passes->weigh(row, count, limits->largest, inverse_of(limits->temperature), limits->least, room->weights, room->sums);
+    for (int64_t chunk = 0; chunk < chunks && limits->ties < count; chunk++) {
+        const int64_t end = (chunk + 1) * CHUNK < count ? (chunk + 1) * CHUNK : count;
+        for (int64_t at = chunk * CHUNK; room->sums[chunk] > 0.0 && at < end; at++)
+            if (row[at] == limits->least && ties-- <= 0)
+                room->weights[at] = 0.0f;
+    }
+    if (limits->ties < count || limits->least_weight > 0.0f)
+        passes->drop_below(limits->least_weight, chunks * CHUNK, room->weights, room->sums);
+}
+
+/* What the limits leave of each row of `logits` [rows, count], parts of rows of a vocabulary. Any of these may be NULL:
+ * `weights` [rows, count], what they come to, `sums` [rows], and of rows that have a target the token there, `tokens`
+ * [rows]; without weights and sums other rows are not looked at. 0 where there is no memory. */
+int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows, int64_t count, const struct limits *limits,
+                     float *weights, double *sums, int32_t *tokens, int32_t threads)
+{
+    const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+    const size_t each = room_bytes(chunks);
+    const struct passes passes = passes_of(sampler->lanes);
+    const int teams = threads < rows ? threads : (int)rows;
+    if (!reserve_buffer(&sampler->buffer, &sampler->size, each * (size_t)(teams > 0 ? teams : 1)))
+        return 0;
+    int worker;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1)
+    for (worker = 0; worker < teams; worker++) {
+        const struct room room = room_of(sampler->buffer + each * (size_t)worker, chunks);
+        for (int64_t row = worker; row < rows; row += teams) {
+            const double target = limits[row].target;
+            if (!weights && !sums && !(target >= 0.0))
+                continue;
+            weigh_part(logits + row * count, count, limits + row, &passes, &room);
+            if (weights)
+                memcpy(weights + row * count, room.weights, (size_t)count * sizeof(float));
+            if (sums)
+                sums[row] = total_of(room.sums, chunks);
+            if (tokens && target >= 0.0)
+                tokens[row] = (int32_t)drawn(target, count, &room);
+        }
+    }
+    return 1;
+}
+
 struct candidate {
     float logit;
     int32_t id;
@@ -383,7 +440,7 @@ static int by_rank(const void *one, const void *other)
 }
 
 /* The k best of a row, 0 <= k <= count, in their order, and its logsumexp. 0 where a logit is no number or the largest is
- * infinite. `best` has room for k. */
+ * infinite. `best` has room for k. A part of a row may well be all -inf: a mask leaves tokens of another one. */
 static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, float *logsumexp, struct candidate *best,
                    struct passes passes, struct room room)
 {
@@ -392,6 +449,12 @@ static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, flo
     float largest = room.maxima[0];
     for (int64_t chunk = 1; chunk < chunks; chunk++)
         largest = room.maxima[chunk] > largest ? room.maxima[chunk] : largest;
+    if (numbers && largest == -INFINITY) {
+        for (int64_t i = 0; i < k; i++)
+            ids[i] = (int32_t)i;
+        *logsumexp = largest;
+        return 1;
+    }
     if (!numbers || !(largest < FINITE && largest > -FINITE))
         return 0;
     passes.weigh(row, count, largest, 1.0f, -INFINITY, room.weights, room.sums);

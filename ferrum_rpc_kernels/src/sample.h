@@ -26,12 +26,23 @@ struct row_mask {
     int64_t row;
 };
 
+/* What is left of a row, or of a part of it, once the filters are known: the logits that are not below `least`, of those that
+ * equal it the first `ties`, and of these what weighs `least_weight` at least. Weights are those of `largest`, which may be in
+ * another part. */
+struct limits {
+    float largest, temperature, least, least_weight;
+    int64_t ties;
+    double target; /* what is left, added up by rising id, passes it at the token to find; below 0: there is none */
+};
+
 struct sampler;
 
 struct sampler *ferrum_sampler_new(void);
 void ferrum_sampler_free(struct sampler *sampler);
 int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
                       const struct draw *draws, int32_t *tokens, int32_t threads);
+int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows, int64_t count, const struct limits *limits,
+                     float *weights, double *sums, int32_t *tokens, int32_t threads);
 int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary, int64_t k, int32_t *ids,
                     float *logsumexp, int32_t threads);
 int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,

@@ -10,8 +10,8 @@ import torch
 
 from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
-from ferrum_rpc.sampling.draw import NativeSampler, TorchSampler
 from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from tests.numerics.test_draws import logits, probabilities
 
 VOCABULARY = 24

@@ -16,7 +16,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ferrum_rpc.sampling.draw import ACCEPT, DRAW, NativeSampler, Penalty, TorchSampler, philox, uniforms
+from ferrum_rpc.sampling.draw import ACCEPT, DRAW, Penalty, philox, uniforms
+from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 FILTERS = (
@@ -128,7 +129,8 @@ def test_the_best_of_a_row_stand_in_their_order_whatever_is_beside_it(sampler, v
         if odd is not None:
             rows[8] = odd
         for k in sorted({0, 1, min(5, vocabulary), min(70, vocabulary), min(700, vocabulary)}):
-            ids, logsumexp = sampler.best(rows, k)
+            ids, values, logsumexp = sampler.best(rows, k)
+            torch.testing.assert_close(values, rows.gather(-1, ids), rtol=0, atol=0, equal_nan=True)
             assert (ids.dtype, logsumexp.dtype) == (torch.int64, torch.float32)
             known = slice(8) if odd is torch.nan else slice(9)
             assert torch.equal(ids[known], rows[known].sort(dim=-1, descending=True, stable=True).indices[:, :k])
@@ -137,7 +139,7 @@ def test_the_best_of_a_row_stand_in_their_order_whatever_is_beside_it(sampler, v
                 alone = sampler.best(rows[row : row + 1], k)
                 assert torch.equal(alone[0][0], ids[row])
                 if odd is None:
-                    assert torch.equal(alone[1][0], logsumexp[row])
+                    assert torch.equal(alone.logsumexp[0], logsumexp[row])
 
 
 def test_a_draw_depends_on_its_row_seed_and_position_alone(sampler):

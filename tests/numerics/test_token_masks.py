@@ -19,9 +19,9 @@ from transformers.generation.logits_process import (
 )
 
 from ferrum_rpc.core import Greedy, Sample
-from ferrum_rpc.sampling.draw import NativeSampler, TorchSampler
 from ferrum_rpc.sampling.masks import LEAST, Masks, RowMask
 from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
 
 

@@ -55,7 +55,7 @@ FLOORS: dict[str, Floor] = {
         "numpy torch transformers triton",
     ),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
-    "ferrum_rpc.sampling": Floor("core errors native selection", "numpy torch triton"),
+    "ferrum_rpc.sampling": Floor("core errors native selection distributed.group", "numpy torch triton"),
     "ferrum_rpc.weights": Floor("core errors models.fields models.config_keys", "gguf numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors native distributed.group", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them

@@ -146,6 +146,16 @@ def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int
                 assert (values == ours[column]).all(), name
 
 
+def test_rows_without_a_seed_are_drawn_alike_on_all_ranks(checkpoint: Path) -> None:
+    """Or each would look for the token on another."""
+    tokens = range(20, 60)
+    with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
+        drawn = span(1, tokens, output=OutputSpec(Positions.ALL, Sample(top_k=2)))
+        [sampled, best] = rows_of(world.runner, drawn, span(2, tokens, output=OutputSpec(Positions.ALL, TopTokens(2))))
+    assert (sampled["token_ids"][:, None] == best["token_ids"]).any(axis=1).all()
+    assert (sampled["token_ids"] != best["token_ids"][:, 0]).any()
+
+
 @pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["tensor", "both"])
 def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut: tuple[int, int]) -> None:
     """Sequences move between executors of any number of ranks."""
@@ -200,7 +210,8 @@ def test_containers_of_one_machine_share_no_memory(monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_has_its_part_only() -> None:
     """Every number of a checkpoint is on one rank, but for norms, and heads that are fewer than ranks."""
-    spec = ModelSpec.from_config(make_model("qwen3", num_key_value_heads=2, num_attention_heads=4).config.to_dict())
+    model = make_model("qwen3", num_key_value_heads=2, num_attention_heads=4, vocab_size=400)
+    spec = ModelSpec.from_config(model.config.to_dict())
     whole = layout(spec)
     for ranks, stages in ((2, 1), (4, 1), (2, 2)):
         seen = {name: np.zeros(placement.shape, int) for name, placement in whole.items()}

@@ -27,8 +27,9 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling import rows as sampling_rows
-from ferrum_rpc.sampling.draw import DRAW, TorchSampler
+from ferrum_rpc.sampling.draw import DRAW
 from ferrum_rpc.sampling.rows import HEAD_ROWS, Request
+from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.top import top_tokens, top_tokens_queued
 
 INF = math.inf

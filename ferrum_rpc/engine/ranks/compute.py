@@ -7,7 +7,9 @@ else they come when they are there, and up to so many steps are under way as the
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,13 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.core import Rows, Span, TokenArray
+from ferrum_rpc.core import Rows, Sample, Span, TokenArray
 from ferrum_rpc.engine.compute import Compute, packed_tokens
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Ranks
 from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.sampling.parted import Part
 from ferrum_rpc.sampling.rows import Request
 from ferrum_rpc.sampling.transfer import Mark
 
@@ -30,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RankedCompute(Compute):
-    """``shard`` is this rank's part; ``tokens_of``: see `Compute.select`."""
+    """``shard`` is this rank's part, ``part`` that of the vocabulary; ``tokens_of``: see `Compute.select`."""
 
     look_every_s = LOOK_EVERY_S
 
@@ -41,8 +44,10 @@ class RankedCompute(Compute):
         ranks: Ranks,
         shard: Shard,
         tokens_of: Callable[[int], TokenArray],
+        *,
+        part: Part | None,
     ) -> None:
-        super().__init__(model, attention)
+        super().__init__(model, attention, part=part)
         self.late = shard.stages > 1
         self._ranks, self._tokens_of = ranks, tokens_of
         self._others = range(1, shard.ranks * shard.stages)
@@ -60,7 +65,9 @@ class RankedCompute(Compute):
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Also tells the others which rows will be wanted: a second message would be waited for."""
         packed = packed_tokens(spans)
-        self._wanted = requests, _, _ = self.requests(spans, self._tokens_of)
+        requests, wanted, drafts = self.requests(spans, self._tokens_of)
+        requests = [*map(_seeded, requests)]
+        self._wanted = requests, wanted, drafts
         if self.late and requests:
             first = self._last_stage.start
             [self._serial] = self._ranks.order("step", packed, geometry, requests, to=[first])
@@ -94,6 +101,14 @@ class RankedCompute(Compute):
 
     def close(self) -> None:
         self._ranks.close()
+
+
+def _seeded(request: Request) -> Request:
+    """Where any seed will do, all ranks have the same."""
+    kind = request.kind
+    if not isinstance(kind, Sample) or kind.seed is not None:
+        return request
+    return request._replace(kind=replace(kind, seed=random.getrandbits(64)))
 
 
 class Awaited(Mark):

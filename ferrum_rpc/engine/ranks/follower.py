@@ -88,8 +88,10 @@ class Follower:
     def equip(self, blocks: int, block_size: int) -> int:
         """Make the cache. Returns the bytes of a block."""
         assert self._parts is not None and self._model is not None  # noqa: S101 - set up before
+        assert self._setup is not None and self._groups is not None  # noqa: S101
         self._kv, attention = make_cache(self._parts, self._model, blocks, block_size)
-        self._compute = Compute(self._model, attention)
+        part = self._groups.part(self._setup, self._model.info("").vocab_size)
+        self._compute = Compute(self._model, attention, part=part)
         return self._kv.block_bytes
 
     def halt(self) -> None:

@@ -1,0 +1,315 @@
+"""Rows that ranks share: what is drawn from them, and told of them, is that of whole rows on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ferrum_rpc.core import (
+    Accept,
+    FullLogits,
+    Greedy,
+    NextToken,
+    OutputKind,
+    RowLogprobs,
+    Rows,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+)
+from ferrum_rpc.distributed.group import Group
+from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.sampling import rows as sampling_rows
+from ferrum_rpc.sampling.accept import Draft
+from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
+from ferrum_rpc.sampling.parted import Part, PartedSampler
+from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
+from tests.numerics.test_draws import draws, logits
+from tests.numerics.test_token_masks import random_mask, words_of
+from tests.unit.test_groups import GLOO, REASON, SHARED, joined
+
+SAMPLERS: dict[str, Callable[[], PartSampler]] = {"torch": TorchSampler, "native": NativeSampler}
+
+
+class Counting:
+    """A `Group` that counts what a rank tells the others."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.rank, self.size, self.abort = group, group.rank, group.size, group.abort
+        self.told: list[int] = []
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        self.told.append(part.nbytes)
+        return self._group.all_gather(part)
+
+
+class World:
+    """``size`` ranks, threads of this process, which share rows; and ``one`` that has them whole."""
+
+    def __init__(self, groups: list[Group], make: Callable[[], PartSampler]) -> None:
+        self.groups = [Counting(each) for each in groups]
+        self.size, self.one = len(groups), make()
+        self._own = [make() for _ in groups]
+        self._threads = ThreadPoolExecutor(self.size)
+
+    def fits(self, vocabulary: int) -> bool:
+        return Shard(self.size - 1, self.size).tokens(vocabulary)[0] < vocabulary
+
+    def each(self, rows: Tensor, call: Callable[[Sampler, Tensor], Any]) -> list[Any]:
+        """What ``call`` returns on every rank, of its sampler and its part of ``rows`` [R, V]."""
+        vocabulary = rows.shape[-1]
+        width = Shard(0, self.size).token_width(vocabulary)
+
+        def on(rank: int) -> Any:
+            part: Any = Part(self.groups[rank], width, vocabulary)  # type: ignore[arg-type]
+            first, end = Shard(rank, self.size).tokens(vocabulary)
+            assert (part.first, part.end) == (first, end)
+            with torch.inference_mode():
+                return call(PartedSampler(self._own[rank], part), rows[:, first:end].contiguous())
+
+        for group in self.groups:
+            group.told.clear()
+        futures = [self._threads.submit(on, rank) for rank in range(self.size)]
+        wait(futures, 20, FIRST_EXCEPTION)
+        if any(not each.done() or each.exception() for each in futures):
+            for group in self.groups:  # nobody waits for one that failed
+                group.abort()
+        found = [each.result(5) for each in futures]
+        assert all(group.told == self.groups[0].told for group in self.groups)
+        return found
+
+    def check_draws(self, rows: Tensor, given: Draws) -> None:
+        """The same tokens on every rank, and on one."""
+        expected = self.one.draw(rows, given)
+        for found in self.each(rows, lambda sampler, part: sampler.draw(part, given)):
+            different = (found != expected).nonzero().squeeze(-1)
+            assert not len(different), (given[different], expected[different], found[different])
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=["two", "three", "four"])
+def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
+    with joined(GLOO if REASON else SHARED, request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def world(request: pytest.FixtureRequest, groups: list[Group]) -> World:
+    try:
+        return World(groups, SAMPLERS[request.param])
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+
+
+def any_draws(count: int, vocabulary: int, seed: int) -> Draws:
+    rng = np.random.default_rng(seed)
+    return draws(
+        count,
+        seed=rng.integers(0, 2**64, count, dtype=np.uint64),
+        temperature=rng.choice([0, 1e-30, 0.3, 1, 1, 5], count),
+        top_p=rng.choice([1, 1, 0.95, 0.5, 1e-6], count),
+        min_p=rng.choice([0, 0, 0.1, 1], count),
+        top_k=rng.choice([0, 0, 1, 3, 50, 200, vocabulary - 1, vocabulary, 10**9], count),
+    )
+
+
+def spoiled(rows: Tensor) -> Tensor:
+    """With ties, forbidden tokens, and rows that are not drawn from."""
+    vocabulary = rows.shape[-1]
+    rows[::3] = rows[::3].bfloat16().float()
+    rows[1::6] = rows[1::6].round()
+    rows[2::7] *= 20
+    rows[3::11, ::2] = -torch.inf
+    rows[4::23, vocabulary // 2 :] = -torch.inf
+    rows[5::23, : vocabulary - 1] = -torch.inf
+    rows[6::29] = 1.0
+    rows[7::97, vocabulary - 2] = torch.nan
+    rows[8::97, vocabulary // 3] = torch.inf
+    rows[9::97] = -torch.inf
+    return rows
+
+
+@pytest.mark.parametrize("vocabulary", [385, 400, 1000])
+def test_draws_are_those_of_one_rank(world: World, vocabulary: int) -> None:
+    """Thousands of them, with all filters."""
+    for seed in range(2):
+        world.check_draws(spoiled(logits(1500, vocabulary, seed)), any_draws(1500, vocabulary, seed))
+
+
+def test_rows_are_put_together_only_where_candidates_do_not_tell(world: World) -> None:
+    vocabulary, width = 9000, 4 * Shard(0, world.size).token_width(9000)
+    steep, flat = logits(8, vocabulary, 1, 6.0), logits(8, vocabulary, 2, 0.01)
+    for rows, how, whole in (
+        (flat, {}, False),
+        (flat, {"top_k": 50}, False),
+        (flat, {"top_k": SORTED}, False),
+        (flat, {"min_p": 0.2}, False),
+        (steep, {"top_p": 0.9}, False),
+        (flat, {"top_p": 0.05}, False),
+        (flat, {"top_p": 0.9}, True),
+        (flat, {"top_k": 5000}, True),
+    ):
+        world.check_draws(rows, draws(8, seed=7, **how))
+        assert (max(world.groups[0].told) == 8 * width) is whole, how
+    mixed = torch.cat([steep, flat])
+    world.check_draws(mixed, draws(16, top_p=0.9))
+    assert max(world.groups[0].told) == 8 * width, "rows that were decided were put together too"
+
+
+VALUES = [0.0, -0.0, 1.0, 1.5, 2.0, 30.0, -3.0, 1e-4, -torch.inf]
+RARE = [torch.nan, torch.inf, -3.4028234663852886e38]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_row_is_drawn_from_as_on_one_rank(world: World, data: st.DataObject) -> None:
+    vocabulary = data.draw(st.sampled_from([65, 193, 250, 256, 257]).filter(world.fits))
+    values = VALUES[: data.draw(st.integers(1, len(VALUES)))] + data.draw(st.sampled_from([[], RARE]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    rows = torch.from_numpy(rng.choice(np.array(values, np.float32), (24, vocabulary)))
+    for row in range(0, 24, 3):
+        rows[row, rng.permutation(vocabulary)[data.draw(st.integers(1, 4)) :]] = -torch.inf
+    how = {
+        "temperature": data.draw(st.sampled_from([1.0, 0.5, 3.0, 0.0])),
+        "top_p": data.draw(st.sampled_from([1.0, 0.9, 0.5, 0.1, 0.999999, 0.0])),
+        "min_p": data.draw(st.sampled_from([0.0, 0.3])),
+        "top_k": data.draw(st.sampled_from([0, 1, 2, 7, 100, 130, vocabulary])),
+    }
+    world.check_draws(rows, draws(24, seed=rng.integers(0, 2**64, 24, dtype=np.uint64), **how))
+
+
+@pytest.mark.parametrize("vocabulary", [385, 400])
+def test_the_best_and_the_named_are_those_of_one_rank(world: World, vocabulary: int) -> None:
+    rows = spoiled(logits(200, vocabulary))
+    tokens = torch.randint(0, vocabulary, (200, 5), generator=torch.Generator().manual_seed(1))
+    known = ~rows.isnan().any(-1)
+    for k in (0, 1, 7, 128, 200, vocabulary):
+        expected = world.one.best(rows, k)
+        for found in world.each(rows, lambda sampler, part, k=k: sampler.best(part, k)):  # type: ignore[misc]
+            assert torch.equal(found.token_ids[known], expected.token_ids[known])
+            assert torch.equal(found.logits[known], expected.logits[known])
+            torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for found in world.each(rows, lambda sampler, part: (sampler.largest(part), sampler.at(part, tokens))):
+        assert torch.equal(found[0], rows.argmax(-1))
+        torch.testing.assert_close(found[1], rows.gather(-1, tokens), rtol=0, atol=0, equal_nan=True)
+    for found in world.each(rows, lambda sampler, part: sampler.whole(part)):
+        torch.testing.assert_close(found, rows, rtol=0, atol=0, equal_nan=True)
+
+
+BESIDE = RowLogprobs(5, (3, 250, 3))
+KINDS: list[OutputKind] = [
+    Greedy(),
+    Greedy(logprob=True, logprobs=BESIDE),
+    TopTokens(9),
+    SelectedTokens((0, 299, 128, 127)),
+    FullLogits(),
+    NextToken(logprobs=BESIDE),
+    Sample(seed=3, logprob=True, top_p=0.9),
+    Sample(seed=4, logprobs=BESIDE, bias=((3, 2.0), (290, 3.0), (3, 1.0))),
+    Sample(seed=5, bias=((140, 4.0), (1, -5.0)), repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    Sample(seed=6, repetition_penalty=0.8, frequency_penalty=2.0, penalty_from=9, top_k=20, logprob=True),
+    Sample(seed=7, mask=b"m", temperature=0.7),
+    Sample(seed=8, mask=b"m", repetition_penalty=1.2, bias=((299, 50.0),), min_p=0.05, logprob=True),
+]
+
+
+def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[Request]:
+    """Each kind with so many rows, and drafts."""
+    made, first = [], 0
+    only_last = np.zeros(vocabulary, bool)
+    only_last[vocabulary - 1] = True
+    masks = [words_of(each) for each in (only_last, random_mask(vocabulary, 0.02, 5), random_mask(vocabulary, 0.9, 6))]
+    for kind in KINDS:
+        history, scored, words = None, None, None
+        if isinstance(kind, NextToken):
+            scored = rng.integers(0, vocabulary, count).astype(np.int32)
+        if isinstance(kind, Sample) and kind.penalised:
+            history = rng.integers(0, vocabulary, 30 + count).astype(np.int32)
+        if isinstance(kind, Sample) and kind.mask:
+            words = [[*masks, None][row % 4] for row in range(count)]
+        made.append(Request(first, count, kind, 30, history, scored, None, words))
+        first += count
+    for seed, how in enumerate(({}, {"top_p": 0.8}, {"top_k": 12, "min_p": 0.02}, {"temperature": 0.0})):
+        width = 8
+        ids = np.stack([rng.permutation(vocabulary)[:width] for _ in range(count - 1)]).astype(np.uint32)
+        odds = rng.random((count - 1, width)).astype(np.float32)
+        tokens = np.array([1, *ids[:, 0]], np.int32)
+        kind = Accept(Sample(seed=seed, **how), ids, odds / odds.sum(-1, keepdims=True))
+        made.append(Request(first, count, kind.choice, 40, draft=Draft.of(kind, tokens)))
+        first += count
+    return made
+
+
+@pytest.mark.parametrize("at_once", [256, 7])
+def test_every_kind_of_rows_is_that_of_one_rank(world: World, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the head's slices cut through kinds, and with drafts that are accepted and rejected."""
+    monkeypatch.setattr(sampling_rows, "HEAD_ROWS", at_once)
+    vocabulary, count = 300, 12
+    vocabulary += 100 * (world.size == 4)
+    requests = requests_of(count, vocabulary, np.random.default_rng(1))
+    hidden = torch.arange(count * len(requests), dtype=torch.float32)[:, None]
+    table = logits(len(hidden), vocabulary, 5).bfloat16().float()
+
+    def rows(sampler: Sampler, part: Tensor) -> list[Rows]:
+        return select_rows(hidden, requests, lambda each: part[each[:, 0].long()].clone(), None, sampler)
+
+    expected = rows(world.one, table)
+    for found in world.each(table, rows):
+        for request, one, ours in zip(requests, expected, found, strict=True):
+            for name, column in one.block.columns.items():
+                here, there = (each.block[name][each.first : each.first + each.count] for each in (one, ours))
+                if column.dtype.kind == "f":
+                    np.testing.assert_allclose(there, here, rtol=1e-6, atol=2e-6, err_msg=f"{request.kind} {name}")
+                else:
+                    assert (here == there).all(), (request.kind, name)
+
+
+def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world: World) -> None:
+    """From rows of which no candidates tell a top-p, too."""
+    vocabulary, rng = 5000, np.random.default_rng(2)
+    table = logits(12, vocabulary, 3, 0.3)
+    table[:6] *= 20
+    draft = requests_of(12, vocabulary, rng)[-3:]
+    requests = [each._replace(first=0) for each in draft]
+
+    hidden = torch.arange(12, dtype=torch.float32)[:, None]
+
+    def rows(sampler: Sampler, part: Tensor) -> list[Rows]:
+        return select_rows(hidden, requests, lambda each: part[each[:, 0].long()].clone(), None, sampler)
+
+    expected = [each.block["token_ids"].tolist() for each in rows(world.one, table)]
+    for found in world.each(table, rows):
+        assert [each.block["token_ids"].tolist() for each in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Greedy(), [16]),
+        (Sample(), [4, 8, 8]),
+        (Sample(temperature=0.7, min_p=0.1), [4, 8, 8]),
+        (Sample(top_k=20), [80, 8, 8]),
+        (Sample(top_k=500), [2000, 8, 8]),
+        (Sample(top_p=0.9), [512, 8, 8, 8]),
+        (TopTokens(10), [84]),
+        (Greedy(logprob=True), [12]),
+        (Sample(logprob=True), [4, 8, 8, 4, 4]),
+        (FullLogits(), [4 * 2048]),
+    ],
+    ids=str,
+)
+def test_a_rank_tells_a_few_bytes_of_a_row(world: World, kind: OutputKind, told: list[int]) -> None:
+    """What docs/fleet.md has of it."""
+    vocabulary = 2048 * world.size
+    table = logits(3, vocabulary, 1, 8.0)
+    world.each(table, lambda sampler, part: select_rows(table, [Request(0, 3, kind)], lambda each: part, None, sampler))
+    assert [each / 3 for each in world.groups[0].told] == told
+    assert DRAW.itemsize == 32
