@@ -346,8 +346,8 @@ class Driver:
             )
             self._run.saw(answers[-1].pressure)
         for (request, item), result in results:
-            if request.stage is not Stage.RUNNING:
-                continue  # a run behind its last one
+            if request not in self.board.running:
+                continue  # a run behind its last one; the request may be with another executor by now
             if isinstance(result, Answer):
                 request.fed(1, result.length, self._budget.exact)
                 request.failures = 0

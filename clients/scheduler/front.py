@@ -316,11 +316,11 @@ class Front:
         elif isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT) and here.first):
             raise error
         else:
-            await _released(target)
             if isinstance(error, CANNOT):
                 self._give_back(here, request)
             else:
                 here.driver.refused(request, error)
+            await _released(target)
 
 
 async def _released(sequence: Sequence) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from clients.scheduler.driver import ExecutorGone
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
-from clients.scheduler.request import Request
+from clients.scheduler.request import Request, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
 from tests.e2e.test_scheduler_moves import fleet, texts
@@ -29,12 +31,11 @@ from tests.e2e.test_scheduler_runs import (
 from tests.faults.proxy import TcpProxy, proxied
 from tests.serving import Served
 
-COUNT = 24
 NONE: frozenset[int] = frozenset()
 
 
 class At(Watcher):
-    """Does something at some tokens."""
+    """Does something when so many tokens have come in all."""
 
     def __init__(self, acts: dict[int, Callable[[], Any]]) -> None:
         super().__init__()
@@ -44,12 +45,31 @@ class At(Watcher):
 
     def _act(self) -> None:
         act = self._acts.pop(len(self.tokens), None)
-        if act is not None and asyncio.iscoroutine(done := act()):
+        if act is not None:
+            self.do(act)
+
+    def do(self, act: Callable[[], Any]) -> None:
+        if asyncio.iscoroutine(done := act()):
             self.doing.append(asyncio.ensure_future(done))
 
 
+class Once(At):
+    """Does things one after the other, each when a text has begun at an executor."""
+
+    def __init__(self, work: list[Request], acts: list[tuple[str, Callable[[], Any]]]) -> None:
+        super().__init__({})
+        self._work, self._turns = work, acts
+
+    def _act(self) -> None:
+        if self._turns and any(
+            each.executor == self._turns[0][0] and each.stage is Stage.RUNNING and len(each.generated) > 2
+            for each in self._work
+        ):
+            self.do(self._turns.pop(0)[1])
+
+
 def texts_to_write() -> list[Request]:
-    return requests(prompts(COUNT), 48)
+    return requests(prompts(12), 80)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +106,7 @@ async def test_a_run_over_three_executors_outlives_one_that_dies_and_one_that_dr
         served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(3)]
         dies = await stack.enter_async_context(proxied(served[0].target))
         work = texts_to_write()
-        watcher = At({100: lambda: kill(dies), 300: lambda: drain(served[1])})
+        watcher = Once(work, [(dies.target, lambda: kill(dies)), (served[1].target, lambda: drain(served[1]))])
         targets = [dies.target, served[1].target, served[2].target]
         run = await fleet(targets, [], work, watcher=watcher, stop=NONE, **how)
         await asyncio.gather(*watcher.doing)
@@ -104,7 +124,7 @@ async def test_prompts_and_texts_apart_on_two_executors_each(texts_of_one: list[
         served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(4)]
         first, then = [await stack.enter_async_context(proxied(each.target)) for each in served[::2]]
         work = texts_to_write()
-        watcher = At({30: lambda: kill(first), 120: lambda: kill(then)})
+        watcher = Once(work, [(then.target, lambda: kill(first)), (then.target, lambda: kill(then))])
         run = await fleet(
             [then.target, served[3].target], [first.target, served[1].target], work, watcher=watcher, stop=NONE
         )
@@ -113,6 +133,34 @@ async def test_prompts_and_texts_apart_on_two_executors_each(texts_of_one: list[
             await assert_nothing_is_left(each)
         assert served[1].server.state.counters.sequences_exported > 0
         assert served[3].server.state.counters.sequences_imported > 0
+
+
+async def test_restarts_drains_and_lost_connections_at_random_change_no_token(texts_of_one: list[Any]) -> None:
+    dice = random.Random(3)
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(8)]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served[:5]]
+        spare = served[5:]
+
+        def restart(proxy: TcpProxy) -> None:
+            proxy.upstream = spare.pop().target
+            proxy.reset_all()
+
+        async def drained(proxy: TcpProxy) -> None:
+            await drain(next(each for each in served if each.target == proxy.upstream))
+            await asyncio.sleep(0.3)
+            restart(proxy)
+
+        work = texts_to_write()
+        acts: dict[int, Callable[[], Any]] = {}
+        for kind, at in ((drained, 60), (restart, 150), (restart, 400)):
+            acts[at] = partial(kind, dice.choice(proxies))
+        acts |= {at: dice.choice(proxies).reset_all for at in range(100, 900, 130)}
+        watcher = At(acts)
+        targets = [each.target for each in proxies]
+        run = await fleet(targets[:3], targets[3:], work, watcher=watcher, stop=NONE, run_tokens=16)
+        await asyncio.gather(*watcher.doing)
+        assert texts(work) == texts_of_one and run.executors_lost > 0
 
 
 async def test_where_caches_cannot_move_a_draining_executors_requests_are_computed_elsewhere(
@@ -124,7 +172,7 @@ async def test_where_caches_cannot_move_a_draining_executors_requests_are_comput
     monkeypatch.setattr("ferrum_rpc.client.transfer.check_offered", refuse)
     async with identity(kv_blocks=512) as one, identity(kv_blocks=512) as two:
         work = texts_to_write()
-        watcher = At({60: lambda: drain(one)})
+        watcher = Once(work, [(one.target, lambda: drain(one))])
         run = await fleet([one.target, two.target], [], work, watcher=watcher, stop=NONE)
         assert texts(work) == texts_of_one and run.rebuilds > 0 and not run.moves
 
@@ -132,7 +180,7 @@ async def test_where_caches_cannot_move_a_draining_executors_requests_are_comput
 async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(
     tmp_path: Path, texts_of_one: list[Any]
 ) -> None:
-    async with identity(kv_blocks=24) as small, identity(kv_blocks=512) as large:
+    async with identity(kv_blocks=32) as small, identity(kv_blocks=512) as large:
         listed = tmp_path / "targets"
         listed.write_text(f"{small.target}\n")
         work = texts_to_write()

@@ -72,6 +72,9 @@ async def fleet(
             for targets in (decode, prefill)
             if targets
         ]
+        for members in roles:
+            while not members.named or len(members.there) < len(members.named):
+                await members.changed(members.changes)
         return await Front(driver, *roles, patience_s=patience_s).run(work)
 
 
