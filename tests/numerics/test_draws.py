@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from ferrum_rpc.sampling.draw import ACCEPT, DRAW, Penalty, philox, uniforms
-from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
+from ferrum_rpc.sampling.samplers import ALL_TIES, LIMITS, NativeSampler, TorchSampler
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 FILTERS = (
@@ -117,6 +117,34 @@ def test_c_draws_what_torch_draws(vocabulary):
     assert (
         native.draw(rows, given) != TorchSampler().draw(rows, given)
     ).sum() <= 1  # a number may lie on the border of two tokens
+
+
+@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 700])
+def test_c_draws_from_a_part_of_a_row_what_torch_draws(vocabulary):
+    """What is left of it, what that comes to, and where it passes a target."""
+    try:
+        native = NativeSampler()
+    except OSError as error:
+        pytest.skip(f"no kernels: {error}")
+    rng, count, torch_sampler = np.random.default_rng(vocabulary), 120, TorchSampler()
+    rows = logits(count, vocabulary, seed=vocabulary)
+    rows[::2] = rows[::2].round()
+    rows[3::5, ::2] = -torch.inf
+    rows[7::20] = -torch.inf
+    limits = np.zeros(count, LIMITS)
+    limits["largest"] = rows.amax(-1).clamp(min=0).numpy() + rng.choice([0, 2], count)
+    limits["temperature"] = rng.choice([0.3, 1, 5], count)
+    limits["least"] = np.where(rng.random(count) < 0.3, -np.inf, rows.median(-1).values.numpy())
+    limits["ties"] = rng.choice([0, 1, 5, ALL_TIES], count)
+    limits["least_weight"] = rng.choice([0, 0.0123], count)
+    weights, masses = (each.weigh(rows, limits) for each in (native, torch_sampler)), native.masses(rows, limits)
+    found, expected = weights
+    assert ((found > 0) == (expected > 0)).all()
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(masses, expected.sum(-1, dtype=torch.float64), rtol=1e-5, atol=0)
+    limits["target"] = np.where(rng.random(count) < 0.2, -1, masses.numpy() * rng.random(count))
+    kept = (limits["target"] >= 0) & (masses > 0).numpy()
+    assert (native.find(rows, limits) != torch_sampler.find(rows, limits))[kept].sum() <= 1
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 700, 5_000])
