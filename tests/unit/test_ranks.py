@@ -109,10 +109,12 @@ def test_256_greedy_tokens_are_those_of_one_rank(checkpoint: Path, cut: tuple[in
     assert texts[1] == texts[0][: len(texts[1])]
 
 
+MASK = b"m" * 32
 KINDS: dict[str, Any] = {
     "greedy with its probability": Greedy(logprob=True),
     "sample": Sample(temperature=2.0, top_p=0.9, top_k=50, seed=5, repetition_penalty=1.2),
     "sample of an exact seed": Sample(temperature=1.5, seed=9, logprob=True),
+    "sample of what only the last rank has": Sample(seed=3, mask=MASK, bias=((2, 5.0), (250, 1.0)), logprob=True),
     "top tokens": TopTokens(8),
     "selected": SelectedTokens((1, 200, 299)),
     "hidden": HiddenStates(),
@@ -128,6 +130,7 @@ def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int
     with closing(World(settings_of(checkpoint, cut, kv_blocks=200))) as world:
         for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=200)), world.runner):
             with torch.inference_mode():
+                runner.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [])
                 rows_of(runner, span(1, range(20, 43)))
                 runner.fork(1, [2, 3], 17)
                 runner.truncate(3, 9)
