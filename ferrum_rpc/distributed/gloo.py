@@ -144,4 +144,5 @@ class GlooGroup:
 
 def _bytes(rows: Tensor) -> Tensor:
     check_rows(rows)
-    return rows.view(-1).view(torch.uint8)
+    dense = rows.as_strided((rows.numel(),), (1,))  # a lone element counts as contiguous, whatever its stride
+    return dense.view(torch.uint8)

@@ -102,6 +102,14 @@ def test_parts_are_gathered_as_they_are(groups: list[Group], dtype: torch.dtype,
         assert torch.equal(found, torch.stack(parts))
 
 
+def test_a_lone_element_of_a_column_is_gathered(groups: list[Group]) -> None:
+    """torch calls it contiguous, and leaves it the column's stride."""
+    parts = [torch.arange(12.0).view(3, 4)[1:2, rank] for rank in range(len(groups))]
+    assert parts[0].is_contiguous() and parts[0].stride() == (4,)
+    for found in on_all(groups, lambda group: group.all_gather(parts[group.rank])):
+        assert torch.equal(found, torch.stack(parts))
+
+
 def test_messages_arrive_in_order_and_may_wait(groups: list[Group]) -> None:
     """Of a size that fills what may be under way, between all pairs at once."""
     sizes = [1, 70_000, 3, *[10] * (UNDER_WAY - 3)]

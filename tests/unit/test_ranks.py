@@ -123,11 +123,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-@EACH_CUT
-def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("cut", "transport"), [*((cut, "auto") for cut in CUTS.values()), (CUTS["tensor"], "gloo")], ids=str
+)
+def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int, int], transport: Any) -> None:
     """In one step, behind a cached prefix, a fork and a roll-back."""
     found = []
-    with closing(World(settings_of(checkpoint, cut, kv_blocks=200))) as world:
+    with closing(World(settings_of(checkpoint, cut, rank_transport=transport, kv_blocks=200))) as world:
         for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=200)), world.runner):
             with torch.inference_mode():
                 runner.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [])
