@@ -25,6 +25,7 @@ DEMO: Final = ("demo", "demo-draft")
 DEMO_PACKAGE: Final = "ferrum_rpc_demo"
 BUILT_IN: Final = (*DEMO, IDENTITY)
 CONFIG: Final = "config.json"
+ADAPTER: Final = "adapter_config.json"
 GGUF: Final = ".gguf"
 
 log = structlog.get_logger("ferrum_rpc.serve")
@@ -46,8 +47,11 @@ def model_folder(model: str) -> str:
     try:
         names = os.listdir(path)
     except OSError as error:
-        meant = hint(model, BUILT_IN)
+        meant = "; name its folder" if os.path.isfile(path) else hint(model, BUILT_IN)
         raise InvalidRequest(f"model folder {path}: {error.strerror or error}{meant}", field="model") from None
+    if ADAPTER in names and CONFIG not in names:
+        message = f"{path} has an adapter and no model: name the model's folder, and this one's parent by --adapter-dir"
+        raise InvalidRequest(message, field="model")
     if CONFIG not in names and not any(name.lower().endswith(GGUF) for name in names):
         raise InvalidRequest(f"model folder {path} has neither {CONFIG} nor a GGUF file", field="model")
     return path

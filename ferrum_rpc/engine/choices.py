@@ -41,6 +41,7 @@ IDENTITY: Final = "identity"
 BACKEND_NATIVE: Final = "native"
 HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
+NO_MORE: Final = "the model has no more: max_position_embeddings of its configuration says so"
 QUANTIZE_INT8: Final = "int8"
 
 
@@ -153,7 +154,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
         _check_adapters(config.adapter_dir, model, config.ranks)
     max_context = most if config.max_context is None else min(most, config.max_context)
     if config.max_context is not None:
-        reason = "requested" if config.max_context <= most else f"{config.max_context} requested, the model has no more"
+        reason = "requested" if config.max_context <= most else f"{config.max_context} requested, {NO_MORE}"
         choices.append((f"max_context={max_context}", reason))
     factory: Factory
     if elsewhere:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from ferrum_rpc.errors import NotSupported, Reason
+from ferrum_rpc.errors import NotSupported, Reason, listed
 from ferrum_rpc.models.fields import Fields
 
 
@@ -81,12 +81,21 @@ ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
 
 
 def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise UnknownKey for the first key that was not read and is in neither list."""
-    for key, value in fields.unread().items():
-        if key in irrelevant or any(value == each and type(value) is type(each) for each in neutral.get(key, ())):
-            continue
-        name, shown = fields.name(key[:80]), repr(value)[:80]
-        why = "is not supported" if key in neutral else "is not known here, and might change what the model computes"
-        raise UnknownKey(
-            f"{name}: {shown} {why}; remove it from the configuration if the model does without", field=name
-        )
+    """Raise UnknownKey for the first key that was not read and is in neither list; it names the others too."""
+    unknown = {
+        key: value
+        for key, value in fields.unread().items()
+        if key not in irrelevant
+        and not any(value == each and type(value) is type(each) for each in neutral.get(key, ()))
+    }
+    if not unknown:
+        return
+    key, *others = unknown
+    name, shown = fields.name(key[:80]), repr(unknown[key])[:80]
+    why = "is not supported" if key in neutral else "is not known here, and might change what the model computes"
+    same = f", and {listed('more', [fields.name(each[:80]) for each in others])}" if others else ""
+    raise UnknownKey(
+        f"{name}: {shown} {why}{same}; remove what the model does without from the configuration, or have "
+        "transformers run the model: --model-backend hf",
+        field=name,
+    )

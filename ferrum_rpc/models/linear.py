@@ -146,6 +146,8 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
     """The factory of 8-bit weights. Raises InvalidRequest where they cannot be used, saying why."""
 
     def rounded() -> LinearFactory:
+        if device.type == "cpu" and dtype != torch.bfloat16:
+            raise Unsuited("it computes in bfloat16: add --dtype bfloat16")
         cpu.require(device, dtype, torch.bfloat16)
         _agreeing(ByteFactory(), torch.bfloat16, 0.02)
         return ByteFactory()

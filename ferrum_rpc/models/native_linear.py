@@ -170,7 +170,9 @@ class ByteFactory:
         """Of panels and of scales."""
         if k % GROUP:
             raise InvalidRequest(
-                f"8-bit weights come in blocks of {GROUP}, and this model has rows of {k}", field="quantize"
+                f"8-bit weights come in blocks of {GROUP}, and this model, or a rank's part of it, has rows of {k}; "
+                "serve it without --quantize int8",
+                field="quantize",
             )
         panels = -(-n // COLUMNS)
         return ((panels, k // 4, COLUMNS, 4), torch.uint8), ((panels, k // GROUP, COLUMNS), torch.float32)

@@ -124,6 +124,7 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
     if not isinstance(section, dict):
         raise InvalidRequest(f"{SECTION} is missing; it must be an object", field=SECTION)
     told = {key: value for key in SHARED if (value := config.value(key)) is not None}
+    said = config.value("vocab_size")  # of both: the first LLaVAs say it twice
     refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL)
     kind = Fields(section, SECTION).text("model_type", known.texts[0])
     if kind not in known.texts:
@@ -136,6 +137,8 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
     fields = Fields(
         {key: value for key, value in {**section, **absent, **told}.items() if key != "model_type"}, SECTION
     )
+    if said is not None and said != fields.value("vocab_size"):
+        raise InvalidRequest(f"vocab_size is not that of {SECTION}", field="vocab_size")
     if [*fields.texts("architectures")] not in ([], [text.name]):
         where = f"{SECTION}.architectures"
         raise InvalidRequest(f"{where} does not name {text.name}, which {kind} is", field=where)

@@ -16,6 +16,7 @@ from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.choices import NO_MORE
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
@@ -161,7 +162,7 @@ def test_a_size_that_is_lowered_says_what_it_became():
     identity = {"identity_layers": 2, "identity_kv_heads": 4, "identity_head_dim": 8, "identity_max_context": 64}
     runner, told = choices(**identity, max_context=1000, kv_memory=64 << 20, max_sequences=2)
     assert runner.info.max_context == 64
-    assert told["max_context=64"] == "1000 requested, the model has no more"
+    assert told["max_context=64"] == f"1000 requested, {NO_MORE}"
     assert told["kv_blocks=32 (64 KiB)"] == "64 MiB requested; 2 sequences of 64 tokens need no more"
 
 

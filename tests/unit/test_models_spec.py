@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.config_keys import UnknownKey
 from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import FAMILIES as TEST_FAMILIES
@@ -483,3 +484,26 @@ def test_errors_do_not_repeat_a_megabyte():
         with pytest.raises(ExecutorError) as caught:
             ModelSpec.from_config(LLAMA | fields)
         assert len(caught.value.message) < 600
+
+
+def test_every_key_that_is_not_known_is_named_at_once() -> None:
+    config = make_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"], "one": 1, "other": True}
+    with pytest.raises(UnknownKey, match=r"one: 1 is not known.*1 more \(other\).*--model-backend hf") as refusal:
+        ModelSpec.from_config(config)
+    assert refusal.value.field == "one"
+
+
+@pytest.mark.parametrize(("size", "right"), [(32000, True), (32001, False)])
+def test_a_size_of_the_vocabulary_beside_the_text_part_is_that_of_the_text_part(size: int, right: bool) -> None:
+    """The first LLaVAs say it twice."""
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": {"model_type": "llama"},
+        "vocab_size": size,
+    }
+    if right:
+        assert ModelSpec.from_config(config).vocab_size == size
+    else:
+        with pytest.raises(InvalidRequest, match="not that of text_config"):
+            ModelSpec.from_config(config)
