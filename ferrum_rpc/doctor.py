@@ -63,6 +63,8 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         return status
     lines = [("model", plan.architecture), ("folder", config.path)]
     lines += [(choice, reason) for choice, reason in parts.choices]
+    if plan.ranks > 1:
+        lines.append(("ranks", f"{plan.ranks}; what follows is of the first of them alone"))
     lines += [
         ("weights", gib(plan.weights_bytes)),
         ("largest step", f"{gib(plan.activations_bytes)} for {plan.step_tokens:,} tokens"),

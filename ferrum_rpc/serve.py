@@ -42,6 +42,9 @@ SECOND_SIGNAL_S = 0.2
 def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 after a graceful stop, 1 if it could not serve."""
     configure_logging(settings.log_format, settings.log_level)
+    if settings.model.ranks == 1 and os.environ.get("WORLD_SIZE", "1") not in {"0", "1"}:
+        action = "to share the model among them, give --tensor-parallel or --pipeline-parallel; else start one process"
+        log.warning("world_ignored", world_size=os.environ["WORLD_SIZE"], action=action)
     loop = choose_loop(settings.event_loop)
     log.info("chosen", choice=f"event loop {loop.name}", reason=loop.reason)
     log.info("chosen", choice="allocator", reason=keep_freed_memory())

@@ -72,6 +72,7 @@ def compare(config: ModelSettings) -> Parity:
     count = min(TOKENS, runner.info.max_context)
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
     ours, context = _served(runner, tokens), runner.info.max_context
+    runner.close()
     del runner
     gc.collect()
     exact = _reference(config.path, tokens, torch.float32, context)

@@ -147,7 +147,7 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
 
     def rounded() -> LinearFactory:
         if device.type == "cpu" and dtype != torch.bfloat16:
-            raise Unsuited("it computes in bfloat16: add --dtype bfloat16")
+            raise Unsuited(f"it computes in bfloat16, not {str(dtype).removeprefix('torch.')}: add --dtype bfloat16")
         cpu.require(device, dtype, torch.bfloat16)
         _agreeing(ByteFactory(), torch.bfloat16, 0.02)
         return ByteFactory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
 from ferrum_rpc.serve import _action, _banner
 from tests.checkpoints import make_checkpoint
+
+SERVER: Any = SimpleNamespace(target="here", state=SimpleNamespace(handles=SimpleNamespace(instance_id="1")))
 
 
 def logits(runner, tokens):
@@ -185,7 +188,7 @@ def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):
         ("no/such/model", "model folder {here}/no/such/model: No such file or directory"),
         ("demmo", "model folder {here}/demmo: No such file or directory (did you mean 'demo'?)"),
         ("empty", "model folder {here}/empty has neither config.json nor a GGUF file"),
-        ("file", "model folder {here}/file: Not a directory"),
+        ("file", "model folder {here}/file: Not a directory; name its folder"),
     ],
 )
 def test_a_path_without_a_model_is_told_whole(tmp_path, monkeypatch, model, says):
@@ -218,7 +221,7 @@ def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, 
     runner, told = choices()
     assert "not installed: install ferrum-rpc-kernels where a C compiler is" in told[NO_KERNELS]
     with capture_logs() as logs:
-        _banner(SimpleNamespace(target="here"), runner)
+        _banner(SERVER, runner)
     [warning] = [each for each in logs if each["log_level"] == "warning"]
     assert (warning["event"], warning["choice"]) == ("chosen", NO_KERNELS)
 
@@ -231,7 +234,7 @@ def test_a_start_with_kernels_warns_of_nothing():
     runner, told = choices()
     assert NO_KERNELS not in told
     with capture_logs() as logs:
-        _banner(SimpleNamespace(target="here"), runner)
+        _banner(SERVER, runner)
     assert {each["log_level"] for each in logs} == {"info"}
 
 

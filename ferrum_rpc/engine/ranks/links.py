@@ -63,21 +63,46 @@ class World(NamedTuple):
         """None: nobody does. Raises InvalidRequest where the variables mean nothing."""
         if "WORLD_SIZE" not in environment or "RANK" not in environment:
             return None
-        try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        except (KeyError, ValueError) as error:
-            raise InvalidRequest(
-                f"RANK and WORLD_SIZE are set, and MASTER_ADDR and MASTER_PORT must be too, as numbers: {error}",
-                field="tensor_parallel",
-            ) from None
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+            if not environment.get(name, "").isdecimal():
+                shown = repr(environment[name][:40]) if name in environment else "missing"
+                raise InvalidRequest(f"{name} is {shown}, and must be a number", field="tensor_parallel")
+            numbers[name] = int(environment[name])
+        if not (address := environment.get("MASTER_ADDR", "")):
+            raise InvalidRequest("MASTER_ADDR is missing: where rank 0 is", field="tensor_parallel")
+        rank, size, port = numbers.values()
+        if rank >= size:
+            raise InvalidRequest(f"RANK is {rank}, and must be below WORLD_SIZE, {size}", field="tensor_parallel")
         return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
     def store(self) -> Store:
         """Where its ranks find each other."""
         is_master = self.rank == 0 and not self.store_is_there
         waits = timedelta(seconds=JOIN_S)
-        return TCPStore(self.address, self.port, self.size, is_master, waits, wait_for_workers=False)
+        if not is_master:
+            self._wait()
+        try:
+            return TCPStore(self.address, self.port, self.size, is_master, waits, wait_for_workers=False)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise InvalidRequest(f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}: {why}", field="rank") from None
+
+    def _wait(self) -> None:
+        """Until rank 0 listens. Raises InvalidRequest where it does not."""
+        until = time.monotonic() + JOIN_S
+        while True:
+            try:
+                socket.create_connection((self.address, self.port), timeout=LOOK_S).close()
+            except OSError as error:
+                if time.monotonic() > until:
+                    message = (
+                        f"nothing listens at {self.address}:{self.port} after {JOIN_S:.0f} s ({error}): start rank 0"
+                    )
+                    raise InvalidRequest(message, field="rank") from None
+                time.sleep(LOOK_S)
+            else:
+                return
 
     def check_trust(self, trusted: bool) -> None:
         """Raise InvalidRequest where ranks would talk to other machines without leave."""
@@ -110,6 +135,7 @@ class Listener:
         come."""
         members, until = dict[int, Member](), time.monotonic() + JOIN_S
         self.socket.settimeout(LOOK_S)
+        log.info("waiting_for_ranks", ranks=count + 1, seconds=JOIN_S)
         while len(members) < count:
             try:
                 accepted, address = self.socket.accept()
@@ -118,12 +144,20 @@ class Listener:
                     if process.poll() is not None:
                         raise _missing(f"rank {number} ended with status {process.returncode}") from None
                 if time.monotonic() > until:
-                    missing = sorted(set(range(1, count + 1)) - set(members))
-                    raise _missing(f"after {JOIN_S:.0f} s there is no rank {', '.join(map(str, missing))}") from None
+                    missing = ", ".join(map(str, sorted(set(range(1, count + 1)) - set(members))))
+                    raise _missing(
+                        f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
+                        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                    ) from None
                 continue
             with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
                 line = _line(accepted, self.key, asked=True)
                 _, number, host, pid, machine = line.receive()
+                if number in members or not 1 <= number <= count:
+                    action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
+                    log.warning("rank_refused", rank=number, host=host, pid=pid, action=action)
+                    line.close()
+                    continue
                 reached = address[0] if isinstance(address, tuple) else ""
                 members[number] = Member(number, line, host, pid, machine, reached)
                 log.info("rank_joined", rank=number, host=host, pid=pid, ranks=count + 1)
@@ -190,7 +224,9 @@ def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     except BaseException:
         _end(processes, folder, 0)
         raise
-    return set_up(settings, members, "", FileStore(store), partial(_end, processes, folder))
+    found = set_up(settings, members, "", FileStore(store), partial(_end, processes, folder))
+    found[0].meeting_place = str(folder)
+    return found
 
 
 def _end(processes: Mapping[int, subprocess.Popen[bytes]], folder: Path, patience_s: float) -> None:
