@@ -11,7 +11,6 @@ from typing import ClassVar, Final, TypeVar
 from ferrum_rpc.client.answer import Answer, joined
 from ferrum_rpc.client.arguments import GREEDY
 from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.pieces import Piece, Pieces
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
@@ -45,15 +44,15 @@ class Recovering:
     _rebuilds_of_a_call: ClassVar = 1
 
     def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
-        self._connection = connection
+        self._be_at(connection)
         self._state = state
         self._rebuilds = rebuild
         self._lost: Lost | None = None
         self._left = False  # a call whose fate is unknown may still hold it
 
-    @property
-    def _context(self) -> Context:
-        return self._connection.context
+    def _be_at(self, connection: Connection) -> None:
+        """Its calls go there from now on."""
+        self._connection, self._context = connection, connection.context
 
     async def _recover(
         self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None

@@ -47,9 +47,9 @@ def messages(client: ExecutorClient) -> list[Any]:
     context: Any = client._context
     call = context.call
 
-    async def noted(method: Any, request: Any, deadline: Any) -> Any:
+    async def noted(method: Any, request: Any, deadline: Any, *rest: Any) -> Any:
         sent.append(request)
-        return await call(method, request, deadline)
+        return await call(method, request, deadline, *rest)
 
     context.call = noted
     return sent

@@ -11,6 +11,7 @@ import torch
 
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import Loras, TorchAdapted, TorchLoras
 from tests.adapters import make_adapter, merge
 from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst
@@ -117,7 +118,7 @@ def taking(decoder: Any, how: str) -> Loras:
     """The decoder's adapters, by torch where that is asked for."""
     _, loras = decoder.take_adapters()
     if how == "torch":
-        decoder._loras = loras = TorchLoras(decoder._layout, decoder.spec.layers, decoder.dtype, decoder.device)
+        decoder._loras = loras = TorchLoras(layout(decoder.spec), decoder.spec.layers, decoder.dtype, decoder.device)
     elif loras.name != "native":
         pytest.skip("no kernel of ours runs here")
     return loras

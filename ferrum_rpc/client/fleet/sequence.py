@@ -125,7 +125,8 @@ class FleetSequence(Sequence):
         return None if create.adapter or create.cache_mode == CACHE_MODE_BYPASS else create.cache_salt
 
     def _go(self, member: Member) -> None:
-        self._member, self._connection = member, member.connection
+        self._member = member
+        self._be_at(member.connection)
 
     def _restart(self, tokens: list[int]) -> None:
         """The owner has it no more, or is to have it no longer."""
