@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -26,7 +27,15 @@ from tests.faults.waiting import until
 
 CALLERS: Final = 4
 ENDS_S: Final = 5.0
-TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
+TORCHRUN: Final = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--no-python",
+    "--master-port",
+)
 KINDS: Final = tuple(product((signal.SIGKILL, signal.SIGSTOP), (True, False), ("shared-memory", "gloo"), ((),)))
 WAYS: Final = (KINDS[0], (signal.SIGKILL, True, "shared-memory", TORCHRUN), *reversed(KINDS[1:]))
 """How it ends, whether there are callers, the transport, and who starts ranks."""
@@ -41,6 +50,8 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
         make_checkpoint(folder, "qwen3")
         for number in range(size.rank_deaths):
             how, busy, transport, prefix = WAYS[number % len(WAYS)]
+            if prefix:
+                prefix += (str(_free_port()),)
             flags = ("--tensor-parallel", "2", "--rank-transport", transport, "--dtype", "float32")
             async with (
                 serving(*flags, model=folder, kv_blocks=256, prefix=prefix) as server,
@@ -95,6 +106,11 @@ async def _decode(client: ExecutorClient, begun: asyncio.Semaphore) -> int:
                 await sequence.truncate(3)
     except ExecutorError:
         return answered + 1
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _lives(pid: int) -> bool:
