@@ -163,7 +163,10 @@ class Context:
     # --- what is known of the executor ---------------------------------------------------------------------------
 
     def note_pressure(self, pressure: types_pb2.KvPressure) -> Pressure:
-        """Keep the pressure of an answer. Items that shared a frame share its message."""
+        """Keep the pressure of an answer. Items that shared a frame share its message. An executor that still loads, as
+        one that was restarted, has no cache to tell of yet: what was known stays."""
+        if not pressure.block_size and self.pressure is not None:
+            return pressure_from_proto(pressure)
         if self.pressure is None or pressure is not self._pressure:
             self._pressure, self.pressure = pressure, pressure_from_proto(pressure)
         return self.pressure

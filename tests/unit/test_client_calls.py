@@ -26,7 +26,7 @@ from ferrum_rpc.errors import (
     Reason,
     TransportError,
 )
-from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_executor_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_executor_pb2, types_pb2
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 FOREVER = Deadline(None)
@@ -299,3 +299,11 @@ def test_the_default_channel_notices_a_dead_peer_and_takes_any_answer() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert int(options["grpc.http2.ping_timeout_ms"]) > 0
     assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == -1
+
+
+async def test_the_pressure_of_an_executor_that_still_loads_is_not_kept() -> None:
+    """It has no cache yet, and no size of a block: what is planned by that would be divided by zero."""
+    known = client()
+    full = known.note_pressure(types_pb2.KvPressure(free_blocks=3, total_blocks=9, block_size=16))
+    assert known.note_pressure(types_pb2.KvPressure()).total_blocks == 0
+    assert known.pressure == full
