@@ -116,6 +116,6 @@ def test_every_event_of_the_log_is_explained() -> None:
 
 
 def test_what_is_not_there_is_found() -> None:
-    text = "`service/no_such.py`, `core.py`, `NoSuchName.here`, `Span`, `make stubs`, `tests/unit/no/`"
+    text = "`service/no_such.py`, `errors.py`, `NoSuchName.here`, `Span`, `make stubs`, `tests/unit/no/`"
     assert missing_paths(text) == ["service/no_such.py", "tests/unit/no/"]
     assert missing_names(text) == ["NoSuchName.here"]

@@ -1,0 +1,160 @@
+"""What is told of an executor: its model, device and limits, and how full it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (tokens that a query sees,
+    itself included; None is all), logit soft cap (None is none), and whether every head has a sink: a logit that the
+    softmax counts like a score, without a value to it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known
+    once there is a cache. ``folder``: where it lies on the executor's machine; empty: it is built in. ``fingerprint``:
+    32 bytes; models with the same one compute the same K and V."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    weight_dtype: str
+    kv_dtype: str
+    kv_bytes_per_token: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    folder: str = ""
+    fingerprint: bytes = b""
+
+
+NO_KERNELS: Final = "kernels=none"
+"""The choice of a CPU's engine whose C library is missing or cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why).
+    ``exact_span_tokens``: spans up to so many tokens give the very bits of single decodes, whatever the neighbours; 0:
+    nothing is promised."""
+
+    kind: str
+    name: str
+    memory_bytes: int
+    threads: int
+    attention_backend: str
+    choices: tuple[tuple[str, str], ...] = ()
+    exact_span_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
+    ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
+    in its place. ``max_adapters`` 0: none are offered; that and what is of parking is not told by GetInfo.
+    ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
+
+    max_batch_items: int
+    max_batch_tokens: int
+    max_top_tokens: int
+    max_selected_tokens: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_sequences: int
+    max_queued_items: int
+    max_queued_tokens: int
+    replay_bytes: int
+    max_steps_in_flight: int = 8
+    session_inline_bytes: int = 1 << 20
+    max_session_response_bytes: int = 256 << 20
+    max_unread_bytes: int = 512 << 20
+    lease_ttl_s: float = 30.0
+    min_lease_ttl_s: float = 1.0
+    max_lease_ttl_s: float = 3600.0
+    idle_ttl_s: float = 600.0
+    max_leases: int = 1024
+    max_sessions: int = 4096
+    max_token_masks: int = 2048
+    caller_share: float = 0.5
+    max_draft_tokens: int = 64
+    max_draft_candidates: int = 64
+    max_sequences_per_caller: int = 0
+    max_blocks_per_caller: int = 0
+    max_run_tokens: int = 32
+    max_running: int = 64
+    max_followers: int = 1
+    max_transfers: int = 4
+    max_adapters: int = 0
+    kv_park_bytes: int = 8 << 30
+    kv_park_idle_s: float = 0.0
+    exact_span_tokens: int = 0
+
+    @property
+    def max_selected_tokens_of_a_call(self) -> int:
+        """Ids of all `SelectedTokens` and `RowLogprobs` of a call together; each takes the event loop 30 ns."""
+        return 16 * self.max_selected_tokens
+
+
+class CacheState(NamedTuple):
+    """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
+    ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all; ``tier_bytes`` of them are in
+    the second tier."""
+
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    sequences: int
+    cached_blocks: int = 0
+    blocks_evicted: int = 0
+    evicted_s: float = 0.0
+    tier_bytes: int = 0
+
+
+class BlockChange(NamedTuple):
+    """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
+    its chain), as computed with ``adapter``; or, without a parent, its hash is there no more, or in the second tier
+    alone (``parked``). An empty hash: none is."""
+
+    hash: bytes
+    parent: bytes | None
+    parked: bool = False
+    adapter: str = ""
+
+
+class AdapterFacts(NamedTuple):
+    """An adapter as its files say: its largest rank, what it takes of the device's memory, and in how many pieces it is
+    read."""
+
+    rank: int
+    nbytes: int
+    pieces: int
+
+
+class Pressure(NamedTuple):
+    """The wire's KvPressure: the block pool, the queue in front of it, and the runs under way."""
+
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+    queued_items: int
+    queued_tokens: int
+    sequences: int
+    running_items: int = 0

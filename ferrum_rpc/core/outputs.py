@@ -1,0 +1,252 @@
+"""What a caller wants to see of a span: which of its positions, and what of each row."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.errors import InvalidRequest
+
+
+class Positions(enum.Enum):
+    """Which positions of a span yield a row."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+class RowDType(enum.Enum):
+    """Element type of a raw row on the host and on the wire (little endian)."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is RowDType.F32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities beside a row's token, of the row as the model gave it (f32): of its ``top_k`` best tokens, in
+    the order of `TopTokens`, and of ``token_ids``, in their order."""
+
+    top_k: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
+    ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`, and on the executor's side such an
+    output is a `Sample` at temperature 0."""
+
+    logprob: bool = False
+    logprobs: RowLogprobs | None = None
+    mask: bytes = b""
+    row_masks: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A token drawn on the device (`sampling.draw`): ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 keep all tokens; ``bias``: (token, what is added to its logit). ``seed``: 64 bits; None: any. The draw
+    is a function of the row, the seed and the row's position. With ``logprob`` also the token's log-probability in the
+    row as the model gave it (f32), with ``logprobs`` those of other tokens.
+
+    ``repetition_penalty`` divides positive and multiplies negative logits of tokens that the sequence holds (1: none);
+    ``presence_penalty`` is subtracted once, ``frequency_penalty`` for each occurrence, of those from the position
+    ``penalty_from`` on (0: none).
+
+    ``mask``: the id of a registered mask of the tokens that may be drawn. ``row_masks``: one for each row in its place,
+    in the order of their positions; empty: none for that row."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    logprob: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_from: int = 0
+    logprobs: RowLogprobs | None = None
+    mask: bytes = b""
+    row_masks: tuple[bytes, ...] = ()
+
+    @property
+    def masks(self) -> tuple[bytes, ...]:
+        """The masks that it names; those of rows without one are empty."""
+        return (self.mask,) if self.mask else self.row_masks
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the sequence's tokens matter."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The ``k`` largest logits with their ids, by falling logit and rising id, and the row's logsumexp."""
+
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTokens:
+    """The logits of the given ids, in the given order, and the row's logsumexp."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FullLogits:
+    """The whole row of V logits."""
+
+    dtype: RowDType = RowDType.F32
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What the output head reads: the row after the final norm."""
+
+    dtype: RowDType = RowDType.F32
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """Scores of a span's own tokens: the row of token i has token i + 1 and its log-probability (f32), that of the last
+    one ``following_token``; None: it has no row, nor has a token that stands before ``first_position`` of the sequence.
+    ``logprobs``: those of other tokens. Its positions are `Positions.ALL`."""
+
+    first_position: int = 0
+    following_token: int | None = None
+    logprobs: RowLogprobs | None = None
+
+    def row_count(self, tokens: int, start: int) -> int:
+        """As `OutputSpec.row_count`."""
+        return max(0, tokens - (self.following_token is None) - max(0, self.first_position - start))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Accept:
+    """Of [last, d0 … dN-1] the longest prefix of the draft that holds, and the token after it; the cache keeps ``last``
+    and what was accepted. ``sampling``: how the tokens are chosen; None: greedily. They have the distribution that it
+    gives them alone, however bad the draft is, if what is said of the draft is true: that each of its tokens was drawn
+    from k candidates by their probabilities, or, where k is 0, that it is a guess.
+
+    Made of ``draft_token_ids`` uint32 [N, k] and ``draft_probabilities`` float32 [N, k], array-likes both; kept as
+    bytes, so that outputs can be compared and hashed. Raises `InvalidRequest` for arrays that do not agree."""
+
+    sampling: Sample | None
+    candidates: int
+    token_ids: bytes
+    probabilities: bytes
+
+    def __init__(
+        self,
+        sampling: Sample | None = None,
+        draft_token_ids: npt.ArrayLike | None = None,
+        draft_probabilities: npt.ArrayLike | None = None,
+    ) -> None:
+        ids, probabilities = np.zeros((0, 0), np.uint32), np.zeros((0, 0), np.float32)
+        if draft_token_ids is not None:
+            ids = _matrix(draft_token_ids, np.dtype(np.uint32), "draft_token_ids")
+        if draft_probabilities is not None:
+            probabilities = _matrix(draft_probabilities, np.dtype(np.float32), "draft_probabilities")
+        if ids.shape != probabilities.shape:
+            raise InvalidRequest(
+                f"draft_token_ids {[*ids.shape]} and draft_probabilities {[*probabilities.shape]} are not of one shape",
+                field="output.accept.draft_probabilities",
+            )
+        put = object.__setattr__  # it is frozen
+        put(self, "sampling", sampling)
+        put(self, "candidates", ids.shape[1] if ids.size else 0)
+        put(self, "token_ids", ids.tobytes())
+        put(self, "probabilities", probabilities.tobytes())
+
+    @property
+    def draft_token_ids(self) -> npt.NDArray[np.uint32]:
+        """The candidates, uint32 [N, k], where there are any."""
+        return np.frombuffer(self.token_ids, np.uint32).reshape(-1, self.candidates)
+
+    @property
+    def draft_probabilities(self) -> npt.NDArray[np.float32]:
+        """Their probabilities, float32 [N, k], where there are any."""
+        return np.frombuffer(self.probabilities, np.float32).reshape(-1, self.candidates)
+
+    @property
+    def choice(self) -> Greedy | Sample:
+        """How the token of each row is chosen."""
+        return _GREEDY if self.sampling is None else self.sampling
+
+
+def _matrix(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """Numbers [N, k] as ``dtype`` that holds them. Raises `InvalidRequest`."""
+    try:
+        given = np.asarray(values)
+    except ValueError:
+        given = np.zeros(0)
+    if given.ndim != 2 or not given.size or given.dtype.kind not in ("iu" if dtype.kind == "u" else "iuf"):
+        message = f"{name}: {'integers' if dtype.kind == 'u' else 'numbers'} [N, k] are wanted, not {[*given.shape]}"
+        raise InvalidRequest(message, field=f"output.accept.{name}")
+    if dtype.kind == "u" and not 0 <= given.min() <= given.max() < 1 << 32:
+        raise InvalidRequest(f"{name}: a token id is not of 32 bits", field=f"output.accept.{name}")
+    return given.astype(dtype, copy=False)
+
+
+_GREEDY: Final = Greedy()
+
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates | NextToken | Accept
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What a span returns: which of its positions, and what of each. ``words``: those of a mask that is not registered
+    and came with the item. The service floor registers it and hands on the rest: they are no part of what is asked."""
+
+    positions: Positions = Positions.LAST
+    kind: OutputKind = field(default_factory=Greedy)
+    words: bytes = field(default=b"", compare=False, repr=False)
+
+    def row_count(self, tokens: int, start: int) -> int:
+        """Rows that a span of ``tokens`` tokens from position ``start`` of its sequence on yields."""
+        if self.positions is Positions.ALL:
+            return self.kind.row_count(tokens, start) if isinstance(self.kind, NextToken) else tokens
+        return 1 if self.positions is Positions.LAST else 0
+
+    @property
+    def masked(self) -> Sample | None:
+        """How its tokens are drawn, where masks are named."""
+        sample = self.kind.sampling if isinstance(self.kind, Accept) else self.kind
+        return sample if isinstance(sample, Sample) and (sample.mask or sample.row_masks) else None
+
+    def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
+        """Bytes of one row on the wire."""
+        kind = self.kind
+        match kind.choice if isinstance(kind, Accept) else kind:
+            case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
+                return (8 if logprob else 4) + _bytes_beside(beside)
+            case NextToken(logprobs=beside):
+                return 8 + _bytes_beside(beside)
+            case TopTokens(k):
+                return 8 * k + 4
+            case SelectedTokens(token_ids):
+                return 4 * len(token_ids) + 4
+            case FullLogits(dtype):
+                return dtype.itemsize * vocab_size
+            case HiddenStates(dtype):
+                return dtype.itemsize * hidden_size
+
+
+def _bytes_beside(logprobs: RowLogprobs | None) -> int:
+    return 0 if logprobs is None else 8 * logprobs.top_k + 4 * len(logprobs.token_ids)
