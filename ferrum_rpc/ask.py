@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ferrum_rpc.client import ExecutorClient, ExecutorState, Health, read_token, tls
+from ferrum_rpc.client import LIVENESS, ExecutorClient, ExecutorState, Health, read_token, tls
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import Draining, InvalidRequest, TransportError
 
@@ -39,9 +39,10 @@ async def status(arguments: argparse.Namespace) -> int:
 
 
 async def health(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks."""
+    """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks; with ``live`` the same of
+    process and device, whether or not it takes new sequences."""
     async with connect(arguments) as client:
-        state = await client.health()
+        state = await client.health(LIVENESS if arguments.live else "")
     print(state.name)
     return 0 if state is Health.SERVING else 1
 

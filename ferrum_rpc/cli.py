@@ -92,6 +92,9 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         named[name] = command
     for name in ("plan", "doctor", "info", "status", "sequences", "adapters", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
+    named["health"].add_argument(
+        "--live", action="store_true", help="if its process and device are well, also while it loads or drains"
+    )
     named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
     named["drain"].add_argument(
         "--wait", type=float, metavar="SECONDS", help="until it has ended; exit status 1 where it has not by then"

@@ -78,8 +78,10 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
+from ferrum_rpc.wire.info import LIVENESS
 
 __all__ = [
+    "LIVENESS",
     "NEVER_RESEND",
     "SEQUENCE_GONE",
     "Accept",

@@ -176,7 +176,8 @@ class ExecutorClient:
         return status
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
-        """The standard health check of a service; of the whole server without a name."""
+        """The standard health check of a service; of the whole server without a name. `LIVENESS`: whether process and
+        device are well, also while the executor loads or drains."""
         context, message = self._context, HealthCheckRequest(service=service)
         response = await context.call(context.health.Check, message, context.deadline(timeout_s), NEVER_RESEND)
         return Health(response.status)

@@ -1,7 +1,8 @@
 """The standard health service, and the one place that decides its answers.
 
-Serving means: the life-cycle serves, and the engine makes progress (`engine.liveness`). What changes the life-cycle
-calls `update`; `look` asks the engine. No other place names a health status.
+Serving means: the life-cycle serves, and the engine makes progress (`engine.liveness`). `LIVENESS` is the name for who
+starts again what is broken: it serves whatever the life-cycle, but where the model has failed. What changes the
+life-cycle calls `update`; `look` asks the engine. No other place names a health status.
 
 The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
 takes the condition along on which the others wait, so they never get a change again, and one that does not read
@@ -20,6 +21,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrum_rpc.engine.api import Engine
+from ferrum_rpc.wire.info import LIVENESS
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -34,41 +36,51 @@ WHOLE_SERVER: Final = ""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
-    """``grpc.health.v1.Health`` of one server. ``serving()``: whether its life-cycle serves; call `update` when that
-    may have changed. Bound to the running event loop."""
+    """``grpc.health.v1.Health`` of one server. ``ready()``: whether it takes new sequences; ``live()``: whether it is
+    well, though it may load or drain. Call `update` when one of them may have changed. Bound to the running event loop.
+    """
 
-    def __init__(self, serving: Callable[[], bool], services: Iterable[str]) -> None:
-        self._life_cycle = serving
-        self._services = frozenset((WHOLE_SERVER, *services))
-        self._serving = False
+    def __init__(self, ready: Callable[[], bool], live: Callable[[], bool], services: Iterable[str]) -> None:
+        self._ready, self._live = ready, live
+        self._services = frozenset((WHOLE_SERVER, LIVENESS, *services))
         self._trouble: str | None = None
         self._closed = False
         self._changed = asyncio.Event()  # a new one after every change
+        self._known = self._now()
 
     @property
     def serving(self) -> bool:
-        """What a check is answered now."""
-        return self._serving
+        """What a check of the whole server is answered now."""
+        return self._known[0]
+
+    @property
+    def live(self) -> bool:
+        """What a check of `LIVENESS` is answered now."""
+        return self._known[1]
+
+    def _now(self) -> tuple[bool, bool]:
+        works = self._trouble is None and not self._closed
+        return works and self._ready(), works and self._live()
 
     def update(self) -> None:
         """Look again; wake the watchers if it changed."""
-        serving = self._life_cycle() and self._trouble is None and not self._closed
-        if serving != self._serving:
-            self._serving = serving
+        now = self._now()
+        if now != self._known:
+            self._known = now
             self._wake()
 
     def look(self, engine: Engine) -> None:
         """Ask the engine whether it makes progress; log when that changes the answer."""
-        before = self._serving
+        before = self.live
         self._trouble = engine.trouble(time.monotonic())
         self.update()
-        if before and not self._serving:
+        if before and not self.live:
             log.error(
                 "model_thread_hangs",
                 trouble=self._trouble,
                 action="restart the executor if it does not go on by itself; look at the device's own log",
             )
-        elif self._serving and not before:
+        elif self.live and not before:
             log.info("model_thread_goes_on")
 
     def close(self) -> None:
@@ -105,7 +117,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
     def _status(self, service: str) -> int:
         if service not in self._services:
             return int(Status.SERVICE_UNKNOWN)
-        return int(Status.SERVING if self._serving else Status.NOT_SERVING)
+        serving = self.live if service == LIVENESS else self.serving
+        return int(Status.SERVING if serving else Status.NOT_SERVING)
 
     def _wake(self) -> None:
         self._changed.set()

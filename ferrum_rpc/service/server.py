@@ -109,7 +109,7 @@ class ExecutorServer:
         self._max_streams = max_streams
         self._security = security
         self._liveness = liveness
-        self.health = HealthService(self._serves, SERVICES)
+        self.health = HealthService(self._is_ready, self._is_live, SERVICES)
         self.sessions: set[Session] = set()
         self.events = KvEvents(self.state)
         self.draining = Drain(self.state, self.health, self.sessions)
@@ -175,8 +175,11 @@ class ExecutorServer:
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
-    def _serves(self) -> bool:
-        return self.state.lifecycle is Lifecycle.SERVING and not self.state.supervisor.stuck
+    def _is_ready(self) -> bool:
+        return self.state.lifecycle is Lifecycle.SERVING and self._is_live()
+
+    def _is_live(self) -> bool:
+        return self.state.lifecycle is not Lifecycle.FAILED and not self.state.supervisor.stuck
 
     def _engine(self) -> Engine:
         about: Any = {

@@ -19,6 +19,10 @@ SCHEMA_REVISION = 5
 MINIMUM_CLIENT_REVISION = 1
 """GetInfo says it; clients that were built for an older one end there."""
 
+LIVENESS: Final = "liveness"
+"""The service name of the standard health check that serves while process and device are well, though the executor may
+load or drain. One that does not know it answers NOT_FOUND."""
+
 SCHEMA_SHA256 = "82f357d6272601477987c126ba792b7c5f0febda46d3bd3396c76c809375c33e"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 

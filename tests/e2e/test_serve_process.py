@@ -137,6 +137,19 @@ async def test_info_status_health_and_generate_ask_a_running_server() -> None:
     assert gone.returncode == 1 and "TRANSPORT" in gone.stderr and "Traceback" not in gone.stderr
 
 
+async def test_an_executor_that_drains_is_not_ready_and_lives() -> None:
+    async with serving() as process:
+        flags = ("--target", process.target)
+        async with dial(process.target) as client:
+            handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
+            assert (await ask("drain", "--grace-s", "60", *flags)).returncode == 0
+            ready, live = await asyncio.gather(ask("health", *flags), ask("health", "--live", *flags))
+            assert (ready.stdout, ready.returncode) == ("NOT_SERVING\n", 1)
+            assert (live.stdout, live.returncode) == ("SERVING\n", 0)
+            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+        assert await process.ended() == 0
+
+
 async def test_a_server_whose_log_nobody_reads_any_more_still_drains_and_exits_0() -> None:
     """A log line is no reason to stop: the reader of standard error is gone, and every line fails."""
     async with serving() as process:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.server import SERVICES
+from ferrum_rpc.wire.info import LIVENESS
 from tests.faults.figures import hold
 from tests.faults.health import NOT_SERVING, SERVING, Watcher, r19_health_tells_the_truth
 from tests.faults.process import dial, serving
@@ -44,7 +45,7 @@ async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> 
     failpoints = Failpoints(parse_failpoints("before_forward=hang@2"))
     async with serve_identity(failpoints=failpoints) as served:
         health: Any = health_pb2_grpc.HealthStub(served.channel)
-        streams = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", *SERVICES)]
+        streams = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", LIVENESS, *SERVICES)]
         assert {(await each.read()).status for each in streams} == {SERVING}
         handle = await prefill(served, [1, 2])
         call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([3], handle))))
@@ -58,7 +59,7 @@ async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> 
 @asynccontextmanager
 async def board_alone() -> AsyncIterator[tuple[HealthService, Any]]:
     """A board that nobody but the test tells anything, and a stub that asks it."""
-    board = HealthService(lambda: True, SERVICES)
+    board = HealthService(lambda: True, lambda: True, SERVICES)
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(board, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -21,6 +21,7 @@ from ferrum_rpc.executor.v1 import (
     types_pb2,
 )
 from ferrum_rpc.service.server import ExecutorServer
+from ferrum_rpc.wire.info import LIVENESS
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import full, item, pb, prefill, refused, top, until
 
@@ -294,6 +295,8 @@ async def test_starting_is_unavailable_and_health_says_not_serving() -> None:
         assert (
             await health.Check(health_pb2.HealthCheckRequest())
         ).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        living = await health.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert living.status == health_pb2.HealthCheckResponse.SERVING
         release.set()
         await server.ready()
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, info_pb2, session_pb2
+from ferrum_rpc.wire.info import LIVENESS
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
@@ -25,6 +26,44 @@ async def drain(served: Served, grace: float = 60) -> Any:
     duration = duration_pb2.Duration()
     duration.FromNanoseconds(round(grace * 1e9))
     return await served.control.Drain(executor_control_pb2.DrainRequest(grace=duration))
+
+
+async def health(served: Served) -> tuple[int, int]:
+    """Of the whole server, and of what whoever starts it again should ask."""
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    ready, live = [
+        (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status for service in ("", LIVENESS)
+    ]
+    return ready, live
+
+
+async def test_who_drains_is_not_ready_and_lives_until_its_device_is_lost() -> None:
+    lost = False
+
+    class Fatal(BaseException):
+        pass
+
+    def stage(name: str) -> None:
+        if lost and name == "forward":
+            raise Fatal
+
+    async with serve_identity(stage=stage) as served:
+        assert await health(served) == (SERVING, SERVING)
+        owned = await prefill(served, [1, 2, 3])
+        watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert (await watch.read()).status == SERVING
+        await drain(served)
+        assert await health(served) == (NOT_SERVING, SERVING)
+        lost = True
+        await refused(
+            served.executor.Decode(pb.DecodeRequest(item=item([4], owned))),
+            Reason.DEVICE_LOST,
+            grpc.StatusCode.INTERNAL,
+        )
+        async with asyncio.timeout(5):
+            assert (await watch.read()).status == NOT_SERVING
+        assert await health(served) == (NOT_SERVING, NOT_SERVING)
+        await served.executor.GetStatus(pb.GetStatusRequest())
 
 
 async def test_a_drain_refuses_what_is_new_and_serves_what_is_owned(served: Served) -> None:
