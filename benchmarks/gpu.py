@@ -38,7 +38,7 @@ from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.record import Contest, out_of, read_options
-from benchmarks.report import TARGETS
+from benchmarks.targets import TARGETS
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.logs import configure_logging

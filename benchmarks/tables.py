@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +33,19 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows))
 
 
+Column = str | Callable[[Mapping[str, Any]], str]
+"""What stands in a column: a format of the record's fields, or what is written of the record."""
+
+
+def tabulated(records: Iterable[Mapping[str, Any]], columns: Mapping[str, Column], left: Iterable[int] = (0,)) -> Table:
+    """A row for each record, of ``columns`` by their headings."""
+    rows = [
+        tuple(column.format_map(each) if isinstance(column, str) else column(each) for column in columns.values())
+        for each in records
+    ]
+    return Table(tuple(columns), rows, left)
+
+
 def show(table: Table, legend: str = "") -> None:
     """On the terminal, in columns. ``legend``: the name of its own."""
     lines = [table.columns, *table.rows]
@@ -52,6 +65,16 @@ def number(value: float) -> str:
 def spread(value: Mapping[str, float]) -> str:
     """``1.23 (1.20 to 1.31)``: median, 10th and 90th percentile."""
     return f"{number(value['median'])} ({number(value['p10'])} to {number(value['p90'])})"
+
+
+def numbered(field: str) -> Column:
+    """A field as a `number`."""
+    return lambda record: number(record[field])
+
+
+def bounded(form: str) -> Column:
+    """The target of a record in ``form``, where it has one."""
+    return lambda record: "" if record.get("target") is None else form.format_map(record)
 
 
 def low_to_high(ratio: Mapping[str, float] | None, digits: int = 2) -> str:
@@ -271,109 +294,86 @@ def _protocol(depths: Mapping[int, Mapping[str, Any]]) -> Row:
 
 def trips(points: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each way, batch and delay of `benchmarks.trips`."""
-    rows = [
-        (
-            each["way"],
-            f"{each['batch']}",
-            f"{each['delay_ms']:g} ms",
-            f"{each['tokens_per_s']:,.0f}",
-            f"{each['of_no_delay']:.2f}",
-            "" if each["target"] is None else f"≥ {each['target']:g}",
-        )
-        for each in points
-    ]
-    return Table(("way", "texts", "each way", "tokens/s", "of no delay", "target"), rows)
+    columns: dict[str, Column] = {
+        "way": "{way}",
+        "texts": "{batch}",
+        "each way": "{delay_ms:g} ms",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "of no delay": "{of_no_delay:.2f}",
+        "target": bounded("≥ {target:g}"),
+    }
+    return tabulated(points, columns)
 
 
 def speculation(points: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each way, batch and delay of `benchmarks.speculation`."""
-    rows = [
-        (
-            each["way"],
-            f"{each['batch']}",
-            f"{each['delay_ms']:g} ms",
-            f"{each['tokens_per_s']:,.0f}",
-            f"{each['of_single']:.2f}",
-            "" if each["target"] is None else f"≥ {each['target']:g}",
-            f"{each['per_trip']:.1f}",
-            "" if each["accepted"] is None else f"{each['accepted']:.0%}",
-        )
-        for each in points
-    ]
-    headings = ("way", "texts", "each way", "tokens/s", "of single steps", "target", "tokens a trip", "accepted")
-    return Table(headings, rows)
+    columns: dict[str, Column] = {
+        "way": "{way}",
+        "texts": "{batch}",
+        "each way": "{delay_ms:g} ms",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "of single steps": "{of_single:.2f}",
+        "target": bounded("≥ {target:g}"),
+        "tokens a trip": "{per_trip:.1f}",
+        "accepted": lambda each: "" if each["accepted"] is None else f"{each['accepted']:.0%}",
+    }
+    return tabulated(points, columns)
 
 
 def answers(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each model of `benchmarks.cache`."""
-    rows = [
-        (
-            each["model"],
-            f"{each['context']}",
-            f"{each['rows']}",
-            f"{each['kl_mean']:.2g}",
-            f"{each['kl_largest']:.2g}",
-            f"{each['same_tokens']:.1%}",
-        )
-        for each in found
-    ]
-    return Table(("model", "context", "rows", "KL, mean", "largest", "same tokens"), rows)
+    columns: dict[str, Column] = {
+        "model": "{model}",
+        "context": "{context}",
+        "rows": "{rows}",
+        "KL, mean": "{kl_mean:.2g}",
+        "largest": "{kl_largest:.2g}",
+        "same tokens": "{same_tokens:.1%}",
+    }
+    return tabulated(found, columns)
 
 
 def beside(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each load beside the decode steps of one sequence."""
-    rows = [
-        (
-            each["beside"],
-            number(each["p50_ms"]),
-            number(each["p99_ms"]),
-            f"{each['of_alone']:.2f}",
-            f"{each['of_single_steps']:.2f}",
-            "" if each["target"] is None else f"≤ {each['target']:g}",
-        )
-        for each in found
-    ]
-    return Table(("beside", "p50, ms", "p99, ms", "p99 in alone", "p99 in single steps", "target"), rows)
+    columns: dict[str, Column] = {
+        "beside": "{beside}",
+        "p50, ms": numbered("p50_ms"),
+        "p99, ms": numbered("p99_ms"),
+        "p99 in alone": "{of_alone:.2f}",
+        "p99 in single steps": "{of_single_steps:.2f}",
+        "target": bounded("≤ {target:g}"),
+    }
+    return tabulated(found, columns)
 
 
 def memory(points: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each part of each plan of `benchmarks.memory`."""
-    rows = [
-        (
-            each["kind"],
-            f"{each['tokens']} of {each['sequences']}",
-            each["of"],
-            f"{each['planned'] / 2**20:,.1f}",
-            f"{each['resident'] / 2**20:,.1f}",
-            f"{each['ratio']:.3f}",
-        )
-        for each in points
-    ]
-    return Table(("weights", "tokens of sequences", "of", "planned, MiB", "resident, MiB", "ratio"), rows, (0, 1, 2))
-
-
-TRANSFER_COLUMNS: Final = (
-    "cache",
-    "engine",
-    "tokens",
-    "MB",
-    "export, MB/s",
-    "bare stream, MB/s",
-    "moved, MB/s",
-    "moved in, ms",
-    "decode p99, ms",
-    "beside an export",
-)
+    columns: dict[str, Column] = {
+        "weights": "{kind}",
+        "tokens of sequences": "{tokens} of {sequences}",
+        "of": "{of}",
+        "planned, MiB": lambda each: f"{each['planned'] / 2**20:,.1f}",
+        "resident, MiB": lambda each: f"{each['resident'] / 2**20:,.1f}",
+        "ratio": "{ratio:.3f}",
+    }
+    return tabulated(points, columns, (0, 1, 2))
 
 
 def transfer(points: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each shape and kind of engine of `benchmarks.transfer`."""
-    fields = ("shape", "engine", "tokens", "mb", "export_mb_s", "bare_mb_s", "move_mb_s", "move_ms")
-    rows = [
-        (*(f"{each[field]}" for field in fields), f"{each['decode_p99_ms']}", f"{each['decode_beside_p99_ms']}")
-        for each in points
-    ]
-    return Table(TRANSFER_COLUMNS, rows, (0, 1))
+    columns: dict[str, Column] = {
+        "cache": "{shape}",
+        "engine": "{engine}",
+        "tokens": "{tokens}",
+        "MB": "{mb}",
+        "export, MB/s": "{export_mb_s}",
+        "bare stream, MB/s": "{bare_mb_s}",
+        "moved, MB/s": "{move_mb_s}",
+        "moved in, ms": "{move_ms}",
+        "decode p99, ms": "{decode_p99_ms}",
+        "beside an export": "{decode_beside_p99_ms}",
+    }
+    return tabulated(points, columns, (0, 1))
 
 
 def collectives(points: Sequence[Mapping[str, Any]]) -> Table:
@@ -438,37 +438,31 @@ def talk(result: Mapping[str, Any]) -> Table:
 
 def misses(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each kind of step in which nothing is found."""
-    rows = [
-        (
-            each["model"],
-            each["cell"],
-            *(spread(step_ms) for step_ms in each["step_ms"].values()),
-            low_to_high(each["ratio"], 3),
-            f"≤ {each['target']:g}",
-        )
-        for each in found
-    ]
-    return Table(("model", "step", "cache on, ms", "cache off, ms", "on in off (pairs)", "target"), rows, (0, 1))
+    columns: dict[str, Column] = {
+        "model": "{model}",
+        "step": "{cell}",
+        "cache on, ms": lambda each: spread(each["step_ms"]["cache on"]),
+        "cache off, ms": lambda each: spread(each["step_ms"]["cache off"]),
+        "on in off (pairs)": lambda each: low_to_high(each["ratio"], 3),
+        "target": "≤ {target:g}",
+    }
+    return tabulated(found, columns, (0, 1))
 
 
 def books(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each size of the books."""
-    rows = [
-        (
-            f"{each['live']}",
-            f"{each['length']:,}",
-            f"{each['cached']:,}",
-            f"{each['per_sequence_us']:.2f}",
-            f"{each['of_first']:.2f}",
-            number(each["step_ms"]),
-            number(each["longest_ms"]),
-            f"{each['of_step']:.2%}" if "of_step" in each else "",
-            f"≤ {each['target']:.0%}" if "target" in each else "",
-        )
-        for each in found
-    ]
-    columns = ("sequences", "tokens", "cached blocks", "µs a sequence", "in the first", "a step, ms", "longest, ms")
-    return Table((*columns, "of a decode step", "target"), rows)
+    columns: dict[str, Column] = {
+        "sequences": "{live}",
+        "tokens": "{length:,}",
+        "cached blocks": "{cached:,}",
+        "µs a sequence": "{per_sequence_us:.2f}",
+        "in the first": "{of_first:.2f}",
+        "a step, ms": numbered("step_ms"),
+        "longest, ms": numbered("longest_ms"),
+        "of a decode step": lambda each: f"{each['of_step']:.2%}" if "of_step" in each else "",
+        "target": bounded("≤ {target:.0%}"),
+    }
+    return tabulated(found, columns)
 
 
 def show_prefix(result: Mapping[str, Any]) -> None:

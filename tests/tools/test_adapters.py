@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import adapters
-from benchmarks.report import TARGETS
-from benchmarks.report import adapters as page
+from benchmarks.sections import adapters as page
+from benchmarks.targets import TARGETS
 from tests.tools.conditions import conditions
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.cache import EXACT, divergence
-from benchmarks.report import TARGETS, cache
+from benchmarks.sections import cache
+from benchmarks.targets import TARGETS
 from tests.tools.conditions import conditions
 
 RESULT = {

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu, report, tables
+from benchmarks import gpu, report, tables, targets
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
@@ -104,7 +104,7 @@ def a_check():
 
 def test_what_waits_for_a_gpu_is_not_yet_measured_until_a_check_of_one_is_there():
     def of_the_gpu(results):
-        return [line for line in report.standing(report.newest(results)).rows if line[0].startswith("CUDA")]
+        return [line for line in targets.standing(targets.newest(results)).rows if line[0].startswith("CUDA")]
 
     assert [line[1] for line in of_the_gpu([])] == [tables.NOT_YET] * 5
     found = of_the_gpu([("gpu-check.json", a_check())])

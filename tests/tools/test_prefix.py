@@ -12,8 +12,8 @@ from benchmarks import prefix
 from benchmarks.cases import DECODE, PREFILL, SHAPES, Cell
 from benchmarks.limits import roof
 from benchmarks.prefix import OFF, ON, QUICK_SIZES, Books, Taken, book_figures, crowd, crowd_figures, talk, turns
-from benchmarks.report import TARGETS
-from benchmarks.report import prefix as page
+from benchmarks.sections import prefix as page
+from benchmarks.targets import TARGETS
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.models.spec import ModelSpec
 from tests.serving import serve_identity

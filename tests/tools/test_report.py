@@ -8,7 +8,7 @@ from benchmarks import report
 from benchmarks.cases import DECODE, Cell
 from benchmarks.compare import Round, figures, ratio
 from benchmarks.record import Record
-from benchmarks.report import conditions
+from benchmarks.sections import conditions
 from benchmarks.tables import WIRE_COLUMNS, wire
 from ferrum_rpc.runtime import polled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.report import speculation
+from benchmarks.sections import speculation
 from benchmarks.speculation import DRAFT, SINGLE, WAYS, points, texts
 from clients.scheduler.report import Run
 from clients.scheduler.request import Request

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import benchmarks.suite
-from benchmarks import compare, parts, report, tables
+from benchmarks import compare, glance, parts, report, tables, targets
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
 from benchmarks.engines.grpc import INT8
@@ -165,18 +165,18 @@ def test_the_profile_is_one_table_of_all_cases():
 
 
 def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
-    picture = report.svg({"tokens & more": [report.Bar("ours <", 20.0, "ours"), report.Bar("limit", 40.0, "limit")]})
+    picture = glance.svg({"tokens & more": [glance.Bar("ours <", 20.0, "ours"), glance.Bar("limit", 40.0, "limit")]})
     tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
     widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert widths[1] == 2 * widths[0]
 
 
 def test_what_was_not_measured_says_so():
-    table = report.standing({}).rows
-    assert len(table) == len(report.TARGETS) and all(row[1] == NOT_YET for row in table)
-    page = report.glance({})
+    table = targets.standing({}).rows
+    assert len(table) == len(targets.TARGETS) and all(row[1] == NOT_YET for row in table)
+    page = glance.glance({})
     assert page.count(NOT_YET) == len(CELLS) * (4 + len(PEERS))
-    page = report.glance({"peers": ("peers.json", {"cells": [], "left_out": {PEERS[0].name: "no compiler"}})})
+    page = glance.glance({"peers": ("peers.json", {"cells": [], "left_out": {PEERS[0].name: "no compiler"}})})
     assert f"| {PEERS[0].name} |" + " left out |" * len(CELLS) in page
 
 
@@ -186,6 +186,6 @@ def test_a_target_is_reached_or_not_by_the_newest_file():
         cells = [{"cell": CELLS[1].name, "reference": REFERENCE, "sides": sides}]
         return {"benchmark": "suite", "ended": ended, "cells": cells}
 
-    found = report.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
-    row = next(row for row in report.standing(found).rows if CELLS[1].name in row[0])
+    found = targets.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
+    row = next(row for row in targets.standing(found).rows if CELLS[1].name in row[0])
     assert row[1:] == ("20.0 tok/s", "≥ 14.5 tok/s", "yes", "≥ 22 tok/s", "`new.json`")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import benchmarks.trips
-from benchmarks.report import trips
+from benchmarks.sections import trips
 from benchmarks.trips import BATCHES, BESIDE, DELAYS_MS, WAYS, beside, points
 from tests.tools.conftest import QuickRun
 
