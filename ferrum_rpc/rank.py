@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ferrum_rpc.errors import InvalidRequest
 
@@ -25,7 +24,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 def follow(*, trusted: bool) -> int:
     """`ferrum-rpc rank`: the exit status."""
-    from ferrum_rpc.engine.ranks.links import World, join
+    from ferrum_rpc.engine.ranks.world import World
 
     world = World.of()
     if world is None:
@@ -36,8 +35,19 @@ def follow(*, trusted: bool) -> int:
     if world.rank == 0:
         raise InvalidRequest("RANK is 0: that is `ferrum-rpc serve`", field="rank")
     world.check_trust(trusted)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _stop_waiting)
     sys.stderr.write(f"ferrum-rpc rank: rank {world.rank} goes to rank 0 at {world.address}:{world.port}\n")
+    from ferrum_rpc.engine.ranks.links import join
+
     return _serve(world.rank, *join(world))
+
+
+def _stop_waiting(number: int, frame: object) -> NoReturn:
+    """A signal while there is no rank 0 that would end this one. A container's first process ends of none that it does
+    not handle."""
+    sys.stderr.write("ferrum-rpc rank: stopped before rank 0 was there\n")
+    sys.exit(128 + number)
 
 
 def _serve(number: int, line: Line, store: Store) -> int:
@@ -55,14 +65,14 @@ def _serve(number: int, line: Line, store: Store) -> int:
 
 
 def main() -> int:
-    """Of a process that rank 0 has started."""
+    """Of a process that rank 0 has started, with its number and two descriptors."""
     if sys.platform == "linux":  # before anything that takes long
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    invitation = pickle.load(sys.stdin.buffer)  # noqa: S301 - by our own program
+    number, *inherited = map(int, sys.argv[1:])
     from ferrum_rpc.engine.ranks.links import accept
 
     try:
-        return _serve(invitation.number, *accept(invitation))
+        return _serve(number, *accept(*inherited))
     except (OSError, EOFError):  # rank 0 is gone, and has said why
         return 1
 

@@ -113,14 +113,18 @@ async def _serve(settings: ServeSettings) -> int:
             gc.freeze()  # the model and its libraries are here to stay: no collection need look at them again
             _banner(server, runner)
             await asyncio.wait((drained, failing), return_when=asyncio.FIRST_COMPLETED)
-        return 1 if failing.done() else 0
+        status = 1 if failing.done() else 0
     finally:
         for task in (loading, draining, drained, failing):
             task.cancel()
         log.info("stopping", grace_s=settings.grace_s, in_flight=server.calls.in_flight)
-        await server.stop(settings.grace_s)
+        ended = await server.stop(settings.grace_s)
         for each in observers:
             await asyncio.to_thread(each.stop)
+    if not ended:  # the interpreter must not end under the model thread
+        drain(SECOND_SIGNAL_S)
+        os._exit(status)
+    return status
 
 
 async def warm_up(server: ExecutorServer) -> None:

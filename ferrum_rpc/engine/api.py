@@ -204,7 +204,8 @@ class Engine(Protocol):
         """Why the engine does not do its work, or None; ``now`` is on `time.monotonic`."""
 
     async def stop(self) -> bool:
-        """Finish what is queued, then end. False: it hung, and did not end by itself."""
+        """Finish what is queued, then end; what still loads, and has nothing to do, is given up. False: it hung and did
+        not end by itself, or its thread is left behind."""
 
 
 def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:

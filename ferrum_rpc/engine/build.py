@@ -5,7 +5,6 @@ Called in the model thread. The one place that puts models, weights, cache and a
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
-from ferrum_rpc.engine.ranks.setup import SHARED_MEMORY, Groups, Setup, make_cache
+from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, mib, size_cache
 from ferrum_rpc.errors import InvalidRequest
@@ -79,8 +78,6 @@ def build_shared(
         ranks.groups = groups = Groups(setup, store)
         model = parts.load(progress, groups.place(setup))
         ranks.collect(loading)
-        if setup.transport == SHARED_MEMORY:  # nobody joins again
-            shutil.rmtree(ranks.meeting_place, ignore_errors=True)
         with torch.inference_mode():
             return _assemble(config, parts, model, stage, Sharing(ranks, setup))
     except BaseException:

@@ -78,6 +78,7 @@ class EngineLoop(ABC):
         self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
         self._overlap = Overlap()
         self._failure: BaseException | None = None
+        self._loading = True
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
 
@@ -105,6 +106,7 @@ class EngineLoop(ABC):
     def _run(self) -> None:
         try:
             runner = self._build()
+            self._loading = False
             with closing(runner), runner.context():
                 self.cache = runner.cache_state()
                 self._deliver([partial(self._on_ready, runner)])

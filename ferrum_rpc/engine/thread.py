@@ -89,9 +89,11 @@ class ModelThread(EngineLoop):
         return self._liveness.trouble(now, self.busy_since)
 
     async def stop(self) -> bool:
-        """A thread that hangs is left behind (it is a daemon thread)."""
+        """A thread that hangs is left behind (it is a daemon thread), or that loads while nothing waits for it."""
         self._arrived.put(None)
         while self._thread.is_alive():
+            if self._loading and not self.queued_items:
+                return False
             await asyncio.to_thread(self._thread.join, LOOK_EVERY_S)
             if self._thread.is_alive() and self.trouble(time.monotonic()) is not None:
                 return False

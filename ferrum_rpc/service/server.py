@@ -235,23 +235,26 @@ class ExecutorServer:
         Wait for ``draining.done``, then `stop`."""
         self.draining.begin(self._grace_s if grace_s is None else grace_s)
 
-    async def stop(self, grace_s: float = 30.0) -> None:
-        """Answer NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread."""
+    async def stop(self, grace_s: float = 30.0) -> bool:
+        """Answer NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread.
+        False: that hangs, or still loads, and is left behind; the process must not end as if there were no other."""
         self.state.drain()
         self.state.supervisor.stop()
         if self._server is None:
-            return
+            return True
         self.health.close()
         end_sessions(self.sessions, Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
         self.events.close()
         await self._server.stop(grace_s)
         await self.calls.idle()
-        if not await self.state.engine.stop():
+        ended = await self.state.engine.stop()
+        if not ended and self._ready.done():
             log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
         await self.state.parked.close()
         if self.state.nixl is not None:
             await self.state.nixl.stop()
         log.info("stopped", target=self.target, sequences=len(self.state.handles))
+        return ended
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import SETTINGS, ServeSettings, load_settings, read_file
-from ferrum_rpc.engine.ranks.links import World
+from ferrum_rpc.engine.ranks.world import World
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "kubernetes"

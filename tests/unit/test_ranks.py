@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.ranks import links
 from ferrum_rpc.engine.ranks.links import machine
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import NotSupported, StepFailed
@@ -211,6 +213,21 @@ def test_containers_of_one_machine_share_no_memory(monkeypatch: pytest.MonkeyPat
     here = machine()
     monkeypatch.setattr(os, "readlink", lambda path: f"another {path}")
     assert machine() not in (here, socket.gethostname())
+
+
+def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        ours = socket.create_connection(server.getsockname())
+        with ThreadPoolExecutor() as threads:
+            joining = threads.submit(links._line, ours, b"key", asked=False)
+            gathered = threads.submit(links.Listener(server, b"key").gather, 1)
+            line = joining.result(10)
+            line.send("hello", 1, "there", 5, "machine")
+            [member] = gathered.result(10)
+    assert (member.number, member.host, member.address) == (1, "there", "127.0.0.1")
+    line.close()
+    member.line.close()
 
 
 def test_a_rank_has_its_part_only() -> None:

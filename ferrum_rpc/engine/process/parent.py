@@ -163,13 +163,15 @@ class EngineProcess:
         return self._liveness.trouble(now, busy_since)
 
     async def stop(self) -> bool:
-        """A process that hangs is killed."""
+        """A process that hangs is killed, or that loads while nothing waits for it."""
         self._stopping = True
         process = self._process
         if process is None:
             return True
         if not self._ended.is_set():
             self._send(None)
+        if not self._ready and not self._open:
+            process.kill()
         orderly = True
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):

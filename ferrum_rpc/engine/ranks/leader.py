@@ -43,12 +43,11 @@ class Member:
 
 
 class Ranks:
-    """All ranks but this one, in their order. ``meeting_place``: the folder by which they found each other, if any.
-    ``on_close`` ends what was started for them, after so many seconds by force."""
+    """All ranks but this one, in their order. ``on_close`` ends what was started for them, after so many seconds by
+    force."""
 
     def __init__(self, members: Sequence[Member], on_close: Callable[[float], object] = lambda seconds: None) -> None:
         self.groups: Groups | None = None
-        self.meeting_place = ""
         self._members, self._on_close = list(members), on_close
         self._changed = threading.Condition()
         self._answers: dict[int, Any] = {}

@@ -1,8 +1,5 @@
 """How ranks come together: rank 0 starts the others on its own machine, or waits for those that somebody else starts.
 
-Who starts a program on many machines (torchrun, Ray, LeaderWorkerSet) tells every process its ``RANK``, their number
-``WORLD_SIZE``, and where rank 0 is: ``MASTER_ADDR`` and ``MASTER_PORT``. Nothing else is needed here.
-
 What goes over these connections is neither encrypted nor meant for others: on one machine it stays within it, and
 beyond it somebody must have said that the network is trusted. A key, which only ranks of this run know, keeps others
 from speaking up where they can reach the port but not read along.
@@ -11,16 +8,13 @@ from speaking up where they can reach the port but not read along.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
-import pickle
 import secrets
-import shutil
 import socket
+import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +24,7 @@ from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -38,89 +32,20 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.engine.ranks.leader import Member, Ranks
-from ferrum_rpc.engine.ranks.messages import Line
-from ferrum_rpc.engine.ranks.setup import GLOO, JOIN_S, SHARED_MEMORY, Setup
+from ferrum_rpc.engine.ranks.messages import JOIN_S, Line
+from ferrum_rpc.engine.ranks.setup import GLOO, SHARED_MEMORY, Setup
+from ferrum_rpc.engine.ranks.world import World, is_loopback
 from ferrum_rpc.errors import InvalidRequest
 
 log = structlog.get_logger("ferrum_rpc.ranks")
 
 COMMAND: Final = (sys.executable, "-m", "ferrum_rpc.rank")
 LOOK_S: Final = 0.2
+
+ANSWER_S: Final = 10.0
+"""What somebody at the other end of a connection may take to say who it is."""
+
 _PLACE: Final = "ferrum/rank0"
-
-
-class World(NamedTuple):
-    """What somebody else who starts ranks tells each of them."""
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    store_is_there: bool
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
-        """None: nobody does. Raises InvalidRequest where the variables mean nothing."""
-        if "WORLD_SIZE" not in environment or "RANK" not in environment:
-            return None
-        numbers = {}
-        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-            if not environment.get(name, "").isdecimal():
-                shown = repr(environment[name][:40]) if name in environment else "missing"
-                raise InvalidRequest(f"{name} is {shown}, and must be a number", field="tensor_parallel")
-            numbers[name] = int(environment[name])
-        if not (address := environment.get("MASTER_ADDR", "")):
-            raise InvalidRequest("MASTER_ADDR is missing: where rank 0 is", field="tensor_parallel")
-        rank, size, port = numbers.values()
-        if rank >= size:
-            raise InvalidRequest(f"RANK is {rank}, and must be below WORLD_SIZE, {size}", field="tensor_parallel")
-        return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-
-    def store(self) -> Store:
-        """Where its ranks find each other."""
-        is_master = self.rank == 0 and not self.store_is_there
-        waits = timedelta(seconds=JOIN_S)
-        if not is_master:
-            self._wait()
-        try:
-            return TCPStore(self.address, self.port, self.size, is_master, waits, wait_for_workers=False)
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise InvalidRequest(f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}: {why}", field="rank") from None
-
-    def _wait(self) -> None:
-        """Until rank 0 listens. Raises InvalidRequest where it does not."""
-        until = time.monotonic() + JOIN_S
-        while True:
-            try:
-                socket.create_connection((self.address, self.port), timeout=LOOK_S).close()
-            except OSError as error:
-                if time.monotonic() > until:
-                    message = (
-                        f"nothing listens at {self.address}:{self.port} after {JOIN_S:.0f} s ({error}): start rank 0"
-                    )
-                    raise InvalidRequest(message, field="rank") from None
-                time.sleep(LOOK_S)
-            else:
-                return
-
-    def check_trust(self, trusted: bool) -> None:
-        """Raise InvalidRequest where ranks would talk to other machines without leave."""
-        if not trusted and not _is_loopback(self.address):
-            raise InvalidRequest(
-                f"MASTER_ADDR {self.address} is another machine, or can be reached from others, and what ranks say is "
-                "not encrypted: give --trust-rank-network where only trusted machines share the network",
-                field="trust_rank_network",
-            )
-
-
-class Invitation(NamedTuple):
-    """How a rank that rank 0 starts reaches it."""
-
-    number: int
-    address: str
-    key: bytes
-    store: str
 
 
 @dataclass(slots=True, eq=False)
@@ -130,38 +55,40 @@ class Listener:
     socket: socket.socket
     key: bytes
 
-    def gather(self, count: int, started: Mapping[int, subprocess.Popen[bytes]]) -> list[Member]:
-        """So many others, in their order. Raises InvalidRequest where one that was ``started`` has ended, or not all
-        come."""
+    def gather(self, count: int) -> list[Member]:
+        """So many others, in their order. Raises InvalidRequest where not all come."""
         members, until = dict[int, Member](), time.monotonic() + JOIN_S
-        self.socket.settimeout(LOOK_S)
         log.info("waiting_for_ranks", ranks=count + 1, seconds=JOIN_S)
         while len(members) < count:
+            self.socket.settimeout(max(0.001, until - time.monotonic()))
             try:
                 accepted, address = self.socket.accept()
             except TimeoutError:
-                for number, process in started.items():
-                    if process.poll() is not None:
-                        raise _missing(f"rank {number} ended with status {process.returncode}") from None
-                if time.monotonic() > until:
-                    missing = ", ".join(map(str, sorted(set(range(1, count + 1)) - set(members))))
-                    raise _missing(
-                        f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
-                        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-                    ) from None
-                continue
+                missing = ", ".join(map(str, sorted(set(range(1, count + 1)) - set(members))))
+                raise _missing(
+                    f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                ) from None
             with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
-                line = _line(accepted, self.key, asked=True)
-                _, number, host, pid, machine = line.receive()
-                if number in members or not 1 <= number <= count:
+                member = _greet(_line(accepted, self.key, asked=True), address[0])
+                if member.number in members or not 1 <= member.number <= count:
                     action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
-                    log.warning("rank_refused", rank=number, host=host, pid=pid, action=action)
-                    line.close()
+                    log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
+                    member.line.close()
                     continue
-                reached = address[0] if isinstance(address, tuple) else ""
-                members[number] = Member(number, line, host, pid, machine, reached)
-                log.info("rank_joined", rank=number, host=host, pid=pid, ranks=count + 1)
+                members[member.number] = member
+                _say_joined(member, count)
         return [members[number] for number in sorted(members)]
+
+
+def _greet(line: Line, reached: str = "") -> Member:
+    """Who speaks, at the address ``reached``."""
+    _, number, host, pid, machine = line.receive()
+    return Member(number, line, host, pid, machine, reached)
+
+
+def _say_joined(member: Member, count: int) -> None:
+    log.info("rank_joined", rank=member.number, host=member.host, pid=member.pid, ranks=count + 1)
 
 
 def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
@@ -170,32 +97,31 @@ def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     world = World.of()
     if world is None or world.size == 1:
         return _start(settings)
-    if world.size != settings.ranks:
-        raise InvalidRequest(
-            f"WORLD_SIZE is {world.size}, and --tensor-parallel times --pipeline-parallel {settings.ranks}",
-            field="tensor_parallel",
-        )
-    world.check_trust(settings.trust_rank_network)
-    store, key = world.store(), secrets.token_bytes(32)
-    with socket.create_server(("127.0.0.1" if _is_loopback(world.address) else "", 0)) as server:
+    world.check(settings)
+    store, key = _meet(world), secrets.token_bytes(32)
+    with socket.create_server(("127.0.0.1" if is_loopback(world.address) else "", 0)) as server:
         store.set(_PLACE, json.dumps({"port": server.getsockname()[1], "key": key.hex()}))
-        members = Listener(server, key).gather(settings.ranks - 1, {})
+        members = Listener(server, key).gather(settings.ranks - 1)
     return set_up(settings, members, world.address, store)
 
 
 def join(world: World) -> tuple[Line, Store]:
-    """Another rank: the line to rank 0, which somebody else has started too."""
-    store = world.store()
+    """Another rank: the line to rank 0, which somebody else has started too. Nothing that it waits for keeps a signal
+    from its handler."""
+    store, until = _meet(world), time.monotonic() + JOIN_S
+    while not store.check([_PLACE]):
+        if time.monotonic() > until:
+            where = f"{world.address}:{world.port}"
+            raise InvalidRequest(f"no rank 0 is at {where} after {JOIN_S:.0f} s: start it", field="rank")
+        time.sleep(LOOK_S)
     place = json.loads(store.get(_PLACE))
     connected = socket.create_connection((world.address, place["port"]), timeout=JOIN_S)
     return _line(connected, bytes.fromhex(place["key"]), asked=False), store
 
 
-def accept(invitation: Invitation) -> tuple[Line, Store]:
-    """Another rank: the line to rank 0, which has started this process."""
-    connected = socket.socket(socket.AF_UNIX)
-    connected.connect(invitation.address)
-    return _line(connected, invitation.key, asked=False), FileStore(invitation.store)
+def accept(line: int, store: int) -> tuple[Line, Store]:
+    """Another rank: the line to rank 0, which has started this process with these descriptors."""
+    return Line(Connection(line)), _store_in(store)
 
 
 def machine() -> str:
@@ -207,36 +133,78 @@ def machine() -> str:
     return socket.gethostname()
 
 
-def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
-    folder, key = Path(tempfile.mkdtemp(prefix="ferrum-ranks-")), secrets.token_bytes(32)
-    address, store = str(folder / "rank0"), str(folder / "store")
-    processes: dict[int, subprocess.Popen[bytes]] = {}
+def _meet(world: World) -> Store:
+    """Where its ranks find each other."""
+    is_master = world.rank == 0 and not world.store_is_there
+    if not is_master:
+        _wait(world)
+    waits = timedelta(seconds=JOIN_S if is_master else ANSWER_S)
     try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(address)
-            server.listen()
-            for number in range(1, settings.ranks):
-                processes[number] = process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
-                assert process.stdin is not None  # noqa: S101 - a pipe
-                with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it has died already
-                    pipe.write(pickle.dumps(Invitation(number, address, key, store)))
-            members = Listener(server, key).gather(settings.ranks - 1, processes)
+        store = TCPStore(world.address, world.port, world.size, is_master, waits, wait_for_workers=False)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise InvalidRequest(f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}: {why}", field="rank") from None
+    store.set_timeout(timedelta(seconds=JOIN_S))
+    return store
+
+
+def _wait(world: World) -> None:
+    """Until something listens where its ranks meet. Raises InvalidRequest where nothing does."""
+    where, until = (world.address, world.port), time.monotonic() + JOIN_S
+    while True:
+        try:
+            socket.create_connection(where, timeout=LOOK_S).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                at = f"{world.address}:{world.port}"
+                message = f"nothing listens at {at} after {JOIN_S:.0f} s ({error}): start rank 0"
+                raise InvalidRequest(message, field="rank") from None
+            time.sleep(LOOK_S)
+        else:
+            return
+
+
+def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
+    """Each gets an end of a pair of sockets, and a store without a name: nothing is left of either, whoever is killed
+    at whatever time."""
+    store = os.memfd_create("ferrum-rpc-ranks", os.MFD_CLOEXEC)  # never closed: see `_store_in`
+    processes, lines = dict[int, subprocess.Popen[bytes]](), dict[int, Connection]()
+    try:
+        for number in range(1, settings.ranks):
+            ours, theirs = socket.socketpair()
+            lines[number] = Connection(ours.detach())
+            with theirs:
+                inherited = theirs.fileno(), store
+                command = (*COMMAND, *map(str, (number, *inherited)))
+                processes[number] = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        members, until = [], time.monotonic() + JOIN_S
+        for number, process in processes.items():
+            if not lines[number].poll(max(0.0, until - time.monotonic())):
+                raise _missing(f"after {JOIN_S:.0f} s rank {number} has not begun")
+            try:
+                members.append(_greet(Line(lines[number])))
+            except (EOFError, OSError):
+                raise _missing(f"rank {number} ended with status {process.wait()}") from None
+            _say_joined(members[-1], len(processes))
     except BaseException:
-        _end(processes, folder, 0)
+        _end(processes, 0)
         raise
-    found = set_up(settings, members, "", FileStore(store), partial(_end, processes, folder))
-    found[0].meeting_place = str(folder)
-    return found
+    return set_up(settings, members, "", _store_in(store), partial(_end, processes))
 
 
-def _end(processes: Mapping[int, subprocess.Popen[bytes]], folder: Path, patience_s: float) -> None:
+def _store_in(descriptor: int) -> Store:
+    """A store in the memory that a descriptor is of. It opens it anew whenever it is used, the last time when it is
+    freed, so that the descriptor must stay as it is for as long as the process lives."""
+    return FileStore(f"/proc/self/fd/{descriptor}")
+
+
+def _end(processes: Mapping[int, subprocess.Popen[bytes]], patience_s: float) -> None:
     for process in processes.values():
         try:
             process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_up(
@@ -267,22 +235,22 @@ def set_up(
 def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:
     """Over a connection whose other end has shown that it knows the key, as this one has."""
     connected.settimeout(None)
-    if connected.family != socket.AF_UNIX:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection = Connection(connected.detach())
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # who connects and says nothing keeps none of ours away
+    connection = Connection(os.dup(connected.fileno()))
     steps = (deliver_challenge, answer_challenge)
     for step in steps if asked else reversed(steps):
         step(connection, key)
+    _wait_at_most(connected, 0.0)
+    connected.close()
     return Line(connection)
 
 
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+def _wait_at_most(connected: socket.socket, seconds: float) -> None:
+    """What a read may take before it fails; 0: for ever."""
+    connected.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 1_000_000))
+    )
 
 
 def _missing(why: str) -> InvalidRequest:

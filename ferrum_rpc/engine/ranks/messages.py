@@ -20,6 +20,9 @@ SILENT_S: Final = 1.25
 ABORT: Final = "abort"
 """What is carried out as soon as it is read, by whoever reads; everything else in its turn."""
 
+JOIN_S: Final = 120.0
+"""What ranks wait for each other before they work."""
+
 END: Final = "end"
 
 END_S: Final = 5.0

@@ -16,6 +16,7 @@ from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.engine.choices import Parts
+from ferrum_rpc.engine.ranks.messages import JOIN_S
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Pipe, Place
@@ -24,9 +25,6 @@ from ferrum_rpc.sampling.parted import Part
 
 SHARED_MEMORY: Final = "shared-memory"
 GLOO: Final = "gloo"
-
-JOIN_S: Final = 120.0
-"""What ranks wait for each other while they make their groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,72 @@
+"""What somebody else who starts ranks tells each of them.
+
+Who starts a program on many machines (torchrun, Ray, LeaderWorkerSet) tells every process its ``RANK``, their number
+``WORLD_SIZE``, and where rank 0 is: ``MASTER_ADDR`` and ``MASTER_PORT``. Nothing else is needed. It is read before
+torch is loaded, so that what cannot be is refused at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.errors import InvalidRequest
+
+
+class World(NamedTuple):
+    """``store_is_there``: who started the ranks has the store by which they find each other, and rank 0 has not."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    store_is_there: bool
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
+        """None: nobody does. Raises InvalidRequest where the variables mean nothing."""
+        if "WORLD_SIZE" not in environment or "RANK" not in environment:
+            return None
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+            if not environment.get(name, "").isdecimal():
+                shown = repr(environment[name][:40]) if name in environment else "missing"
+                raise InvalidRequest(f"{name} is {shown}, and must be a number", field="tensor_parallel")
+            numbers[name] = int(environment[name])
+        if not (address := environment.get("MASTER_ADDR", "")):
+            raise InvalidRequest("MASTER_ADDR is missing: where rank 0 is", field="tensor_parallel")
+        rank, size, port = numbers.values()
+        if rank >= size:
+            raise InvalidRequest(f"RANK is {rank}, and must be below WORLD_SIZE, {size}", field="tensor_parallel")
+        return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+    def check(self, settings: ModelSettings) -> None:
+        """Raise InvalidRequest where rank 0 is not to share a model so."""
+        if self.size != settings.ranks:
+            raise InvalidRequest(
+                f"WORLD_SIZE is {self.size}, and --tensor-parallel times --pipeline-parallel {settings.ranks}",
+                field="tensor_parallel",
+            )
+        self.check_trust(settings.trust_rank_network)
+
+    def check_trust(self, trusted: bool) -> None:
+        """Raise InvalidRequest where ranks would talk to other machines without leave."""
+        if not trusted and not is_loopback(self.address):
+            raise InvalidRequest(
+                f"MASTER_ADDR {self.address} is another machine, or can be reached from others, and what ranks say is "
+                "not encrypted: give --trust-rank-network where only trusted machines share the network",
+                field="trust_rank_network",
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody beyond this machine reaches it."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

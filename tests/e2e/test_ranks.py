@@ -1,0 +1,106 @@
+"""Ranks as processes: what ends them while they wait for each other, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.checkpoints import make_checkpoint
+from tests.faults.forking import fork
+from tests.faults.process import ServerProcess, environment
+from tests.faults.waiting import until
+
+PROMPTLY_S = 5.0
+"""A second on an idle machine; ranks wait 120 for each other."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@asynccontextmanager
+async def running(*arguments: str, **variables: str) -> AsyncIterator[ServerProcess]:
+    """A command of this program, from its first moment."""
+    process = ServerProcess(await fork([*arguments], environment() | variables))
+    try:
+        yield process
+    finally:
+        await process.kill()
+
+
+def serve(checkpoint: Path, *flags: str) -> list[str]:
+    small = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "32", "--no-warmup")
+    return ["serve", str(checkpoint), "--port", "0", "--log-format", "json", *small, *flags]
+
+
+def world(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+async def test_sigterm_ends_rank_0_while_it_waits_for_the_others(checkpoint: Path, engine: str) -> None:
+    """As it ends one that loads: in order, and with status 0."""
+    command = serve(checkpoint, "--tensor-parallel", "2", "--engine", engine)
+    async with running(*command, **world(0, free_port())) as process:
+        await process.event("waiting_for_ranks")
+        began = time.monotonic()
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert time.monotonic() - began < PROMPTLY_S
+        assert process.count("stopped") == 1
+        assert not any(each["level"] in ("warning", "error") for each in process.events)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("store", ["nobody listens", "rank 0 has not begun"])
+async def test_signals_end_a_rank_that_waits_for_rank_0(number: signal.Signals, store: str) -> None:
+    port = free_port()
+    listening: TCPStore | None = None
+    if begun := store == "rank 0 has not begun":  # torchrun listens, and starts ranks in any order
+        listening = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=10), wait_for_workers=False)
+    async with running("rank", **world(1, port)) as process:
+        await until(lambda: any("goes to rank 0" in line for line in process.other_lines), 60)
+        if begun:
+            await until(lambda: connections(process.pid) > 0, 10)
+        began = time.monotonic()
+        process.signal(number)
+        assert await process.ended() == 128 + number
+        assert time.monotonic() - began < PROMPTLY_S
+        assert "stopped before rank 0 was there" in process.other_lines[-1]
+    del listening
+
+
+def connections(pid: int) -> int:
+    """Sockets that a process has open."""
+    folder = Path(f"/proc/{pid}/fd")
+    return sum("socket:" in os.readlink(each) for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
+async def test_nothing_is_left_of_a_rank_0_that_was_killed(checkpoint: Path, tmp_path: Path, transport: str) -> None:
+    command = serve(checkpoint, "--tensor-parallel", "2", "--rank-transport", transport)
+    async with running(*command, TMPDIR=str(tmp_path)) as process:
+        other = (await process.event("rank_joined"))["pid"]
+        await process.event("ready")
+        await process.kill()
+        await until(lambda: not Path(f"/proc/{other}").exists() or _zombie(other), 10)
+    assert not os.listdir(tmp_path)
+
+
+def _zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
