@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
 from ferrum_rpc.kv.prefix import PrefixCache
-from ferrum_rpc.kv.sequence import KvMisuse, SequenceState
-from ferrum_rpc.kv.table import blocks_for, slots_for
+from ferrum_rpc.kv.sequence import SequenceState
+from ferrum_rpc.kv.table import blocks_for
 from ferrum_rpc.prefix_hash import chained
 
 
@@ -43,20 +42,6 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: Pre
     for sequence, state in sequences.items():
         _check_private(sequence, state, pool, block_size)
         _check_published(sequence, state, prefixes, block_size)
-
-
-def owned_slots(
-    pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: PrefixCache, block_size: int
-) -> npt.NDArray[np.bool_]:
-    """Which slots hold a committed token or are published, bool [num_blocks * block_size]. `KvMisuse` where a
-    reservation is open."""
-    owned = np.zeros(pool.num_blocks * block_size, dtype=np.bool_)
-    owned.reshape(-1, block_size)[prefixes.published()] = True
-    for state in sequences.values():
-        if state.open is not None:
-            raise KvMisuse("between reserve and commit a sequence owns its old slots and its new ones")
-        owned[slots_for(state.table.view(len(state.table)), 0, state.length, block_size)] = True
-    return owned
 
 
 def _check_size(sequence: int, state: SequenceState, block_size: int) -> None:

@@ -455,13 +455,6 @@ class KvManager:
         """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""
         audit.check(self._pool, self._sequences, self._prefixes, self.block_size)
 
-    def owned_slots_mask(self) -> npt.NDArray[np.bool_]:
-        """Which slots hold a committed token of some sequence or are published, bool [num_blocks * block_size].
-
-        For tests that poison all others. Not while a reservation is open (`KvMisuse`).
-        """
-        return audit.owned_slots(self._pool, self._sequences, self._prefixes, self.block_size)
-
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _known(self, sequence: int) -> SequenceState:

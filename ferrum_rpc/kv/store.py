@@ -10,7 +10,6 @@ This file must not know sequences, tokens, hashes or the model.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -161,18 +160,6 @@ class KvStore:
             place = each[:, :, block]
             yield place, staging[at : at + place.nbytes].view(place.dtype).view(place.shape)
             at += place.nbytes
-
-    def fill_slots(self, slots: Tensor, value: float) -> None:
-        """Set K and V of ``slots`` to ``value`` in all layers. ``slots``: int64 [n], or a bool mask [num_slots].
-
-        For tests: slots without an owner are poisoned with NaN, and no output may change. Bytes have none: every bit is
-        set, and scales among them are NaN.
-        """
-        indices = slots.nonzero().squeeze(1) if slots.dtype == torch.bool else slots
-        for each in self._slots:
-            filled = -1 if each.itemsize == 1 and math.isnan(value) else value
-            rows = each.view(torch.int8) if each.itemsize == 1 else each
-            rows.index_fill_(2, indices.to(each.device), filled)
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

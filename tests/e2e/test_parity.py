@@ -6,6 +6,7 @@ Tiny random checkpoints of every family, in float32 and in bfloat16, each served
 from __future__ import annotations
 
 import asyncio
+import functools
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -29,11 +30,11 @@ from ferrum_rpc.client import (
     TopTokens,
 )
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.executor.v1 import types_pb2
 from tests.checkpoints import make_checkpoint
 from tests.e2e.oracle import FLOAT32_BOUND, SIXTEEN_BITS_BOUND, Oracle, Tally
 from tests.numerics.harness import error, worst
+from tests.poison import poison
 from tests.serving import Served, serve_model
 from tests.wiring import full, item, pb
 
@@ -446,13 +447,9 @@ async def test_slots_that_nobody_owns_hold_nan_and_not_a_bit_changes(model: Mode
     clean = await story(client, nothing)
     poisoned: list[int] = []
 
-    def poison(runner: TorchRunner) -> None:
-        unowned = torch.from_numpy(~runner.kv.owned_slots_mask())
-        runner.store.fill_slots(unowned, float("nan"))
-        poisoned.append(int(unowned.sum()))
-
     await model.served.between_steps(lambda runner: runner.kv.reset())  # nothing is cached: most slots have no owner
-    same_bits(await story(client, lambda: model.served.between_steps(poison)), clean)
+    between = functools.partial(model.served.between_steps, lambda runner: poisoned.append(poison(runner)))
+    same_bits(await story(client, between), clean)
     slots = (BLOCKS + 1) * BLOCK_SIZE
     assert len(poisoned) == 13
     assert all(slots / 2 < count <= slots for count in poisoned)

@@ -13,6 +13,7 @@ from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.attention.triton_store import store
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from tests.poison import fill_slots
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 80), (8, 192)])
@@ -32,7 +33,7 @@ def test_it_writes_what_the_torch_path_writes(device, heads, head_dim, dtype, ca
     found = []
     for backend in (TorchPagedAttention, TritonPagedAttention):
         store = KvStore([CacheSpec(heads, row_width(head_dim, cached), cached)] * 2, 6, 4, device)
-        store.fill_slots(torch.arange(24), 7.0)
+        fill_slots(store, torch.arange(24), 7.0)
         backend(specs, store.keys, store.values, dtype).write(1, slots, key, value)
         found.append((*store.keys, *store.values))
     for expected, written in zip(*found, strict=True):
@@ -46,7 +47,7 @@ def test_it_writes_what_the_torch_path_writes(device, heads, head_dim, dtype, ca
 def test_no_tokens_are_no_launch(device):
     each = KvStore([CacheSpec(1, 16, torch.float32)], 2, 4, device)
     empty = torch.empty(0, 1, 16, device=device)
-    each.fill_slots(torch.arange(8), 7.0)
+    fill_slots(each, torch.arange(8), 7.0)
     store(each.keys[0], each.values[0], torch.empty(0, dtype=torch.int64, device=device), empty, empty)
     assert (each.keys[0] == 7).all()
 

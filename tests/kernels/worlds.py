@@ -17,6 +17,7 @@ from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
+from tests.poison import fill_slots
 
 BLOCK_SIZE = 4
 BLOCKS = 200
@@ -75,7 +76,7 @@ class World:
         specs = self.model.attention_specs
         layers = [CacheSpec(spec.kv_heads, spec.head_dim, self.model.dtype) for spec in specs]
         self.store = KvStore(layers, BLOCKS, BLOCK_SIZE, device)
-        self.store.fill_slots(torch.arange(BLOCKS * BLOCK_SIZE), float("nan"))
+        fill_slots(self.store, torch.arange(BLOCKS * BLOCK_SIZE))
         self.attention = backend(specs, self.store.keys, self.store.values)
         self.compute = StagedCompute(self.model, self.attention) if staged else Compute(self.model, self.attention)
         self.lengths: dict[int, int] = {}

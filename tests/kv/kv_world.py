@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.kv.manager import KvManager
@@ -45,6 +46,18 @@ class DictTier:
 
     def hashes(self) -> list[bytes]:
         return list(self.there)
+
+
+def owned_slots(kv: KvManager) -> npt.NDArray[np.bool_]:
+    """Which slots hold a committed token of some sequence or are published, bool [num_blocks * block_size]. Not while
+    a reservation is open: its sequence then owns its old slots and its new ones."""
+    size = kv.block_size
+    owned = np.zeros(kv._pool.num_blocks * size, dtype=np.bool_)
+    owned.reshape(-1, size)[kv._prefixes.published()] = True
+    for state in kv._sequences.values():
+        assert state.open is None
+        owned[slots_for(state.table.view(len(state.table)), 0, state.length, size)] = True
+    return owned
 
 
 class World:
@@ -221,7 +234,7 @@ class World:
         for block in set(self.kv._pool._free) - leaving:
             self.content[self._block(block)] = GARBAGE
         if not pinned:
-            unowned = ~self.kv.owned_slots_mask()
+            unowned = ~owned_slots(self.kv)
             for block in leaving:
                 unowned[self._block(block)] = False
             self.content[unowned] = GARBAGE

@@ -13,7 +13,7 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.pool import NULL_BLOCK, CacheCorrupt
 from ferrum_rpc.kv.sequence import KvMisuse
 from ferrum_rpc.kv.table import slots_for
-from tests.kv.kv_world import World, everything
+from tests.kv.kv_world import World, everything, owned_slots
 
 A, B, C, D = 1, 2, 3, 4
 
@@ -108,7 +108,7 @@ def test_the_null_block_is_in_no_table_and_its_slots_have_no_owner():
     w.write(B, 8)
     assert w.kv.free_blocks == 0
     assert NULL_BLOCK not in w.blocks(A) + w.blocks(B)
-    assert not w.kv.owned_slots_mask()[:4].any()
+    assert not owned_slots(w.kv)[:4].any()
 
 
 def test_a_slot_is_owned_up_to_the_length_of_its_sequence():
@@ -116,7 +116,7 @@ def test_a_slot_is_owned_up_to_the_length_of_its_sequence():
     w.write(A, 6)
     w.fork(A, B, 5)
     w.kv.ensure_capacity(A, 20)
-    owned = w.kv.owned_slots_mask()
+    owned = owned_slots(w.kv)
     assert owned.shape == (9 * 4,) and owned.dtype == np.bool_
     assert np.flatnonzero(owned).tolist() == slots_for(np.array(w.blocks(A), np.int32), 0, 6, 4).tolist()
 
@@ -355,7 +355,6 @@ def test_an_operation_that_runs_out_of_memory_changes_nothing(monkeypatch):
         lambda kv: kv.ensure_capacity(A, 1),
         lambda kv: kv.release(A),
         lambda kv: kv.reset(),
-        lambda kv: kv.owned_slots_mask(),
         lambda kv: kv.reserve(A, 0, 1, create=True),
         lambda kv: kv.fork(B, A),
     ],

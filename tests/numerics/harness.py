@@ -20,6 +20,7 @@ from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import make_model
+from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
 
@@ -92,7 +93,7 @@ class Executor:
         layers = cache_layers(model.attention_specs, model.dtype, kv_dtype)
         self.block_size = block_size
         self.store = KvStore(layers, blocks, block_size, model.device)
-        self.store.fill_slots(torch.arange(blocks * block_size), float("nan") if poison else 0.0)
+        fill_slots(self.store, torch.arange(blocks * block_size), float("nan") if poison else 0.0)
         self.device = model.device
         factory = select_backend(model.device, model.attention_specs, model.dtype, cached=ROUNDED.get(kv_dtype))[2]
         self.backend = factory(model.attention_specs, self.store.keys, self.store.values, sinks=model.sinks)

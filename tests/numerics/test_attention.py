@@ -18,6 +18,7 @@ from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.native import library
+from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
     sizes = [-(-(start + count) // block_size) for start, count in spans]
     blocks = sum(sizes) + 2
     store = KvStore([CacheSpec(spec.kv_heads, spec.head_dim, dtype)], blocks, block_size, device)
-    store.fill_slots(torch.ones(blocks * block_size, dtype=torch.bool), float("nan"))
+    fill_slots(store, torch.ones(blocks * block_size, dtype=torch.bool))
     order = (1 + rng.permutation(blocks - 1)).astype(np.int32)
     tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
     geometry = BatchGeometry.build(block_size, [s for s, _ in spans], [n for _, n in spans], tables)
@@ -227,7 +228,7 @@ def test_layers_may_differ_in_heads_head_dim_and_dtype(dtypes):
     kinds = [kind if dtypes == "mixed" else getattr(torch, dtypes) for _, kind in MIXED]
     layers = [CacheSpec(spec.kv_heads, spec.head_dim, kind) for spec, kind in zip(specs, kinds, strict=True)]
     store = KvStore(layers, 24, 16, CPU)
-    store.fill_slots(torch.arange(24 * 16), float("nan"))
+    fill_slots(store, torch.arange(24 * 16))
     order = (1 + np.random.default_rng(0).permutation(23)).astype(np.int32)
     counts = [70, 3, 1, 40]
     tables = np.split(order, [5, 6, 7])
@@ -489,7 +490,7 @@ def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):
     key, value = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
     store = KvStore([CacheSpec(heads, dim, dtype)] * 2, 32, 4, CPU)
     for backend in backends([AttentionSpec(heads, heads, dim, 1.0)] * 2, store):
-        store.fill_slots(torch.arange(128), 7.0)
+        fill_slots(store, torch.arange(128), 7.0)
         backend.write(1, slots, key, value)
         for written, rows in ((store.keys, key), (store.values, value)):
             expected = torch.full((128, heads, dim), 7.0, dtype=dtype)
@@ -501,6 +502,6 @@ def test_new_tokens_reach_their_slots_and_nothing_else(spans, dtype):
 def test_padding_may_be_written_to_the_null_block():
     store = KvStore([CacheSpec(2, 8, torch.float32)], 6, 4, CPU)
     for backend in backends([AttentionSpec(2, 2, 8, 1.0)], store):
-        store.fill_slots(torch.arange(24), 7.0)
+        fill_slots(store, torch.arange(24), 7.0)
         backend.write(0, torch.tensor([0, 0, 0]), torch.randn(3, 2, 8), torch.randn(3, 2, 8))
         assert (store.keys[0][1:] == 7).all()

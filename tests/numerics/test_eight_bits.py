@@ -14,6 +14,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from tests.numerics.test_attention import CPU, LONG, MIX, backends, dense, isas
+from tests.poison import fill_slots
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 0.03}
@@ -23,7 +24,7 @@ def store_of(spec, blocks, block_size, layers=1):
     """Slots that nothing was written to are NaN."""
     kept = CacheSpec(spec.kv_heads, row_width(spec.head_dim, torch.int8), torch.int8)
     store = KvStore([kept] * layers, blocks, block_size, CPU)
-    store.fill_slots(torch.ones(blocks * block_size, dtype=torch.bool), float("nan"))
+    fill_slots(store, torch.ones(blocks * block_size, dtype=torch.bool))
     return store
 
 
@@ -54,7 +55,7 @@ def test_of_a_head_with_a_number_that_is_not_finite_all_are_none(value, dtype):
 def test_a_slot_that_was_filled_with_nan_reads_as_nan():
     store = store_of(AttentionSpec(2, 2, 8, 1.0), 2, 4)
     assert from_rows(store.keys[0], torch.bfloat16).isnan().all()
-    store.fill_slots(torch.arange(8), 0.0)
+    fill_slots(store, torch.arange(8), 0.0)
     assert not from_rows(store.values[0], torch.float32).any()
 
 
@@ -69,7 +70,7 @@ def test_eight_bit_new_tokens_reach_their_slots_and_nothing_else(dtype, dim):
     key, value = fused[:, 2:4], fused[:, 4:]
     store = store_of(spec, 32, 4, layers=2)
     for backend in backends([spec] * 2, store, dtype):
-        store.fill_slots(torch.arange(128), 7.0)
+        fill_slots(store, torch.arange(128), 7.0)
         backend.write(1, slots, key, value)
         for written, rows in ((store.keys, key), (store.values, value)):
             expected = torch.full((128, 2, dim + 4), 7, dtype=torch.int8)

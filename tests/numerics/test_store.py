@@ -7,6 +7,7 @@ import torch
 
 from ferrum_rpc.attention.eight_bits import FP8, LARGEST, from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
 ALIKE = [CacheSpec(2, 8, torch.float32)] * 3
@@ -23,7 +24,7 @@ def store(request):
     made, generator = KvStore(LAYERS[request.param], 6, 4, CPU), torch.Generator().manual_seed(0)
     for tensor in (*made.keys, *made.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * 40)
-    made.fill_slots(torch.tensor([6]), float("nan"))
+    fill_slots(made, torch.tensor([6]))
     return made
 
 
@@ -54,11 +55,11 @@ def test_restore_undoes_a_write_bit_for_bit_nan_included(store):
 def test_fill_by_slots_or_by_mask(store):
     mask = torch.zeros(24, dtype=torch.bool)
     mask[3:7] = True
-    store.fill_slots(mask, float("nan"))
+    fill_slots(store, mask)
     for tensor in (*store.keys, *store.values):
         nothing = from_rows(tensor, torch.float32) if tensor.dtype in LARGEST else tensor
         assert torch.equal(nothing.reshape(24, -1).isnan().all(1), mask)
-    store.fill_slots(torch.tensor([3, 4, 5, 6]), 0.0)
+    fill_slots(store, torch.tensor([3, 4, 5, 6]), 0.0)
     for tensor in (*store.keys, *store.values):
         assert not tensor.flatten(0, 1)[3:7].any()
 

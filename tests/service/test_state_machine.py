@@ -35,6 +35,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2 as control
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, output_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
 from tests.identity_oracle import _embeddings
+from tests.poison import poison
 from tests.service.model import (
     CODE,
     EXHAUSTED,
@@ -453,8 +454,7 @@ class ExecutorMachine(RuleBasedStateMachine):
                 for record in records:
                     assert runner.kv.length(record.sequence) == record.length
                     self.check_content(runner, record.sequence, oracle.live[record.id])
-                unowned = ~runner.kv.owned_slots_mask()
-                runner.store.fill_slots(torch.from_numpy(unowned), float("nan"))
+                poison(runner)
             except BaseException as error:
                 faults.append(error)
 

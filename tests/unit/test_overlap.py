@@ -37,6 +37,7 @@ from ferrum_rpc.engine.runner import Pending, TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from tests.late import LateCompute, late_runner
+from tests.poison import poison
 
 SIZE = 4
 CONFIG = ModelSettings(
@@ -174,8 +175,7 @@ class Pair:
         assert books(self.late) == books(self.serial)
         assert contents(self.late) == contents(self.serial)
         for runner in (self.late, self.serial):
-            with runner.context():
-                runner.store.fill_slots(torch.from_numpy(~runner.kv.owned_slots_mask()), float("nan"))
+            poison(runner)
 
     def end(self) -> None:
         """Finish everything, and let every sequence answer once more."""

@@ -42,6 +42,8 @@ from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import make_checkpoint, make_model
+from tests.kv.kv_world import owned_slots
+from tests.poison import fill_slots
 from tests.ranks import World
 from tests.unit.test_runner_transactions import (
     SIZE,
@@ -294,11 +296,11 @@ class RankedTwins(Twins):
     def _poison(self, runner: TorchRunner) -> None:  # type: ignore[override]
         super()._poison(runner)
         world = self.world if runner is self.runner else self.other
-        free = torch.from_numpy(~runner.kv.owned_slots_mask())
+        free = torch.from_numpy(~owned_slots(runner.kv))
         runner.compute._ranks.ask("read", np.zeros(1, np.int64), 0, runner.info.head_dim)  # all that was told is done
         with runner.context():
             for follower in world.followers:
-                follower._kv.fill_slots(free, float("nan"))
+                fill_slots(follower._kv, free)
 
 
 @pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])

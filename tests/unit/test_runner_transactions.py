@@ -37,6 +37,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, Step
 from ferrum_rpc.kv.table import slots_for
 from tests.checkpoints import make_checkpoint
 from tests.kv.kv_world import everything
+from tests.poison import poison
 
 LAYERS = 2
 STAGES = ("reserve", "plan", "forward", "select", "commit")
@@ -265,8 +266,7 @@ class Twins:
 
     @staticmethod
     def _poison(runner: TorchRunner) -> None:
-        with runner.context():
-            runner.store.fill_slots(torch.from_numpy(~runner.kv.owned_slots_mask()), float("nan"))
+        poison(runner)
 
 
 def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
