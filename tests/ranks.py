@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +19,6 @@ from ferrum_rpc.engine.ranks.leader import Member, Ranks
 from ferrum_rpc.engine.ranks.links import machine, set_up
 from ferrum_rpc.engine.ranks.messages import Line
 from ferrum_rpc.engine.ranks.setup import Setup
-from ferrum_rpc.engine.runner import TorchRunner
 
 Stage = Callable[[str], None]
 
@@ -59,10 +57,3 @@ class World:
             thread.join(10)
             assert not thread.is_alive()
         self._folder.cleanup()
-
-
-@contextmanager
-def ranked_runner(settings: ModelSettings) -> Iterator[TorchRunner]:
-    """The runner of rank 0; the others are threads."""
-    with closing(World(settings)) as world, torch.inference_mode():
-        yield world.runner

@@ -19,13 +19,13 @@ RUNTIMES: Final = (("1.76.0", "6.31.1"), ("", ""))
 PROBE: Final = """
 import sys
 import google.protobuf, grpc
-import ferrum_rpc.client
+from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import OutputSpec, Positions, TopTokens
 from ferrum_rpc.executor.v1 import (
-    executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc, session_pb2)
-from ferrum_rpc.wire.items import Shape, item_from_proto, item_to_proto
-output = OutputSpec(Positions.ALL, TopTokens(3))
-item = item_to_proto(item_id=7, handle=None, tokens=[1, 2], output=output, request_id="r")
+    executor_control_pb2_grpc, forward_pb2, kv_transfer_pb2_grpc, model_executor_pb2, model_executor_pb2_grpc,
+    session_pb2)
+from ferrum_rpc.wire.items import Shape, item_from_proto
+item = SequenceState(forward_pb2.CreateOptions()).item(7, [1, 2], OutputSpec(Positions.ALL, TopTokens(3))).proto
 request = model_executor_pb2.PrefillRequest.FromString(model_executor_pb2.PrefillRequest(item=item).SerializeToString())
 back = item_from_proto(request.item, Shape.PREFILL, ())
 assert back.tokens.tolist() == [1, 2] and back.output.kind.k == 3, back

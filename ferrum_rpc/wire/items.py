@@ -29,7 +29,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.output import output_from_proto, output_to_proto
+from ferrum_rpc.wire.output import output_from_proto
 from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
 
@@ -211,30 +211,6 @@ def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") ->
     if create.fork and create.adapter:
         raise InvalidRequest("a fork has the adapter of its parent", field="create.adapter")
     return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork, create.adapter)
-
-
-def item_to_proto(
-    *,
-    item_id: int,
-    handle: types_pb2.KvHandle | None,
-    tokens: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer]],
-    output: OutputSpec,
-    request_id: str,
-    truncate_to: int | None = None,
-    reserve_tokens: int = 0,
-) -> forward_pb2.ForwardItem:
-    """The client's side: a work item."""
-    item = forward_pb2.ForwardItem(
-        item_id=item_id,
-        handle=handle,
-        token_ids=tokens if isinstance(tokens, (list, tuple)) else np.asarray(tokens).tolist(),
-        truncate_to=truncate_to,
-        output=output_to_proto(output),
-        request_id=request_id,
-    )
-    if handle is None and reserve_tokens:
-        item.create.reserve_tokens = reserve_tokens
-    return item
 
 
 def fill_results(
