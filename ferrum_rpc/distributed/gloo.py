@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
-from ferrum_rpc.distributed.group import GroupAborted, check_other, check_rows, sum_in_order
+from ferrum_rpc.distributed.group import GroupAborted, as_bytes, check_other, sum_in_order
 
 LOOPBACK: Final = "127.0.0.1"
 TIMEOUT: Final = timedelta(minutes=1)
@@ -63,7 +63,7 @@ class GlooGroup:
         """As `Group.all_gather`."""
         parts, group = part.new_empty((self.size, *part.shape)), self._open()
         if part.numel():
-            self._do(lambda: group._allgather_base(_bytes(parts), _bytes(part)).wait())
+            self._do(lambda: group._allgather_base(as_bytes(parts), as_bytes(part)).wait())
         return parts
 
     def send(self, rows: Tensor, to: int) -> None:
@@ -75,14 +75,17 @@ class GlooGroup:
         if len(self._sent) == UNDER_WAY:
             self._do(self._sent.popleft()[0].wait)
         copy = rows.clone()
-        self._do(lambda: self._sent.append((group.send([_bytes(copy)], to, _MESSAGE), copy)))
+        self._do(lambda: self._sent.append((group.send([as_bytes(copy)], to, _MESSAGE), copy)))
 
     def receive(self, rows: Tensor, source: int) -> None:
         """As `Group.receive`."""
         check_other(self, source)
         group = self._open()
         if rows.numel():
-            self._do(lambda: group.recv([_bytes(rows)], source, _MESSAGE).wait())
+            self._do(lambda: group.recv([as_bytes(rows)], source, _MESSAGE).wait())
+
+    def check(self) -> None:
+        """As `Group.check`: nothing is late here."""
 
     def abort(self) -> None:
         """As `Group.abort`: closes this rank's connections, which those who wait for it notice. A rank that waits in
@@ -140,9 +143,3 @@ class GlooGroup:
             nothing = torch.empty(1, dtype=torch.uint8)
             with suppress(RuntimeError):
                 group.recv([nothing], (self.rank + 1) % self.size, _NOTHING).wait(timedelta(milliseconds=1))
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    check_rows(rows)
-    dense = rows.as_strided((rows.numel(),), (1,))  # a lone element counts as contiguous, whatever its stride
-    return dense.view(torch.uint8)

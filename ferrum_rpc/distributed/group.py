@@ -17,9 +17,12 @@ class GroupAborted(RuntimeError):
 
 
 class Group(Protocol):
-    """Some ranks. Tensors lie on the CPU and are contiguous, and of one call have the same size on every rank.
+    """Some ranks. Tensors lie on the group's device and are contiguous, and of one call have the same size on every
+    rank.
 
-    One call at a time; `abort` alone may come from another thread. Every call raises `GroupAborted`.
+    One call at a time; `abort` alone may come from another thread. Every call raises `GroupAborted`. On a GPU a call
+    may return before it is carried out, in the order of the stream; what it did counts where a later `check` raises
+    nothing.
     """
 
     @property
@@ -31,8 +34,9 @@ class Group(Protocol):
         """How many there are."""
 
     def all_reduce(self, rows: Tensor) -> None:
-        """Make ``rows`` the sum of all ranks' rows, in place: in the order of the ranks, in float32 and rounded once,
-        so that every rank has the same bits. bfloat16, float16, float32, or int64, which is summed as it is."""
+        """Make ``rows`` the sum of all ranks' rows, in place, with the same bits on every rank: in the order of the
+        ranks, in float32 and rounded once; NCCL's is equal to that within rounding. bfloat16, float16, float32, or
+        int64, which is summed as it is."""
 
     @property
     def native_sum(self) -> tuple[int, int] | None:
@@ -49,6 +53,10 @@ class Group(Protocol):
     def receive(self, rows: Tensor, source: int) -> None:
         """Overwrite ``rows`` with what ``source`` sent, in the order in which it did."""
 
+    def check(self) -> None:
+        """Raise where an earlier call may not have been carried out though it returned: a group on a GPU was given up
+        meanwhile. Elsewhere what fails raises at once."""
+
     def abort(self) -> None:
         """Give up what waits in this process, and every later call until `renew`. In shared memory that is so on all
         ranks at once; elsewhere each is told by its own process."""
@@ -61,10 +69,17 @@ class Group(Protocol):
         """Free what it holds. No other call may be under way; later ones raise."""
 
 
-def check_rows(rows: Tensor) -> None:
-    """Raise ValueError where a group cannot take ``rows`` as they lie."""
-    if rows.device.type != "cpu" or not rows.is_contiguous():
-        raise ValueError(f"a group takes contiguous tensors on the CPU, not on {rows.device}, {rows.stride()}")
+def check_rows(rows: Tensor, device: str = "cpu") -> None:
+    """Raise ValueError where a group of this kind of ``device`` cannot take ``rows`` as they lie."""
+    if rows.device.type != device or not rows.is_contiguous():
+        raise ValueError(f"a group on {device} takes contiguous tensors there, not on {rows.device}, {rows.stride()}")
+
+
+def as_bytes(rows: Tensor, device: str = "cpu") -> Tensor:
+    """The memory of ``rows``, uint8 [bytes]: what any transport carries. Raises as `check_rows` does."""
+    check_rows(rows, device)
+    dense = rows.as_strided((rows.numel(),), (1,))  # a lone element counts as contiguous, whatever its stride
+    return dense.view(torch.uint8)
 
 
 def check_other(group: Group, rank: int) -> None:

@@ -85,6 +85,9 @@ class SharedMemoryGroup:
         check_other(self, source)
         self._check(self._library.ferrum_group_receive(self._handle, _address(rows), rows.nbytes, source))
 
+    def check(self) -> None:
+        """As `Group.check`: nothing is late here."""
+
     def abort(self) -> None:
         """As `Group.abort`."""
         with self._closing:

@@ -5,6 +5,8 @@ filter, the logits of tokens that were named. All of them decide from the same g
 that one rank would draw from whole rows, but for the rounding of a sum of float64 numbers. And all of them make the
 same calls in the same order: it follows from the draws and from what was gathered, never from a rank's own part.
 
+Logits may lie on a GPU, and so does what is returned. What ranks tell each other passes through the host.
+
 Only where a filter leaves more than the best `SORTED` tokens of some rank can tell is a row put together after all.
 """
 
@@ -33,8 +35,8 @@ _TORCH: Final = TorchSampler()
 
 
 class Part(NamedTuple):
-    """Of a ``vocabulary`` of so many tokens those that this rank of the ``group`` has: a row is cut every ``width``
-    tokens, a multiple of `WORD`."""
+    """Of a ``vocabulary`` of so many tokens those that this rank of the ``group`` (on the CPU) has: a row is cut every
+    ``width`` tokens, a multiple of `WORD`."""
 
     group: Group
     width: int
@@ -52,9 +54,10 @@ class Part(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How rows are cut: the ``limits`` of this rank's part; which are drawn from at all (``plain``, bool [R]), and the
-    rank that has the arg-max, ``best`` (int64 [R]). ``doubt``, float64 [R], is added to what a part comes to, so that
-    every rank hears of it: 0, NaN where more candidates may tell the limits, infinity where only the row does."""
+    """How rows are cut, on the host: the ``limits`` of this rank's part; which are drawn from at all (``plain``, bool
+    [R]), and the rank that has the arg-max, ``best`` (int64 [R]). ``doubt``, float64 [R], is added to what a part comes
+    to, so that every rank hears of it: 0, NaN where more candidates may tell the limits, infinity where only the row
+    does."""
 
     limits: Limits
     doubt: Tensor
@@ -77,18 +80,20 @@ class PartedSampler:
     def _draw(self, logits: Tensor, draws: Draws, candidates: int) -> Tensor:
         cut = self._cut(logits, draws, candidates, self._own)
         chances = torch.from_numpy(uniforms(draws["seed"], draws["position"]))
-        owner, targets, total = self._found(self._own.masses(logits, cut.limits) + cut.doubt, chances)
+        owner, targets, total = self._found(self._own.masses(logits, cut.limits).cpu() + cut.doubt, chances)
         owner = owner.where(cut.plain, cut.best)
         mine, known = owner == self._group.rank, total.isfinite()
         cut.limits["target"] = targets.where(mine & cut.plain & known, torch.full_like(targets, -1)).numpy()
-        tokens = self._own.find(logits, cut.limits)
+        tokens = self._own.find(logits, cut.limits).cpu()
         if len(rows := (mine & ~cut.plain).nonzero().squeeze(-1)):
-            tokens[rows] = logits[rows].argmax(-1)
-        found = self._of_owner(tokens + self._part.first, owner)
+            tokens[rows] = logits[rows.to(logits.device)].argmax(-1).cpu()
+        found = self._of_owner(tokens + self._part.first, owner).to(logits.device)
         if len(rows := (cut.plain & total.isnan()).nonzero().squeeze(-1)):
-            found[rows] = self._draw(logits[rows], draws[rows.numpy()], SORTED)
+            there = rows.to(logits.device)
+            found[there] = self._draw(logits[there], draws[rows.numpy()], SORTED)
         if len(rows := (cut.plain & total.isinf()).nonzero().squeeze(-1)):
-            found[rows] = self._own.draw(self.whole(logits[rows]), draws[rows.numpy()])
+            there = rows.to(logits.device)
+            found[there] = self._own.draw(self.whole(logits[there]), draws[rows.numpy()])
         return found
 
     def _cut(self, logits: Tensor, draws: Draws, candidates: int, own: PartSampler) -> Cut:
@@ -99,7 +104,7 @@ class PartedSampler:
         by_k, by_p = top_k < vocabulary, warm & (draws["top_p"] < 1)
         most = min(width, candidates)
         count = most if by_p.any() else min(most, int(top_k[by_k].max(initial=0)))
-        gathered = self._group.all_gather(self._candidates(logits, count) if count else logits.amax(-1, keepdim=True))
+        gathered = self._gather(self._candidates(logits, count) if count else logits.amax(-1, keepdim=True))
         largest = gathered[:, :, 0].amax(0)
         limits, doubt = np.zeros(len(draws), LIMITS), np.zeros(len(draws))
         limits["largest"], limits["temperature"] = largest.numpy(), draws["temperature"]
@@ -123,7 +128,7 @@ class PartedSampler:
         """Make the ``limits``, which top-k has set, those of top-p where that is asked for. Returns doubts."""
         ordered, order = candidates
         count, by_p = ordered.shape[-1] // self._group.size, draws["top_p"] < 1
-        total = self._group.all_gather(own.masses(logits, limits)).sum(0)
+        total = self._gather(own.masses(logits, limits)).sum(0)
         weights = own.weigh(ordered, limits)
         masses = weights.to(torch.float64).cumsum(-1)
         needed = torch.from_numpy(draws["top_p"].astype(np.float64)) * total
@@ -144,12 +149,12 @@ class PartedSampler:
     def _candidates(self, logits: Tensor, count: int) -> Tensor:
         """The largest logits of this rank, [R, count] by falling logit; -inf behind the last of all tokens."""
         values = self._own.best(logits, min(count, logits.shape[-1])).logits
-        return F.pad(values, (0, count - values.shape[-1]), value=-torch.inf).contiguous()
+        return F.pad(values, (0, count - values.shape[-1]), value=-torch.inf)
 
     def _found(self, masses: Tensor, chances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows whose parts come to ``masses`` (float64 [R]) here: the rank on which the ``chances`` fall, int64 [R];
-        what is passed there, float64 [R]; and what the whole rows come to."""
-        edges = self._group.all_gather(masses).cumsum(0)
+        what is passed there, float64 [R]; and what the whole rows come to. All on the host."""
+        edges = self._gather(masses).cumsum(0)
         total = edges[-1]
         targets = total * chances
         owner = torch.minimum((edges <= targets).sum(0), (edges < total).sum(0))
@@ -157,8 +162,12 @@ class PartedSampler:
         return owner, targets - before, total
 
     def _of_owner(self, values: Tensor, owner: Tensor) -> Tensor:
-        """Those ``values`` [R, ...] that the rank in ``owner``, of the same shape, has."""
-        return self._group.all_gather(values.contiguous()).gather(0, owner[None])[0]
+        """Those ``values`` [R, ...] that the rank in ``owner``, of the same shape, has; on the host."""
+        return self._gather(values).gather(0, owner[None])[0]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, on the host."""
+        return self._group.all_gather(part.cpu().contiguous())
 
     # --- rows before they are drawn from ----------------------------------------------------------------------------
 
@@ -186,40 +195,40 @@ class PartedSampler:
         beyond = (0, count - own.logits.shape[-1])
         values = F.pad(own.logits, beyond, value=-torch.inf)
         ids = F.pad(own.token_ids + self._part.first, beyond).to(torch.int32)
-        told = self._group.all_gather(
-            torch.cat([values.view(torch.int32), ids, own.logsumexp[:, None].view(torch.int32)], -1)
-        )
+        told = self._gather(torch.cat([values.view(torch.int32), ids, own.logsumexp[:, None].view(torch.int32)], -1))
         values, ids = (told[:, :, first : first + count].transpose(0, 1).reshape(rows, -1) for first in (0, count))
         values, order = values.view(torch.float32).sort(stable=True, dim=-1, descending=True)
         logsumexp = told[:, :, -1].contiguous().view(torch.float32).double().logsumexp(0).float()
-        return Best(ids.gather(-1, order[:, :k]).to(torch.int64), values[:, :k].contiguous(), logsumexp)
+        found = ids.gather(-1, order[:, :k]).to(torch.int64), values[:, :k].contiguous(), logsumexp
+        return Best(*(each.to(logits.device) for each in found))
 
     def largest(self, logits: Tensor) -> Tensor:
         values, tokens = logits.max(-1)
-        told = self._group.all_gather(torch.stack([values.double(), (tokens + self._part.first).double()]))
+        told = self._gather(torch.stack([values.double(), (tokens + self._part.first).double()]))
         best = told[:, 0].argmax(0, keepdim=True)  # of several the first: ranks are in their order
-        return told[:, 1].gather(0, best)[0].to(torch.int64)
+        return told[:, 1].gather(0, best)[0].to(logits.device, torch.int64)
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
         here = (tokens - self._part.first).clamp(0, rows.shape[-1] - 1)
-        return self._of_owner(rows.gather(-1, here), tokens // self._part.width)
+        return self._of_owner(rows.gather(-1, here), tokens.cpu() // self._part.width).to(rows.device)
 
     def whole(self, logits: Tensor) -> Tensor:
         rows, width = len(logits), self._part.width
-        told = self._group.all_gather(F.pad(logits, (0, width - logits.shape[-1])).contiguous())
-        return told.transpose(0, 1).reshape(rows, -1)[:, : self._part.vocabulary].contiguous()
+        told = self._gather(F.pad(logits, (0, width - logits.shape[-1])))
+        return told.transpose(0, 1).reshape(rows, -1)[:, : self._part.vocabulary].contiguous().to(logits.device)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def filtered(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits, draws, SORTED, _TORCH)
         weights = _TORCH.weigh(logits, cut.limits)
-        total = self._group.all_gather(weights.sum(-1, dtype=torch.float64) + cut.doubt).sum(0)
+        total = self._gather(weights.sum(-1, dtype=torch.float64).cpu() + cut.doubt).sum(0)
         if len(rows := (cut.plain & ~total.isfinite()).nonzero().squeeze(-1)):
-            whole, _ = filtered_whole(self.whole(logits[rows]), draws[rows.numpy()])
-            weights[rows] = whole[:, self._part.first : self._part.end]
-            total[rows] = whole.sum(-1, dtype=torch.float64)
-        return weights, cut.plain, total
+            there = rows.to(logits.device)
+            whole, _ = filtered_whole(self.whole(logits[there]), draws[rows.numpy()])
+            weights[there] = whole[:, self._part.first : self._part.end]
+            total[rows] = whole.sum(-1, dtype=torch.float64).cpu()
+        return weights, cut.plain.to(logits.device), total.to(logits.device)
 
     def add(self, weights: Tensor, tokens: Tensor, values: Tensor) -> None:
         own = tokens - self._part.first
@@ -228,9 +237,9 @@ class PartedSampler:
 
     def picked(self, weights: Tensor, chances: Tensor, otherwise: Tensor) -> Tensor:
         masses = weights.to(torch.float64).cumsum(-1)
-        owner, targets, total = self._found(masses[:, -1].contiguous(), chances)
-        tokens = passed(masses, targets).clamp(max=weights.shape[-1] - 1) + self._part.first
-        return self._of_owner(tokens, owner).where(total > 0, otherwise)
+        owner, targets, total = self._found(masses[:, -1], chances.cpu())
+        tokens = passed(masses, targets.to(masses.device)).clamp(max=weights.shape[-1] - 1) + self._part.first
+        return self._of_owner(tokens, owner).where(total > 0, otherwise.cpu()).to(weights.device)
 
 
 def select_sampler(device: torch.device, part: Part | None = None) -> Choice:

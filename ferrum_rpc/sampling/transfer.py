@@ -44,7 +44,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def to_host(columns: Sequence[Tensor]) -> list[Tensor]:
     """Dense copies of ``columns`` (of one device) on the host; on a CPU the columns themselves. From a GPU they are on
     their way: a `Mark` that is made from now on is passed when they are there, and until then they hold anything."""
-    if columns[0].device.type != "cuda":
+    if columns[0].device.type == "cpu":
         return [*map(Tensor.contiguous, columns)]
     host = [torch.empty(column.shape, dtype=column.dtype, pin_memory=True) for column in columns]
     for target, column in zip(host, columns, strict=True):

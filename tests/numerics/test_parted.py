@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ferrum_rpc.core import (
     Accept,
@@ -33,6 +34,7 @@ from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
 from ferrum_rpc.sampling.parted import Part, PartedSampler
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
+from tests.away import pretended
 from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask, words_of
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
@@ -53,9 +55,11 @@ class Counting:
 
 
 class World:
-    """``size`` ranks, threads of this process, which share rows; and ``one`` that has them whole."""
+    """``size`` ranks, threads of this process, which share rows; and ``one`` that has them whole. ``on_device``: the
+    ranks' rows lie on a device, what they tell each other on the host."""
 
-    def __init__(self, groups: list[Group], make: Callable[[], PartSampler]) -> None:
+    def __init__(self, groups: list[Group], make: Callable[[], PartSampler], *, on_device: bool = False) -> None:
+        self._on_device = on_device
         self.groups = [Counting(each) for each in groups]
         self.size, self.one = len(groups), make()
         self._own = [make() for _ in groups]
@@ -73,8 +77,12 @@ class World:
             part: Any = Part(self.groups[rank], width, vocabulary)  # type: ignore[arg-type]
             first, end = Shard(rank, self.size).tokens(vocabulary)
             assert (part.first, part.end) == (first, end)
+            sampler, own = PartedSampler(self._own[rank], part), rows[:, first:end].contiguous()
             with torch.inference_mode():
-                return call(PartedSampler(self._own[rank], part), rows[:, first:end].contiguous())
+                if not self._on_device:
+                    return call(sampler, own)
+                with pretended() as device:
+                    return tree_map_only(Tensor, Tensor.cpu, call(sampler, own.to(device)))
 
         for group in self.groups:
             group.told.clear()
@@ -93,6 +101,25 @@ class World:
         for found in self.each(rows, lambda sampler, part: sampler.draw(part, given)):
             different = (found != expected).nonzero().squeeze(-1)
             assert not len(different), (given[different], expected[different], found[different])
+
+    def check_kinds(self, vocabulary: int, count: int = 12) -> None:
+        """Every kind of rows, so many of each, as on one rank."""
+        requests = requests_of(count, vocabulary, np.random.default_rng(1))
+        hidden = torch.arange(count * len(requests), dtype=torch.float32)[:, None]
+        table = logits(len(hidden), vocabulary, 5).bfloat16().float()
+
+        def rows(sampler: Sampler, part: Tensor) -> list[Rows]:
+            return rows_of(requests, hidden, part, sampler)
+
+        expected = rows(self.one, table)
+        for found in self.each(table, rows):
+            for request, one, ours in zip(requests, expected, found, strict=True):
+                for name, column in one.block.columns.items():
+                    here, there = (each.block[name][each.first : each.first + each.count] for each in (one, ours))
+                    if column.dtype.kind == "f":
+                        np.testing.assert_allclose(there, here, rtol=1e-6, atol=2e-6, err_msg=f"{request.kind} {name}")
+                    else:
+                        assert (here == there).all(), (request.kind, name)
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4], ids=["two", "three", "four"])
@@ -197,7 +224,9 @@ def test_the_best_and_the_named_are_those_of_one_rank(world: World, vocabulary: 
             assert torch.equal(found.token_ids[known], expected.token_ids[known])
             assert torch.equal(found.logits[known], expected.logits[known])
             torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=1e-6, atol=1e-6, equal_nan=True)
-    for found in world.each(rows, lambda sampler, part: (sampler.largest(part), sampler.at(part, tokens))):
+    for found in world.each(
+        rows, lambda sampler, part: (sampler.largest(part), sampler.at(part, tokens.to(part.device)))
+    ):
         assert torch.equal(found[0], rows.argmax(-1))
         torch.testing.assert_close(found[1], rows.gather(-1, tokens), rtol=0, atol=0, equal_nan=True)
     for found in world.each(rows, lambda sampler, part: sampler.whole(part)):
@@ -248,28 +277,34 @@ def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[R
     return made
 
 
+def rows_of(requests: list[Request], hidden: Tensor, part: Tensor, sampler: Sampler) -> list[Rows]:
+    """Of ``part`` of the logits, whose rows ``hidden`` counts; on the device of the part."""
+    device = part.device
+    there = [
+        each._replace(masks=each.masks and [words if words is None else words.to(device) for words in each.masks])
+        for each in requests
+    ]
+    head = lambda each: part[each[:, 0].long()].clone()  # noqa: E731
+    return select_rows(hidden.to(device), there, head, None, sampler)
+
+
 @pytest.mark.parametrize("at_once", [256, 7])
 def test_every_kind_of_rows_is_that_of_one_rank(world: World, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the head's slices cut through kinds, and with drafts that are accepted and rejected."""
     monkeypatch.setattr(sampling_rows, "HEAD_ROWS", at_once)
-    vocabulary, count = 300, 12
-    vocabulary += 100 * (world.size == 4)
-    requests = requests_of(count, vocabulary, np.random.default_rng(1))
-    hidden = torch.arange(count * len(requests), dtype=torch.float32)[:, None]
-    table = logits(len(hidden), vocabulary, 5).bfloat16().float()
+    world.check_kinds(300 + 100 * (world.size == 4))
 
-    def rows(sampler: Sampler, part: Tensor) -> list[Rows]:
-        return select_rows(hidden, requests, lambda each: part[each[:, 0].long()].clone(), None, sampler)
 
-    expected = rows(world.one, table)
-    for found in world.each(table, rows):
-        for request, one, ours in zip(requests, expected, found, strict=True):
-            for name, column in one.block.columns.items():
-                here, there = (each.block[name][each.first : each.first + each.count] for each in (one, ours))
-                if column.dtype.kind == "f":
-                    np.testing.assert_allclose(there, here, rtol=1e-6, atol=2e-6, err_msg=f"{request.kind} {name}")
-                else:
-                    assert (here == there).all(), (request.kind, name)
+def test_rows_may_lie_on_a_device() -> None:
+    """What ranks tell each other lies on the host, where the groups that carry it are."""
+    with joined(GLOO if REASON else SHARED, 2) as groups:
+        world = World([*groups], TorchSampler, on_device=True)
+        world.check_draws(spoiled(logits(150, 385)), any_draws(150, 385, 1))
+        world.check_draws(logits(4, 3000, 2, 0.01), draws(4, seed=7, top_p=0.9))
+        world.check_kinds(300, 3)
+        world.each(logits(4, 3000, 2, 0.01), lambda sampler, part: sampler.filtered(part, draws(4, top_p=0.9)))
+        for k in (0, 9):
+            world.each(logits(2, 300), lambda sampler, part, k=k: sampler.best(part, k))  # type: ignore[misc]
 
 
 def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world: World) -> None:
@@ -283,7 +318,7 @@ def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world: World) -> Non
     hidden = torch.arange(12, dtype=torch.float32)[:, None]
 
     def rows(sampler: Sampler, part: Tensor) -> list[Rows]:
-        return select_rows(hidden, requests, lambda each: part[each[:, 0].long()].clone(), None, sampler)
+        return rows_of(requests, hidden, part, sampler)
 
     expected = [each.block["token_ids"].tolist() for each in rows(world.one, table)]
     for found in world.each(table, rows):
@@ -310,6 +345,6 @@ def test_a_rank_tells_a_few_bytes_of_a_row(world: World, kind: OutputKind, told:
     """What docs/fleet.md has of it."""
     vocabulary = 2048 * world.size
     table = logits(3, vocabulary, 1, 8.0)
-    world.each(table, lambda sampler, part: select_rows(table, [Request(0, 3, kind)], lambda each: part, None, sampler))
+    world.each(table, lambda sampler, part: select_rows(part, [Request(0, 3, kind)], lambda each: part, None, sampler))
     assert [each / 3 for each in world.groups[0].told] == told
     assert DRAW.itemsize == 32

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
 
-from ferrum_rpc.distributed import shared_memory
+from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.gloo import UNDER_WAY, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
+from ferrum_rpc.distributed.staged import StagedGroup
+from tests.away import pretended
 
 SHARED, GLOO = "shared memory", "gloo"
 REASON = shared_memory.available()
@@ -130,6 +134,91 @@ def test_messages_arrive_in_order_and_may_wait(groups: list[Group]) -> None:
     if isinstance(groups[0], GlooGroup) and len(groups) > 2:  # eight under way, to all of them
         sizes = sizes[: UNDER_WAY // 2]
     on_all(groups, talk)
+
+
+def test_rows_of_a_device_pass_through_the_host(groups: list[Group]) -> None:
+    size = len(groups)
+
+    def play(group: Group) -> None:
+        with pretended() as device:
+            staged = StagedGroup(group, device)
+            rows = torch.full((3, 5), 1.0 + group.rank, dtype=torch.bfloat16).to(device)
+            staged.all_reduce(rows)
+            assert (rows.cpu() == size * (size + 1) / 2).all()
+            gathered = staged.all_gather(torch.arange(4).to(device) + group.rank)
+            assert gathered.device == device and (gathered.cpu() - torch.arange(size)[:, None])[-1].tolist() == [
+                0,
+                1,
+                2,
+                3,
+            ]
+            staged.send(rows * (1 + group.rank), (group.rank + 1) % size)
+            found = torch.zeros_like(rows)
+            staged.receive(found, before := (group.rank - 1) % size)
+            assert (found.cpu() == (rows * (1 + before)).cpu()).all()
+            staged.check()
+            with pytest.raises(ValueError, match="on cpu"):
+                group.all_reduce(rows)
+
+    on_all(groups, play)
+
+
+class LikeNccl:
+    """gloo under the calls that torch's NCCL has."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        assert options._timeout
+        made: Any = ProcessGroupGloo
+        its = made._Options()
+        its._timeout, its._devices = timedelta(seconds=10), [made.create_device(hostname="127.0.0.1")]
+        self._gloo = made(store, rank, size, its)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+    def abort(self) -> None:
+        self._gloo = None
+
+
+def test_nccl_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without it: `tests/gpu/test_ranks.py` asks the real one."""
+    monkeypatch.setattr(nccl, "CUDA", "cpu")
+    monkeypatch.setattr(nccl.c10d, "ProcessGroupNCCL", LikeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    for name in nccl.WATCHED_HERE:
+        monkeypatch.setenv(name, "0")
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups: list[Group] = [*threads.map(lambda rank: nccl.NcclGroup(store, rank, 2, torch.device("cpu")), range(2))]
+    parts = [random((2, 17), torch.float32, rank) for rank in range(2)]
+
+    def play(group: Group) -> None:
+        rows = parts[group.rank].clone()
+        group.all_reduce(rows)
+        assert torch.equal(rows, parts[0] + parts[1])
+        assert torch.equal(group.all_gather(parts[group.rank] > 0), torch.stack(parts) > 0)
+        if group.rank:
+            group.send(parts[1], 0)
+        else:
+            group.receive(rows, 1)
+            assert torch.equal(rows, parts[1])
+        group.check()
+
+    for epoch in (1, 2):
+        on_all(groups, play)
+        for group in groups:
+            group.abort()
+            with pytest.raises(GroupAborted, match="gave the group up"):
+                group.check()
+            with pytest.raises(GroupAborted):
+                group.all_reduce(parts[0])
+        on_all(groups, lambda group, epoch=epoch: group.renew(epoch))  # type: ignore[misc]
+    for group in groups:
+        group.close()
+        with pytest.raises(GroupAborted, match="closed"):
+            group.check()
 
 
 OPERATIONS = st.lists(
