@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from ferrum_rpc.core import AdapterFacts
 from ferrum_rpc.engine.loading import READABLE
 from ferrum_rpc.errors import NotSupported, SequencesExhausted
-from ferrum_rpc.models.adapter_config import read_adapter
-from ferrum_rpc.models.lora import Change, Loras
+from ferrum_rpc.models.adapter_config import LowRank, read_adapter
+from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.weights.adapter import AdapterFiles
 
 TAKEN: Final = "ferrum-rpc adapter"
@@ -31,7 +30,7 @@ class _Loading:
     """An adapter that is being read: what of it is to come, by layers, and the hash of what has come."""
 
     files: AdapterFiles
-    pieces: Iterator[list[Change]]
+    pieces: Iterator[list[LowRank]]
     digest: Any = field(default_factory=sha256)
 
 
@@ -62,10 +61,10 @@ class Adapters:
                 "unload others, or raise --adapter-memory",
                 metadata={"adapter_memory": self._most_bytes, "needed_bytes": wanted, "held_bytes": held},
             )
-        layers = [list(group) for _, group in groupby(changes, key=lambda change: change.layer)]
+        pieces = self._loras.pieces(adapter)
         self._bytes[number] = self._loras.add(number, changes)
-        self._loading[number] = _Loading(files, iter(layers))
-        return AdapterFacts(max(each.rank for each in adapter), wanted, len(layers))
+        self._loading[number] = _Loading(files, iter(pieces))
+        return AdapterFacts(max(each.rank for each in adapter), wanted, len(pieces))
 
     def find(self, name: str) -> None:
         """Raises `AdapterUnknown` where there is no such folder, and what is wrong with its files."""
@@ -75,20 +74,18 @@ class Adapters:
         """Read the next layer. When all have come: the fingerprint of the model with the adapter. Raises InvalidRequest
         for numbers that are not finite."""
         loading = self._loading[number]
-        changes = next(loading.pieces, None)
-        if changes is None:
+        piece = next(loading.pieces, None)
+        if piece is None:
             del self._loading[number]
             return sha256(TAKEN.encode() + self._fingerprint + loading.digest.digest()).digest()
-        parts = [(change, part) for change in changes for part in change.parts]
-        tensors = loading.files.tensors(name for _, part in parts for name in (part.change.down, part.change.up))
-        for change, part in parts:
-            each = part.change
+        tensors = loading.files.tensors(name for each in piece for name in (each.down, each.up))
+        for each in piece:
             for name in (each.down, each.up):
                 tensor = tensors[name]
                 about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
                 loading.digest.update(about.encode())
                 loading.digest.update(_bytes(tensor))
-            self._loras.put(number, change, part, tensors[each.down], tensors[each.up])
+            self._loras.put(number, each, tensors[each.down], tensors[each.up])
         return None
 
     def drop(self, number: int) -> None:

@@ -181,8 +181,9 @@ class Decoder:
         return Loaded(parameters.get("embedding"), together, parameters.get("norm"), linears.get("head"))
 
     def take_adapters(self) -> tuple[str, Loras]:
-        spec = replace(self.spec, roots=adapted_roots(self.spec.architecture))
-        reason, self._loras = select_loras(layout(spec), spec.layers, self.dtype, self.device)
+        whole = replace(self.whole, roots=adapted_roots(self.whole.architecture))
+        table, parts = layout(whole), self._shard.parts(whole)
+        reason, self._loras = select_loras(table, self.spec.layers, self.dtype, self.device, parts)
         return reason, self._loras
 
     # --- forward ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ scale in it. The fused products of the decoder have one D for all matrices that 
 its own rows of y. y is rounded before the sum and after it, U and D to the model's dtype: as a model computes with its
 adapters beside its weights, not merged into them.
 
+Of a model that ranks share, each has of U the rows, or of D the columns, that its part of the product has: what it adds
+is a part of what ranks sum anyway.
+
 Which sequences use which adapter, and which adapters there are, is decided above; here they have numbers.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models import shard
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
 from ferrum_rpc.models.layout import Placement, half_split
@@ -68,22 +73,36 @@ class Adapted(ABC):
 
 class Loras(ABC):
     """The adapters of one decoder whose parameters are laid out as in ``table``. Of each the changes, by
-    ``layer * len(PRODUCTS) + product``."""
+    ``layer * len(PRODUCTS) + product``. Of one that ranks share: what is here of the tensors of the ``table``, which is
+    of the whole, is in ``parts``, with so many ``layers``."""
 
     name: str
     rowwise: bool
     """Whether a row of an adapter depends on nothing but itself, bit for bit."""
 
-    def __init__(self, table: Mapping[str, Placement], layers: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        table: Mapping[str, Placement],
+        layers: int,
+        dtype: torch.dtype,
+        parts: Mapping[str, shard.Part] | None = None,
+    ) -> None:
         self._layers, self._dtype = layers, dtype
-        self._widths: dict[str, int] = {}
         self._placements: dict[str, Placement] = {}
-        for name, placement in table.items():
-            if _place(placement.parameter) is not None and len(placement.shape) == 2:
-                self._placements[name.removesuffix(".weight")] = placement
-                last = placement.first + placement.rows
-                self._widths[placement.parameter] = max(last, self._widths.get(placement.parameter, 0))
+        self._parts: dict[str, shard.Part] = {}
+        self._widths: dict[str, int] = {}
+        for name, whole in table.items():
+            if _place(whole) is None or len(whole.shape) != 2:
+                continue
+            module = name.removesuffix(".weight")
+            self._placements[module] = whole
+            part = shard.Part(whole.shape, whole) if parts is None else parts.get(name)
+            if part is not None:
+                self._parts[module] = part
+                parameter, last = part.placement.parameter, part.placement.first + part.placement.rows
+                self._widths[parameter] = max(last, self._widths.get(parameter, 0))
         self._adapters: dict[int, list[Adapted | None]] = {}
+        self._places: dict[int, dict[str, tuple[Adapted, Part]]] = {}
 
     def __len__(self) -> int:
         """Adapters that there are."""
@@ -95,46 +114,62 @@ class Loras(ABC):
         return {name: (placement.shape[0], placement.shape[1]) for name, placement in self._placements.items()}
 
     def changes(self, adapter: Sequence[LowRank]) -> list[Change]:
-        """What an adapter changes, product by product in the order of the layers."""
+        """What an adapter changes of what is here, product by product in the order of the layers."""
         products: dict[str, list[Part]] = {}
         for each in adapter:
-            placement = self._placements[each.module]
+            if each.module not in self._parts:
+                continue
+            placement = self._parts[each.module].placement
             parts = products.setdefault(placement.parameter, [])
             start = parts[-1].start + parts[-1].rank if parts else 0
             parts.append(Part(each, placement.first, placement.rows, start, each.rank + each.rank % 2))
         found = []
         for parameter, parts in products.items():
-            place = _place(parameter)
-            assert place is not None  # noqa: S101 - it is among the placements
-            size_in = self._placements[parts[0].change.module].shape[1]
-            found.append(Change(*place, size_in, self._widths[parameter], tuple(parts)))
+            placement = self._parts[parts[0].change.module].placement
+            size_in = placement.shape[1]
+            found.append(Change(*_placed(placement), size_in, self._widths[parameter], tuple(parts)))
         return sorted(found)
+
+    def pieces(self, adapter: Sequence[LowRank]) -> list[list[LowRank]]:
+        """All that an adapter changes, wherever it is, by layers: the same everywhere, and in the same order."""
+        ordered = sorted(adapter, key=lambda each: _placed(self._placements[each.module]))
+        return [
+            list(group) for _, group in groupby(ordered, key=lambda each: _placed(self._placements[each.module])[0])
+        ]
 
     def add(self, number: int, changes: Sequence[Change]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
         adapted: list[Adapted | None] = [None] * (self._layers * len(PRODUCTS))
+        places = self._places[number] = {}
         for each, made in zip(changes, self._adapted(changes), strict=True):
             adapted[each.layer * len(PRODUCTS) + each.product] = made
+            places.update({part.change.module: (made, part) for part in each.parts})
         self._adapters[number] = adapted
         return sum([each.nbytes for each in adapted if each is not None])
 
-    def put(self, number: int, change: Change, part: Part, down: Tensor, up: Tensor) -> None:
-        """Copy the tensors of a part into place: D [rank, in] and U [out, rank]. Raises InvalidRequest for numbers that
-        are not finite, or do not stay so in the model's dtype."""
-        scaled = up.to(torch.promote_types(up.dtype, torch.float32)) * part.change.scale  # rounded once, when stored
-        for name, tensor in ((part.change.down, down), (part.change.up, scaled)):
+    def put(self, number: int, change: LowRank, down: Tensor, up: Tensor) -> None:
+        """Copy what is here of D [rank, in] and U [out, rank] into place. Raises InvalidRequest for numbers anywhere
+        in them that are not finite, or do not stay so in the model's dtype."""
+        scaled = up.to(torch.promote_types(up.dtype, torch.float32)) * change.scale  # rounded once, when stored
+        for name, tensor in ((change.down, down), (change.up, scaled)):
             if not tensor.to(self._dtype).isfinite().all():
                 raise InvalidRequest(
                     f"{name} holds NaN or infinity, or numbers that the model's type cannot hold", field="adapter"
                 )
-        adapted = self._adapters[number][change.layer * len(PRODUCTS) + change.product]
-        assert adapted is not None  # noqa: S101 - it was added
-        placement = self._placements[part.change.module]
+        if change.module not in self._parts:
+            return
+        adapted, part = self._places[number][change.module]
+        _, placement, cut = self._parts[change.module]
+        if cut is not None and cut.axis:
+            down = cut.of(down)
+        elif cut is not None:
+            scaled = cut.of(scaled)
         adapted.put(part, down, half_split(scaled, placement) if placement.turned else scaled)
 
     def drop(self, number: int) -> None:
         """It is no more; no step uses it."""
         self._adapters.pop(number, None)
+        self._places.pop(number, None)
 
     @abstractmethod
     def nbytes(self, changes: Sequence[Change]) -> int:
@@ -157,12 +192,19 @@ class AdaptableModel(Model, Protocol):
         """Be ready for them: why as it is, and where they are put. Raises NotSupported."""
 
 
-def _place(parameter: str) -> tuple[int, int] | None:
+def _place(placement: Placement) -> tuple[int, int] | None:
     """Layer and product of a parameter that can be adapted."""
-    match parameter.split("."):
+    match placement.parameter.split("."):
         case ["layers", layer, product, "weight"] if product in PRODUCTS:
             return int(layer), PRODUCTS.index(product)
     return None
+
+
+def _placed(placement: Placement) -> tuple[int, int]:
+    """The same, of one that was found to be."""
+    place = _place(placement)
+    assert place is not None  # noqa: S101
+    return place
 
 
 # --- torch, on any device -------------------------------------------------------------------------------------------
@@ -188,8 +230,15 @@ class TorchLoras(Loras):
     name = "torch"
     rowwise = False
 
-    def __init__(self, table: Mapping[str, Placement], layers: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(table, layers, dtype)
+    def __init__(
+        self,
+        table: Mapping[str, Placement],
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: Mapping[str, shard.Part] | None = None,
+    ) -> None:
+        super().__init__(table, layers, dtype, parts)
         self._device = device
 
     def nbytes(self, changes: Sequence[Change]) -> int:

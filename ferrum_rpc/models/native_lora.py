@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrum_rpc.models import shard
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.layout import Placement
 from ferrum_rpc.models.lora import PRODUCTS, Adapted, Change, Loras, Part
@@ -67,13 +68,20 @@ class NativeLoras(Loras):
     name = "native"
     rowwise = True
 
-    def __init__(self, table: Mapping[str, Placement], layers: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: Mapping[str, Placement],
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: Mapping[str, shard.Part] | None = None,
+    ) -> None:
         cpu.require(device, dtype, torch.bfloat16)
-        super().__init__(table, layers, dtype)
+        super().__init__(table, layers, dtype, parts)
         self._library = library.load()
         if not self._library.ferrum_lora_supported():
             raise OSError("the CPU has no avx512_bf16")
-        if any(width % 2 for _, width in self.modules.values()):
+        if any(part.placement.shape[1] % 2 for part in self._parts.values()):
             raise OSError("the model has products of odd width")
         self._structs: dict[int, ctypes.Array[library.LoraChange]] = {}
         self._ranks: dict[int, int] = {}
@@ -88,7 +96,7 @@ class NativeLoras(Loras):
             if isinstance(each, NativeAdapted):
                 structs[place] = each.struct
         self._structs[number] = structs
-        self._ranks[number] = max(_whole(each.rank) for each in changes)
+        self._ranks[number] = max([_whole(each.rank) for each in changes], default=0)
         return taken
 
     def drop(self, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.harness import CPU, Executor, error, reference_logits, rounded_model, worst
+from tests.numerics.test_adapters import load
 from tests.numerics.test_parity import CASES, SIXTEEN_BITS, TOKENS
 
 SPLIT = [13, 1, 9, 1, 16]
@@ -23,8 +25,10 @@ TWO = Shard(0, 2)
 CUT = [name for name, (family, _) in CASES.items() if family != "olmo2"]
 
 
-def on_ranks(reference: Any, whole: Shard, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The logits [T, vocab], each rank's tokens beside the others'."""
+def on_ranks(
+    reference: Any, whole: Shard, dtype: torch.dtype = torch.float32, adapters: Path | None = None
+) -> torch.Tensor:
+    """The logits [T, vocab], each rank's tokens beside the others'. ``adapters``: a folder with one, which is used."""
     spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
     state, store = reference.state_dict(), HashStore()
     count = whole.ranks * whole.stages
@@ -39,7 +43,12 @@ def on_ranks(reference: Any, whole: Shard, dtype: torch.dtype = torch.float32) -
         decoder = Decoder(spec, dtype, CPU, select_linear(CPU, dtype)[2], place=Place(shard, stage, pipe))
         for name in decoder.expected_tensors():
             decoder.load(name, state[name])
-        ours, first, rows = Executor(decoder), 0, []
+        loras = None
+        if adapters is not None:
+            _, loras = decoder.take_adapters()
+            load(adapters, loras)
+        ours, first, rows = Executor(decoder, loras=loras), 0, []
+        ours.adapters = {} if adapters is None else {0: 1}
         for size in SPLIT:
             step = {0: TOKENS[first : first + size]}
             rows.append(ours.step(step, logits=shard.last)[0])
