@@ -26,6 +26,7 @@ from ferrum_rpc.engine.hf_check import check_parity
 from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
+from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
@@ -121,7 +122,7 @@ def _assemble(
         where = Path(config.path).absolute()
         info = replace(info, folder=str(where if where.is_dir() else where.parent))
     block_bytes = parts.slot_bytes * config.block_size
-    left = max(0, free_memory(device) - adapter_bytes(config)) // (sharing.setup.neighbours if sharing else 1)
+    left = max(0, free_memory(device) // (sharing.setup.neighbours if sharing else 1) - adapter_bytes(config))
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
     choices.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore
@@ -145,13 +146,13 @@ def _assemble(
     tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store)
     loras, adapters = None, None
     if config.adapter_dir is not None:
-        loras, adapters = _adapters(config.adapter_dir, config, model, info.fingerprint, choices)
+        loras, adapters = _adapters(config, model, info.fingerprint, choices, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
     compute, depth = Compute(model, attention, loras), 1
     if sharing:
         assert sharing.ranks.groups is not None  # noqa: S101 - made before the model
         part = sharing.ranks.groups.part(sharing.setup, info.vocab_size)
-        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens, part=part)
+        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens, part=part, loras=loras)
         depth = config.pipeline_parallel
         choices += _say_ranks(config, sharing)
         sharing.ranks.judge()
@@ -203,14 +204,14 @@ def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]
 
 
 def _adapters(
-    folder: Path, config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]]
+    config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]], sharing: Sharing | None
 ) -> tuple[Loras, Adapters]:
     """What takes the adapters of a folder."""
-    assert isinstance(model, AdaptableModel)  # noqa: S101 - choose_parts looked
+    assert isinstance(model, AdaptableModel) and config.adapter_dir is not None  # noqa: S101 - choose_parts looked
     reason, loras = model.take_adapters()
     choices.append((f"adapters={loras.name}", reason))
-    limits = config.max_adapter_rank, config.adapter_memory
-    return loras, Adapters(folder, loras, fingerprint, *limits)
+    made = Adapters if sharing is None else partial(RankedAdapters, ranks=sharing.ranks)
+    return loras, made(config.adapter_dir, loras, fingerprint, config.max_adapter_rank, config.adapter_memory)
 
 
 def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:

@@ -151,7 +151,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
         model, most = _choose_pretrained(config, device, choices, elsewhere, rank)
         dtype, layers = model.dtype, model.layers
     if config.adapter_dir is not None:
-        _check_adapters(config.adapter_dir, model, config.ranks)
+        _check_adapters(config.adapter_dir, model)
     max_context = most if config.max_context is None else min(most, config.max_context)
     if config.max_context is not None:
         reason = "requested" if config.max_context <= most else f"{config.max_context} requested, {NO_MORE}"
@@ -168,15 +168,12 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
     return Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
 
 
-def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed, ranks: int) -> None:
+def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
     if not folder.is_dir():
         raise InvalidRequest(f"adapter_dir {folder.absolute()} is no folder", field="adapter_dir")
     if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.spec.adaptable):
         name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
         message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
-        raise NotSupported(message, field="adapter_dir")
-    if ranks > 1:
-        message = f"adapters are not shared by ranks yet, and there are {ranks}; serve without --adapter-dir"
         raise NotSupported(message, field="adapter_dir")
 
 

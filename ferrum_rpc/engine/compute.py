@@ -26,6 +26,9 @@ from ferrum_rpc.sampling.parted import Part, select_sampler
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
+AdaptedRows = tuple[int, int, int]
+"""The number of an adapter, the first of its rows in a step, and how many there are."""
+
 
 class Compute:
     """Forward passes of ``model``, whose weights are loaded, over what ``attention`` reads and writes. ``loras``: the
@@ -81,9 +84,18 @@ class Compute:
 
     def adapters_of(self, spans: Sequence[Span]) -> StepAdapters | None:
         """Those of a step's sequences; None: none has one."""
+        adapted = self.adapted_rows(spans)
+        return self.adapters_at(adapted, sum([len(span.tokens) for span in spans])) if adapted else None
+
+    def adapters_at(self, adapted: Sequence[AdaptedRows], tokens: int) -> StepAdapters | None:
+        """Of a step of so many tokens."""
+        return self.loras.step(adapted, tokens) if adapted and self.loras is not None else None
+
+    def adapted_rows(self, spans: Sequence[Span]) -> list[AdaptedRows]:
+        """Which rows of a step have an adapter; rows of one that stand next to each other together."""
         if not self.loras:
-            return None
-        adapted, first = list[tuple[int, int, int]](), 0
+            return []
+        adapted, first = list[AdaptedRows](), 0
         for span in spans:
             count = len(span.tokens)
             if span.adapter and adapted and adapted[-1][0] == span.adapter and sum(adapted[-1][1:]) == first:
@@ -91,7 +103,7 @@ class Compute:
             elif span.adapter:
                 adapted.append((span.adapter, first, count))
             first += count
-        return self.loras.step(adapted, first) if adapted else None
+        return adapted
 
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]

@@ -82,3 +82,30 @@ async def test_a_lost_sequence_is_not_rebuilt_without_its_adapter(folder: Path) 
                     await kept.decode(first.token)
                 await client.load_adapter("words")
                 assert (await kept.decode(first.token)).length == len(PROMPT) + 1
+
+
+async def test_ranks_load_it_and_sequences_that_have_it_go_to_them(folder: Path) -> None:
+    """In two processes, as in one: texts, fingerprints, and what may not be unloaded."""
+    flags = ("--adapter-dir", str(folder), "--dtype", "float32")
+    async with (
+        serving(*flags, model=MODEL, kv_blocks=128) as one,
+        serving(*flags, "--tensor-parallel", "2", model=MODEL, kv_blocks=128) as two,
+        ExecutorClient(one.target) as of_one,
+        ExecutorClient(two.target) as of_two,
+    ):
+        loaded = [await client.load_adapter("words") for client in (of_one, of_two)]
+        assert loaded[0].fingerprint == loaded[1].fingerprint and loaded[1].nbytes < loaded[0].nbytes
+        texts = [[await text(client, each) for each in ("words", "")] for client in (of_one, of_two)]
+        assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+        kept, moved = of_one.sequence(adapter="words"), of_two.sequence()
+        first = await kept.prefill(list(PROMPT))
+        await kept.move_to(moved)
+        assert first.token == texts[0][0][0] and (await moved.decode(first.token)).token == texts[0][0][1]
+        with pytest.raises(AdapterInUse):
+            await of_two.unload_adapter("words")
+        await moved.release()
+        await of_two.unload_adapter("words")
+        with pytest.raises(AdapterUnknown):
+            await text(of_two, "words")
+        assert (await of_two.load_adapter("words")).fingerprint == loaded[0].fingerprint
+        assert await text(of_two, "words") == texts[0][0]

@@ -198,7 +198,6 @@ def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut
         (1, 5, {}, "there are 4 layers"),
         (2, 1, {"path": "identity"}, "identity model"),
         (2, 1, {"model_backend": "hf"}, "transformers"),
-        (2, 1, {"adapter_dir": Path()}, "adapters"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(

@@ -24,6 +24,7 @@ from ferrum_rpc.engine.compute import Compute, packed_tokens
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Ranks
 from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling.parted import Part
 from ferrum_rpc.sampling.rows import Request
@@ -46,8 +47,9 @@ class RankedCompute(Compute):
         tokens_of: Callable[[int], TokenArray],
         *,
         part: Part | None,
+        loras: Loras | None = None,
     ) -> None:
-        super().__init__(model, attention, part=part)
+        super().__init__(model, attention, loras, part)
         self.late = shard.stages > 1
         self._ranks, self._tokens_of = ranks, tokens_of
         self._others = range(1, shard.ranks * shard.stages)
@@ -64,17 +66,18 @@ class RankedCompute(Compute):
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Also tells the others which rows will be wanted: a second message would be waited for."""
-        packed = packed_tokens(spans)
+        packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
         requests, wanted, drafts = self.requests(spans, self._tokens_of)
         requests = [*map(_seeded, requests)]
         self._wanted = requests, wanted, drafts
         if self.late and requests:
             first = self._last_stage.start
-            [self._serial] = self._ranks.order("step", packed, geometry, requests, to=[first])
-            self._ranks.tell("step", packed, geometry, requests, to=[each for each in self._others if each != first])
+            step = packed, geometry, requests, adapted
+            [self._serial] = self._ranks.order("step", *step, to=[first])
+            self._ranks.tell("step", *step, to=[each for each in self._others if each != first])
         else:
-            self._ranks.tell("step", packed, geometry, requests)
-        return self.run(packed, geometry)
+            self._ranks.tell("step", packed, geometry, requests, adapted)
+        return self.run(packed, geometry, self.adapters_at(adapted, len(packed)))
 
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]

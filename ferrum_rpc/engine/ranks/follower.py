@@ -19,19 +19,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows
 from ferrum_rpc.distributed.group import GroupAborted
+from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.choices import Parts, choose_parts
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import AdaptedRows, Compute
 from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Line
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
+from ferrum_rpc.errors import ExecutorError, StepFailed
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.lora import AdaptableModel
 from ferrum_rpc.sampling.rows import Request
 
 Stage = Callable[[str], None]
 
 
-AFTER_FAILURE: Final = ("halt", "renew")
-"""What a rank does though something failed."""
+AFTER_FAILURE: Final = ("halt", "renew", "adapter")
+"""What a rank does though something failed. What is done of an adapter has nothing to do with any step."""
 
 
 class Follower:
@@ -49,6 +52,7 @@ class Follower:
         self._model: Model | None = None
         self._kv: KvStore | None = None
         self._compute: Compute | None = None
+        self._adapters: Adapters | None = None
         self._saved: dict[int, Saved] = {}
         self._depth = 1
         self._epoch = 0
@@ -94,6 +98,27 @@ class Follower:
         self._compute = Compute(self._model, attention, part=part)
         return self._kv.block_bytes
 
+    def take_adapters(self, fingerprint: bytes) -> None:
+        """Be ready for adapters of the model with this fingerprint."""
+        assert self._setup is not None and self._compute is not None  # noqa: S101 - equipped before
+        settings = self._setup.settings
+        assert isinstance(self._model, AdaptableModel) and settings.adapter_dir is not None  # noqa: S101 - or not asked
+        _, self._compute.loras = self._model.take_adapters()
+        limits = settings.max_adapter_rank, settings.adapter_memory
+        self._adapters = Adapters(settings.adapter_dir, self._compute.loras, fingerprint, *limits)
+
+    def adapter(self, method: str, *arguments: Any) -> Any:
+        """Do what a method of `Adapters` does. What it raises is an answer: no step has failed by it."""
+        try:
+            if method == "read":
+                self._reach("adapter")
+            return getattr(self._adapters, method)(*arguments)
+        except ExecutorError as error:
+            return error
+        except Exception as error:
+            why = getattr(error, "strerror", None) or type(error).__name__
+            return StepFailed(f"the load of an adapter failed ({why}); nothing changed")
+
     def halt(self) -> None:
         """Answered once nothing is under way here."""
 
@@ -103,12 +128,18 @@ class Follower:
         self._groups.renew(epoch)
         self._failed, self._epoch = False, epoch
 
-    def step(self, packed: Int64Array, geometry: BatchGeometry, requests: Sequence[Request]) -> list[Rows] | None:
+    def step(
+        self,
+        packed: Int64Array,
+        geometry: BatchGeometry,
+        requests: Sequence[Request],
+        adapted: Sequence[AdaptedRows],
+    ) -> list[Rows] | None:
         """Its part of a step, and of the rows that are wanted of it; these, where its stage has them."""
         assert self._compute is not None and self._setup is not None  # noqa: S101 - equipped before
         self._reach("plan")
         self._reach("forward")
-        hidden = self._compute.run(packed, geometry)
+        hidden = self._compute.run(packed, geometry, self._compute.adapters_at(adapted, len(packed)))
         if not requests or not self._setup.shard.last:
             return None
         self._reach("select")

@@ -67,6 +67,11 @@ class Ranks:
         """Of the others."""
         return [member.pid for member in self._members]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the others, for people."""
+        return list(map(str, self._members))
+
     # --- what is told -----------------------------------------------------------------------------------------------
 
     def tell(self, method: str, *arguments: Any, to: Iterable[int] | None = None) -> None:
@@ -216,4 +221,5 @@ def _named(member: Member, answer: Any) -> Any:
     """An error says whose it is."""
     if isinstance(answer, ExecutorError):
         answer.message = f"{member}: {answer.message}"
+        answer.args = (answer.message,)
     return answer

@@ -1,0 +1,63 @@
+"""Adapters of a model that ranks share: what rank 0 loads and drops, the others do, each with its part.
+
+Every rank reads the files itself, all of them: so each knows the fingerprint, and an adapter counts as loaded only
+where all of them say the same. Which are loaded, under which number, and who uses them, is known to rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ferrum_rpc.core import AdapterFacts
+from ferrum_rpc.engine.adapters import Adapters
+from ferrum_rpc.engine.ranks.leader import Ranks
+from ferrum_rpc.errors import ExecutorError, InvalidRequest
+from ferrum_rpc.models.lora import Loras
+
+
+class RankedAdapters(Adapters):
+    """Those of rank 0. What another rank refuses is raised as its own, and says whose it is. ``most_bytes`` are each
+    rank's."""
+
+    def __init__(
+        self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, most_bytes: int, *, ranks: Ranks
+    ) -> None:
+        super().__init__(root, loras, fingerprint, max_rank, most_bytes)
+        self._ranks = ranks
+        ranks.ask("take_adapters", fingerprint)
+
+    def open(self, number: int, name: str) -> AdapterFacts:
+        """Its bytes are those of the rank on which it takes most."""
+        facts = super().open(number, name)
+        try:
+            others: list[AdapterFacts] = self._ranks.ask("adapter", "open", number, name)
+            self._compare(facts._replace(nbytes=0), [each._replace(nbytes=0) for each in others])
+        except BaseException:
+            self.drop(number)
+            raise
+        return facts._replace(nbytes=max(each.nbytes for each in (facts, *others)))
+
+    def read(self, number: int) -> bytes | None:
+        others = self._ranks.order("adapter", "read", number)
+        try:
+            found = super().read(number)
+        except BaseException:
+            with suppress(ExecutorError):  # what this rank refuses comes first
+                self._ranks.collect(others)
+            raise
+        self._compare(found, self._ranks.collect(others))
+        return found
+
+    def drop(self, number: int) -> None:
+        super().drop(number)
+        self._ranks.ask("adapter", "drop", number)
+
+    def _compare(self, here: object, there: list[object]) -> None:
+        """Raise InvalidRequest where a rank has found something else."""
+        for rank, found in zip(self._ranks.names, there, strict=True):
+            if found != here:
+                raise InvalidRequest(
+                    f"{rank}: the adapter's files are not those of rank 0: bring the same to every machine",
+                    field="adapter",
+                )

@@ -1,0 +1,302 @@
+"""Adapters of a model that ranks share: the texts of one rank, and a load that fails on any rank leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, PrefixUse, Span, SpanResult, Step
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import (
+    AdapterUnknown,
+    ExecutorError,
+    InvalidRequest,
+    NotSupported,
+    SequencesExhausted,
+    StepFailed,
+)
+from tests.adapters import make_adapter
+from tests.checkpoints import make_checkpoint, make_model
+from tests.ranks import World
+from tests.unit.test_runner_transactions import Saboteur
+
+FAMILY = {"num_hidden_layers": 4, "vocab_size": 500}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"r": 3},
+    "late": {"targets": ("k_proj", "down_proj"), "r": 8, "layers_to_transform": [3]},
+}
+CUTS = {"2": (2, 1), "4, two of which have a KV head": (4, 1), "2 stages": (1, 2), "2 x 2": (2, 2)}
+EACH_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+PROMPT = list(range(20, 43))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silence() -> Iterator[None]:
+    with structlog.testing.capture_logs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    make_checkpoint(folder / "model", "qwen3", **FAMILY)
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
+        make_adapter(folder / "adapters" / name, make_model("qwen3", **FAMILY), seed=seed, **options)
+    return folder
+
+
+def settings_of(folder: Path, cut: tuple[int, int] = (1, 1), **others: Any) -> ModelSettings:
+    settings = ModelSettings(str(folder / "model"), device="cpu", dtype="float32", block_size=4, kv_blocks=200)
+    tensor, pipeline = cut
+    settings = replace(settings, adapter_dir=folder / "adapters", max_adapter_rank=16, **others)
+    return replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline)
+
+
+def load(runner: TorchRunner, number: int, name: str) -> bytes:
+    """As the service floor does. Returns the fingerprint."""
+    try:
+        runner.open_adapter(number, name)
+        while (fingerprint := runner.read_adapter(number)) is None:
+            pass
+    except BaseException:
+        runner.drop_adapter(number)
+        raise
+    return fingerprint
+
+
+def span(
+    sequence: int, tokens: Sequence[int], start: int = 0, adapter: int = 0, prefix: PrefixUse | None = None
+) -> Span:
+    tokens_ = np.array(tokens, np.int32)
+    output = OutputSpec(Positions.LAST, Greedy())
+    return Span(sequence, tokens_, start, output, create=start == 0, prefix=prefix, adapter=adapter)
+
+
+def run(runner: TorchRunner, *spans: Span) -> list[SpanResult]:
+    results = []
+    for outcome in runner.forward(Step(spans)).outcomes:
+        assert isinstance(outcome, SpanResult), outcome
+        results.append(outcome)
+    return results
+
+
+def chosen(result: SpanResult) -> int:
+    assert result.rows is not None
+    return int(result.rows.block.columns["token_ids"][result.rows.first])
+
+
+def texts(runner: TorchRunner, adapters: dict[int, int], tokens: int, first: int = 0) -> list[list[int]]:
+    """What sequences with these adapters become, all in one step each time."""
+    found: dict[int, list[int]] = {each: [] for each in adapters}
+    fed = {each: PROMPT[each % 7 :] for each in adapters}
+    lengths = dict.fromkeys(adapters, 0)
+    for _ in range(tokens):
+        results = run(runner, *(span(first + each, fed[each], lengths[each], adapters[each]) for each in adapters))
+        for each, result in zip(adapters, results, strict=True):
+            lengths[each] = result.length
+            fed[each] = [chosen(result)]
+            found[each] += fed[each]
+    runner.release([first + each for each in adapters])
+    return list(found.values())
+
+
+# --- the same as one ------------------------------------------------------------------------------------------------
+
+
+@EACH_CUT
+def test_texts_of_mixed_adapters_are_those_of_one_rank(folder: Path, cut: tuple[int, int]) -> None:
+    """Of some and of none in one step, when one has come again, and behind cached prefixes, which are of one adapter
+    each."""
+    mixed = {1: 1, 2: 0, 3: 2, 4: 1, 5: 1, 6: 0}
+    found, plain = list[Any](), list[Any]()
+    with closing(World(settings_of(folder, cut))) as world:
+        for runner in (build_runner(settings_of(folder)), world.runner):
+            with torch.inference_mode():
+                plain.append(texts(runner, dict.fromkeys(mixed, 0), 12))
+                fingerprints = [load(runner, number, name) for number, name in enumerate(ADAPTERS, 1)]
+                together = texts(runner, mixed, 12)
+                runner.drop_adapter(1)
+                assert load(runner, 3, "all") == fingerprints[0]
+                again = {each: 3 if number == 1 else number for each, number in mixed.items()}
+                assert texts(runner, again, 12) == together
+                uses = [(0, PrefixUse())]
+                uses += [
+                    (number, PrefixUse(adapter=name, fingerprint=fingerprint))
+                    for number, name, fingerprint in zip((3, 2), ADAPTERS, fingerprints, strict=True)
+                ]
+                cached = []
+                for sequence, (number, use) in enumerate(uses * 2, 30):
+                    [result] = run(runner, span(sequence, PROMPT, 0, number, use))
+                    cached.append((result.cached_tokens, chosen(result)))
+                    runner.release([sequence])
+                assert [tokens for tokens, _ in cached] == [0, 0, 0, 20, 20, 20] and cached[0][1] == cached[3][1]
+                runner.check()
+                found.append((fingerprints, together, cached))
+    assert plain[0] == plain[1] and found[0] == found[1]
+    assert plain[0] != found[0][1]
+
+
+def test_sequences_with_an_adapter_move_between_one_rank_and_several(folder: Path) -> None:
+    with closing(World(settings_of(folder, (2, 1)))) as world, torch.inference_mode():
+        one, ours = build_runner(settings_of(folder)), world.runner
+        assert load(one, 1, "all") == load(ours, 2, "all")  # what an import is compared with
+        full = OutputSpec(Positions.LAST, FullLogits())
+        for source, target, numbers in ((one, ours, (1, 2)), (ours, one, (2, 1))):
+            run(source, span(1, PROMPT, 0, numbers[0]))
+            target.begin_import(2, source.token_ids(1), 0, None)
+            for layer, parts in enumerate(source.read_kv(1, 0, len(PROMPT), range(4))):
+                target.write_kv(2, 0, len(PROMPT), layer, parts)
+            target.commit_import(2)
+            rows = []
+            for sequence, runner, number in ((1, source, numbers[0]), (2, target, numbers[1])):
+                [result] = run(runner, span(sequence, [5], len(PROMPT), number)._replace(output=full))
+                assert result.rows is not None
+                rows.append(result.rows.block.columns["logits"][result.rows.first])
+                runner.release([sequence])
+            assert np.abs(rows[0] - rows[1]).max() < 1e-4
+
+
+def test_a_rank_keeps_its_part_only(folder: Path) -> None:
+    whole = build_runner(settings_of(folder)).open_adapter(1, "all")
+    for cut in ((2, 1), (1, 2)):
+        with closing(World(settings_of(folder, cut))) as world, torch.inference_mode():
+            part = world.runner.open_adapter(1, "all")
+            assert (part.rank, part.pieces) == (whole.rank, whole.pieces)
+            assert 0.5 * whole.nbytes <= part.nbytes < 0.8 * whole.nbytes
+            limited = replace(settings_of(folder, cut), adapter_memory=part.nbytes)
+        with closing(World(limited)) as world, torch.inference_mode():
+            load(world.runner, 1, "all")
+            with pytest.raises(SequencesExhausted):
+                load(world.runner, 2, "late")
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@EACH_CUT
+def test_a_step_that_fails_leaves_adapters_as_they_were(folder: Path, cut: tuple[int, int]) -> None:
+    saboteur, mixed = Saboteur(), {1: 1, 2: 0, 3: 1}
+    with closing(World(settings_of(folder, cut), stages={1: saboteur})) as world, torch.inference_mode():
+        runner = world.runner
+        load(runner, 1, "all")
+        expected = texts(runner, mixed, 4)
+        saboteur.arm("forward")
+        with pytest.raises(StepFailed):
+            runner.forward(Step((span(9, PROMPT, 0, 1),)))
+        assert texts(runner, mixed, 4) == expected
+
+
+def test_an_adapter_is_loaded_while_a_step_fails(folder: Path) -> None:
+    """On another rank: the failure is not known here yet."""
+    begun, failures = threading.Event(), [RuntimeError("a device")]
+
+    def stage(name: str) -> None:
+        if name == "select" and failures:
+            assert begun.wait(10)
+            raise failures.pop()
+
+    with closing(World(settings_of(folder, (1, 2)), stages={1: stage})) as world, torch.inference_mode():
+        pending = world.runner.begin(Step((span(9, PROMPT),)))
+        begun.set()
+        load(world.runner, 1, "all")
+        with pytest.raises(StepFailed):
+            world.runner.finish(pending)
+        assert texts(world.runner, {1: 1}, 4) != texts(world.runner, {1: 0}, 4)
+
+
+def other_numbers(adapters: Path) -> None:
+    shutil.rmtree(adapters / "all")
+    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), seed=9, **ADAPTERS["all"])
+
+
+def fewer_layers(adapters: Path) -> None:
+    shutil.rmtree(adapters / "all")
+    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), r=3, layers_to_transform=[0, 1, 2])
+
+
+def fewer_tensors(adapters: Path) -> None:
+    shutil.rmtree(adapters / "all")
+    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), r=3, targets=("q_proj",))
+
+
+def pickled(adapters: Path) -> None:
+    (adapters / "all" / "adapter_model.safetensors").rename(adapters / "all" / "adapter_model.bin")
+
+
+def broken_header(adapters: Path) -> None:
+    (adapters / "all" / "adapter_model.safetensors").write_bytes(b"\0" * 40)
+
+
+ELSEWHERE: dict[str, tuple[Callable[[Path], object], type[ExecutorError], str]] = {
+    "no such folder": (lambda adapters: shutil.rmtree(adapters / "all"), AdapterUnknown, "has no folder 'all'"),
+    "pickled": (pickled, NotSupported, "pickled"),
+    "a broken header": (broken_header, InvalidRequest, "safetensors"),
+    "other numbers": (other_numbers, InvalidRequest, "files are not those of rank 0"),
+    "fewer layers": (fewer_layers, InvalidRequest, "files are not those of rank 0"),
+    "fewer tensors": (fewer_tensors, InvalidRequest, "files are not those of rank 0"),
+}
+
+
+def nothing_is_left(world: World) -> None:
+    adapters: list[Any] = [world.runner._adapters, *(each._adapters for each in world.followers)]
+    for each in adapters:
+        assert not each._loading and not each._bytes and not each._loras
+
+
+@pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+def test_a_load_that_one_rank_refuses_is_refused(folder: Path, cut: tuple[int, int], tmp_path: Path) -> None:
+    """With that rank's reason, and its name; then all are as before."""
+    saboteur = Saboteur()
+    with closing(World(settings_of(folder, cut), stages={1: saboteur})) as world, torch.inference_mode():
+        follower: Any = world.followers[0]
+        expected = texts(world.runner, {1: 0}, 4)
+        for number, (change, error, words) in enumerate(ELSEWHERE.values(), 1):
+            there = tmp_path / str(number)
+            shutil.copytree(folder / "adapters", there)
+            change(there)
+            follower._adapters._root = there
+            with pytest.raises(error, match=f"rank 1 on thread 1: .*{words}"):
+                load(world.runner, number, "all")
+            nothing_is_left(world)
+        follower._adapters._root = folder / "adapters"
+        for failure, words in ((OSError(errno.EIO, "Input/output error"), "Input/output"), (MemoryError(), "Memory")):
+            saboteur.arm("adapter", 2, failure)
+            with pytest.raises(StepFailed, match=f"rank 1 on thread 1: .*{words}"):
+                load(world.runner, 20, "all")
+            nothing_is_left(world)
+        follower._adapters._most_bytes = 100
+        with pytest.raises(SequencesExhausted, match="rank 1 on thread 1") as refusal:
+            load(world.runner, 21, "all")
+        assert refusal.value.number("adapter_memory") == 100
+        nothing_is_left(world)
+        follower._adapters._most_bytes = 1 << 20
+        assert texts(world.runner, {1: 0}, 4) == expected
+        load(world.runner, 22, "all")
+        assert texts(world.runner, {1: 22}, 4) != expected
+
+
+def test_what_this_rank_refuses_comes_first(folder: Path, tmp_path: Path) -> None:
+    """And the others do not wait for what is to come."""
+    adapters = tmp_path / "adapters"
+    make_adapter(adapters / "bad", make_model("qwen3", **FAMILY), size=float("inf"))
+    shutil.copytree(folder / "adapters" / "all", adapters / "all")
+    with closing(World(replace(settings_of(folder, (2, 1)), adapter_dir=adapters))) as world, torch.inference_mode():
+        with pytest.raises(InvalidRequest, match=r"^(?!rank).*NaN"):
+            load(world.runner, 1, "bad")
+        nothing_is_left(world)
+        with pytest.raises(AdapterUnknown, match=r"^the executor's"):
+            load(world.runner, 2, "nowhere")
+        load(world.runner, 3, "all")
