@@ -45,6 +45,20 @@ async def prefill(served: Any, tokens: Sequence[int], **fields: Any) -> types_pb
     return answer.output.handle
 
 
+def messages(client: Any) -> list[Any]:
+    """Requests that the client sends from now on."""
+    sent: list[Any] = []
+    context: Any = client._context
+    call = context.call
+
+    async def noted(method: Any, request: Any, deadline: Any, *rest: Any) -> Any:
+        sent.append(request)
+        return await call(method, request, deadline, *rest)
+
+    context.call = noted
+    return sent
+
+
 async def until(predicate: Callable[[], bool]) -> None:
     """Let the event loop run until the predicate holds."""
     for _ in range(1_000_000):

@@ -485,10 +485,11 @@ async def test_the_next_call_waits_for_the_end_of_a_cancelled_one_instead_of_cal
         assert (await sequence.decode(7)).length == len(PROMPT) + 1
 
 
-async def test_closing_the_client_ends_a_call_in_flight_with_an_error_and_not_a_cancellation() -> None:
+@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+async def test_closing_the_client_ends_a_call_in_flight_with_an_error_and_not_a_cancellation(session: bool) -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
-        client = ExecutorClient(served.target, release_timeout_s=0.1)
+        client = ExecutorClient(served.target, session=session, release_timeout_s=0.1)
         async with client:
             sequence = client.sequence()
             await sequence.prefill(PROMPT)

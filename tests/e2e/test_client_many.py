@@ -14,6 +14,7 @@ from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.session import SessionTransport
 from ferrum_rpc.errors import ExecutorError, HandleReleased, InvalidRequest, TruncateBeyondLength
 from tests.serving import Gate, Served, serve_identity
+from tests.wiring import messages
 
 MOST = 8
 """Handles that the executor takes at once."""
@@ -39,20 +40,6 @@ async def fed(client: ExecutorClient, count: int, tokens: int = 6) -> list[Seque
     sequences = [client.sequence(keep_tokens=True) for _ in range(count)]
     await asyncio.gather(*(each.prefill(range(tokens)) for each in sequences))
     return sequences
-
-
-def messages(client: ExecutorClient) -> list[Any]:
-    """Requests that the client sends from now on."""
-    sent: list[Any] = []
-    context: Any = client._context
-    call = context.call
-
-    async def noted(method: Any, request: Any, deadline: Any, *rest: Any) -> Any:
-        sent.append(request)
-        return await call(method, request, deadline, *rest)
-
-    context.call = noted
-    return sent
 
 
 def by_session(client: ExecutorClient) -> bool:

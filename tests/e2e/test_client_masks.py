@@ -11,6 +11,7 @@ from ferrum_rpc.client import ExecutorClient, FullLogits, Greedy, OutputSpec, Po
 from ferrum_rpc.client import masks as client_masks
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, TokenMaskUnknown
 from tests.serving import serve_identity
+from tests.wiring import messages
 
 VOCAB = 256
 PROMPT = [7, 3, 9, 1]
@@ -23,26 +24,12 @@ def allow(*tokens: int) -> np.ndarray:
     return mask
 
 
-def calls(client: ExecutorClient) -> list[str]:
-    """Names of the messages that the client sends by calls from now on."""
-    sent: list[str] = []
-    context: Any = client._context
-    call = context.call
-
-    async def noted(method: Any, request: Any, deadline: Any, *rest: Any) -> Any:
-        sent.append(type(request).__name__)
-        return await call(method, request, deadline, *rest)
-
-    context.call = noted
-    return sent
-
-
 @both
 async def test_masks_by_bools_and_by_words_choose_from_what_they_allow(session: bool) -> None:
     async with serve_identity() as served, ExecutorClient(served.target, session=session) as client:
         mask = await client.register_token_mask(allow(5, 77, 200))
         words = np.frombuffer(np.packbits(allow(5, 77, 200), bitorder="little").tobytes(), np.int32)
-        sent = calls(client)
+        sent = messages(client)
         assert await client.register_token_mask(words) == mask and not sent
         async with client.sequence() as sequence:
             row = (await sequence.prefill(PROMPT, FullLogits())).logits[0]
@@ -57,12 +44,12 @@ async def test_masks_by_bools_and_by_words_choose_from_what_they_allow(session: 
 async def test_masks_that_went_are_registered_again_and_a_program_sees_nothing(session: bool) -> None:
     async with serve_identity(max_token_masks=2) as served, ExecutorClient(served.target, session=session) as client:
         masks = [await client.register_token_mask(allow(number)) for number in range(6)]
-        sent = calls(client)
+        sent = messages(client)
         sequences = [client.sequence() for _ in range(2)]
         for number, mask in enumerate(masks):  # each is gone when its turn comes
             for sequence in sequences:
                 assert (await sequence.prefill([1], Greedy(mask=mask))).token == number
-        assert sent.count("RegisterTokenMaskRequest") == 4 + 2
+        assert [type(each).__name__ for each in sent].count("RegisterTokenMaskRequest") == 4 + 2
         results = await client.forward(
             [sequences[0].item([1], Greedy(mask=masks[0])), sequences[1].item([1], Sample(mask=masks[1]))]
         )

@@ -475,19 +475,6 @@ async def test_leaving_the_client_ends_its_session_its_lease_and_its_sequences()
         await served.check()
 
 
-async def test_closing_the_client_ends_a_call_in_flight_with_an_error_and_not_a_cancellation() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
-        client = ExecutorClient(served.target, session=True, release_timeout_s=0.1)
-        async with client:
-            sequence = client.sequence()
-            await sequence.prefill(PROMPT)
-            task = await gate.hold(sequence.decode(7))
-        with pytest.raises(TransportError, match="closed"):
-            await task
-        gate.open()
-
-
 async def test_without_a_lease_of_its_own_the_session_has_one_and_keeps_it() -> None:
     async with (
         serve_identity(lease_ttl_s=1.0) as served,

@@ -17,6 +17,7 @@ import pytest
 from ferrum_rpc.client import Answer, ExecutorClient, Greedy, PrefixEvents, PrefixIndex, Sample
 from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member
 from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, KvBlocksExhausted, TransportError
+from tests.faults import waiting
 from tests.faults.proxy import proxied
 from tests.serving import Served, serve_identity
 
@@ -34,13 +35,6 @@ async def until(fleet: FleetClient, holds: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not holds():
             await fleet.members.changed(fleet.members.changes)
-
-
-async def seen(holds: Callable[[], object]) -> None:
-    """Wait for what nobody is told of."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -195,8 +189,10 @@ async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -
         async with one.sequence() as first:
             await first.prefill(prompt)
             there = owner(first)
-            await seen(lambda: there.index is not None and there.index.match(prompt) >= 76)
-            await seen(lambda: there.pressure is not None and there.pressure.free_blocks < there.pressure.total_blocks)
+            await waiting.until(lambda: there.index is not None and there.index.match(prompt) >= 76)
+            await waiting.until(
+                lambda: there.pressure is not None and there.pressure.free_blocks < there.pressure.total_blocks
+            )
             other = one.sequence()
             await other.prefill([1, 2, 3])
             assert owner(other) is not there, "the emptier one"
@@ -338,7 +334,7 @@ async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> N
         fleet_of(served.target) as two,
     ):
         two.members._listed("", [served.target, other.target])
-        await seen(lambda: one.members.troubles and two.members.troubles)
+        await waiting.until(lambda: one.members.troubles and two.members.troubles)
         assert len(one.members.there) == len(two.members.there) == 1
         assert "same executor" in next(iter(one.members.troubles.values())).message
         assert "it serves identity" in two.members.troubles[other.target].message

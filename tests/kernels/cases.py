@@ -74,7 +74,7 @@ def paged_step(
     return PagedStep(spec, geometry, keys.to(device), values.to(device), query.to(device), expected, sinks)
 
 
-def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+def dense(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Causal attention written out, in float64: the last ``len(query)`` positions of ``key`` and ``value``."""
     group = spec.heads // spec.kv_heads
     key, value = (each.double().repeat_interleave(group, 1) for each in (key, value))

@@ -11,7 +11,6 @@ import torch
 from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
 from ferrum_rpc.sampling.rows import Request, select_rows
-from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from tests.numerics.test_draws import logits, probabilities
 
 VOCABULARY = 24
@@ -25,16 +24,6 @@ FILTERS = (
     {"top_p": 0.7},
     {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
 )
-
-
-@pytest.fixture(params=["torch", "native"])
-def sampler(request):
-    if request.param == "torch":
-        return TorchSampler()
-    try:
-        return NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
 
 
 def verified(rows, kinds, drafts, sampler, *, start=3, history=None):

@@ -18,26 +18,10 @@ from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.native import library
+from tests.kernels.cases import dense
 from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
-
-
-def dense(spec, query, key, value, start, *, sinks=None):
-    """float64 [n, heads, dim]: row r of the span sees positions ``.. start + r`` of key and value [length, ...]."""
-    group = spec.heads // spec.kv_heads
-    key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * spec.scale
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    position = start + torch.arange(len(query))[:, None]
-    visible = torch.arange(len(key))[None] <= position
-    if spec.window is not None:
-        visible &= torch.arange(len(key))[None] > position - spec.window
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(query), 1)), -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def backends(specs, store, dtype=torch.float32, sinks=()):
@@ -83,9 +67,9 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
     for backend in backends([spec], store, sinks=[sinks]):
         for _ in range(2):  # the second time with warm scratch and masks
             output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
-        for span, (start, _) in enumerate(spans):
+        for span in range(len(spans)):
             rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
-            expected = dense(spec, query[rows], *content[span], start, sinks=sinks)
+            expected = dense(spec, query[rows], *content[span], sinks)
             torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=atol)
 
 
@@ -209,7 +193,7 @@ def test_layers_may_differ_in_their_window():
     plan = backend.plan(geometry)
     for layer, spec in enumerate(specs):
         backend.write(layer, torch.from_numpy(geometry.slots), key, key)
-        expected = dense(spec, query, key, key, 0)
+        expected = dense(spec, query, key, key)
         torch.testing.assert_close(backend.attend(layer, query, plan).double(), expected, rtol=0, atol=2e-6)
 
 
@@ -253,7 +237,7 @@ def test_layers_may_differ_in_heads_head_dim_and_dtype(dtypes):
                 for span in range(4):
                     rows = slice(bounds[span], bounds[span + 1])
                     seen[span] = torch.cat([seen[span], torch.stack((key[rows], value[rows]), 1)])
-                    expected = dense(spec, query[rows], *seen[span].unbind(1), geometry.starts[span])
+                    expected = dense(spec, query[rows], *seen[span].unbind(1))
                     tolerance = 2e-6 if kind == torch.float32 else 0.03
                     torch.testing.assert_close(answer[rows].double(), expected, rtol=0, atol=tolerance)
     assert names[0] == "torch" and "native" in names
@@ -472,7 +456,7 @@ def test_what_is_not_finite_counts_as_in_the_definition(dtype, value, which, len
         restore = poison(cache, getattr(cache.store, which)[0], position, 0, value)
         answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
         key, value_ = (each[0][slots].flatten(0, 1)[:length] for each in (cache.store.keys, cache.store.values))
-        expected = dense(cache.spec, query, key, value_, length - 1)
+        expected = dense(cache.spec, query, key, value_)
         restore()
         tolerance = 2e-6 if dtype == torch.float32 else 0.03
         torch.testing.assert_close(answer.double(), expected, rtol=0, atol=tolerance, equal_nan=True)

@@ -30,16 +30,6 @@ FILTERS = (
 )
 
 
-@pytest.fixture(params=["torch", "native"])
-def sampler(request):
-    if request.param == "torch":
-        return TorchSampler()
-    try:
-        return NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
-
-
 def draws(count, **how):
     made = np.zeros(count, DRAW)
     for name, value in (PLAIN | {"seed": 1, "position": np.arange(count)} | how).items():

@@ -25,16 +25,6 @@ from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
 
 
-@pytest.fixture(params=["torch", "native"])
-def sampler(request):
-    if request.param == "torch":
-        return TorchSampler()
-    try:
-        return NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
-
-
 def random_mask(vocabulary, share, seed):
     allowed = np.random.default_rng(seed).random(vocabulary) < share
     allowed[seed % vocabulary] = True

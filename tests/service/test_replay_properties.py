@@ -26,6 +26,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2 as control_messages
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
+from tests.faults.waiting import until
 from tests.identity_oracle import identity_logits
 from tests.serving import Served, serve_identity
 
@@ -75,13 +76,6 @@ class Gate:
         """Hold nothing any more."""
         for hold in self._all:
             hold.go()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread or the server's side of a connection does."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - nothing else tells
-            await asyncio.sleep(0.0005)
 
 
 class Scheduler:
@@ -254,16 +248,13 @@ async def outcome(call: Any) -> Any:
 # --- duplicates -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
-@patiently
-async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(scheduler, moment):
-    handle = await scheduler.new(1, 2, 3)
-    before = await scheduler.counters()
+async def duplicates(scheduler: Scheduler, moment: str, count: int, call: Callable[[], Any]) -> list[Any]:
+    """The answers to a call that is made ``count`` times: in one step's time, behind another step, or anyhow."""
 
     async def send(running: int) -> list[Any]:
-        calls = [asyncio.ensure_future(scheduler.decode(handle, 7, "one")) for _ in range(50)]
+        calls = [asyncio.ensure_future(call()) for _ in range(count)]
         if moment != "any":
-            await scheduler.in_flight(50 + running)
+            await scheduler.in_flight(count + running)
         return calls
 
     if moment == "queued":
@@ -273,7 +264,15 @@ async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(sch
         hold = scheduler.gate.hold("forward")
         calls = await send(0)
         hold.go()
-    answers = await asyncio.gather(*calls)
+    return await asyncio.gather(*calls)
+
+
+@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
+@patiently
+async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(scheduler, moment):
+    handle = await scheduler.new(1, 2, 3)
+    before = await scheduler.counters()
+    answers = await duplicates(scheduler, moment, 50, lambda: scheduler.decode(handle, 7, "one"))
     assert sorted(answer.output.replayed for answer in answers) == [False] + [True] * 49
     for answer in answers:
         assert answer.output.handle == answers[0].output.handle
@@ -287,20 +286,7 @@ async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(sch
 @pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
 @patiently
 async def test_duplicates_of_a_creation_give_one_sequence(scheduler, moment):
-    async def send(running: int) -> list[Any]:
-        calls = [asyncio.ensure_future(scheduler.prefill(4, 5, request_id="one")) for _ in range(20)]
-        if moment != "any":
-            await scheduler.in_flight(20 + running)
-        return calls
-
-    if moment == "queued":
-        async with scheduler.busy():
-            calls = await send(1)
-    else:
-        hold = scheduler.gate.hold("forward")
-        calls = await send(0)
-        hold.go()
-    answers = await asyncio.gather(*calls)
+    answers = await duplicates(scheduler, moment, 20, lambda: scheduler.prefill(4, 5, request_id="one"))
     assert len({answer.output.handle.id for answer in answers}) == 1
     assert sum(not answer.output.replayed for answer in answers) == 1
     for answer in answers:

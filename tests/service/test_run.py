@@ -576,9 +576,7 @@ async def test_a_follower_of_what_is_refused_is_refused_and_one_is_enough() -> N
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        gate.closed = True
-        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
-        await asyncio.to_thread(gate.reached.wait, 30)
+        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
         await stream.send(forward=frame(following(ahead(handle, 2))))  # a length that does not come
         second = await stream.ask(forward=frame(following(ahead(handle, 1))))
         assert error_from_status(second.forward.results[0].error).reason is Reason.SEQUENCE_BUSY
@@ -595,9 +593,7 @@ async def test_what_waits_is_taken_back_with_its_step_and_with_its_stream() -> N
     async with serve_identity(stage=gate) as served:
         async with opened(served) as stream:
             handle = await stream.prefill(PROMPT, output=SAMPLE)
-            gate.closed = True
-            await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
-            await asyncio.to_thread(gate.reached.wait, 30)
+            await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
             sent = following(ahead(handle, 1))
             step = await stream.send(forward=frame(sent))
             await stream.send(cancel=session_pb2.SessionCancel(step_id=step))
@@ -618,9 +614,7 @@ async def test_a_follower_whose_turn_comes_after_a_drain_leaves_its_sequence_fre
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        gate.closed = True
-        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
-        await asyncio.to_thread(gate.reached.wait, 30)
+        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
         await stream.send(forward=frame(following(ahead(handle, 1))))
         [record] = served.server.state.handles.records()
         await until(lambda: record.follower is not None)
@@ -637,9 +631,7 @@ async def test_a_released_sequence_has_no_followers() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        gate.closed = True
-        await stream.send(forward=frame(item([1], handle, output=SAMPLE)))
-        await asyncio.to_thread(gate.reached.wait, 30)
+        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
         await stream.send(forward=frame(following(ahead(handle, 1))))
         await stream.send(release=session_pb2.SessionRelease(handles=[handle], any_version=True))
         await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
@@ -680,11 +672,8 @@ async def test_verified_drafts_are_followed_by_nothing() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:
         handle = await stream.prefill(PROMPT)
-        gate.closed = True
-        await stream.send(
-            forward=frame(item([1, 2], handle, output=output_pb2.OutputSpec(accept=output_pb2.AcceptOutput())))
-        )
-        await asyncio.to_thread(gate.reached.wait, 30)
+        accept = output_pb2.OutputSpec(accept=output_pb2.AcceptOutput())
+        await gate.hold(stream.send(forward=frame(item([1, 2], handle, output=accept))))
         await broken(stream, following(ahead(handle, 2)), Reason.SEQUENCE_BUSY)
         gate.open()
         await stream.read()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,13 +29,7 @@ from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from tests.late import late_runner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    """A failed step is logged with its stack."""
-    with structlog.testing.capture_logs():
-        yield
+from tests.unit.test_runner_transactions import Sabotage
 
 
 class Script:
@@ -295,10 +288,6 @@ CONFIG = ModelSettings(
     identity_positional=True,
 )
 STAGES = ("reserve", "plan", "forward", "select", "commit", "truncate", "fork", "release")
-
-
-class Sabotage(Exception):
-    """Not an error of the project."""
 
 
 class Caller:

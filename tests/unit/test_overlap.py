@@ -6,12 +6,10 @@ behind another is compared with one that never does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,6 +36,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, Step
 from ferrum_rpc.kv.table import slots_for
 from tests.late import LateCompute, late_runner
 from tests.poison import poison
+from tests.unit.test_runner_transactions import Sabotage, same_outcomes
 
 SIZE = 4
 CONFIG = ModelSettings(
@@ -60,17 +59,6 @@ KINDS: tuple[OutputKind, ...] = (
 )
 AT_BEGIN = ("reserve", "plan", "forward", "select")
 AT_FINISH = ("wait", "commit")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    """A failed step is logged with its stack."""
-    with structlog.testing.capture_logs():
-        yield
-
-
-class Sabotage(Exception):
-    """Not an error of the project."""
 
 
 class UnderWay(NamedTuple):
@@ -187,21 +175,6 @@ class Pair:
             self.finish()
             assert self.both(lambda runner, s=sequence: runner.release([s]))
         assert self.late.cache_state().free_blocks == self.late.kv.total_blocks
-
-
-def same_outcomes(ours: StepResult, theirs: StepResult) -> None:
-    for mine, other in zip(ours.outcomes, theirs.outcomes, strict=True):
-        assert type(mine) is type(other)
-        if isinstance(mine, ExecutorError):
-            assert isinstance(other, ExecutorError) and mine.metadata == other.metadata
-            continue
-        assert isinstance(other, SpanResult) and mine.length == other.length
-        assert mine.rows is not None and other.rows is not None
-        one, two = mine.rows.detached().block, other.rows.detached().block
-        assert one.kind is two.kind
-        for name, a in one.columns.items():
-            b = two[name]
-            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
 
 
 def books(runner: TorchRunner) -> dict[str, Any]:

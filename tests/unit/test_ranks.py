@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
 from ferrum_rpc.config import ModelSettings
@@ -58,12 +57,6 @@ LAYERS = 4
 ALL = OutputSpec(Positions.ALL, FullLogits())
 CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 EACH_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,12 @@ that whatever a failed step left behind cannot be used by accident.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,13 +59,6 @@ IDENTITY = ModelSettings(
     identity_layers=LAYERS,
     identity_positional=True,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    """A failed step is logged with its stack."""
-    with structlog.testing.capture_logs():
-        yield
 
 
 class Sabotage(Exception):
