@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient, Greedy, PrefixEvents, PrefixIndex, Sample
-from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member
+from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member, resolving
 from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, KvBlocksExhausted, TransportError
 from tests.faults import waiting
 from tests.faults.proxy import proxied
@@ -35,6 +35,24 @@ async def until(fleet: FleetClient, holds: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not holds():
             await fleet.members.changed(fleet.members.changes)
+
+
+class Lookups:
+    """Looks names up as ``lookup`` does, and counts it."""
+
+    def __init__(self, lookup: Callable[[str], Awaitable[list[str] | None]]) -> None:
+        self._lookup = lookup
+        self._count = 0
+
+    async def __call__(self, name: str) -> list[str] | None:
+        found = await self._lookup(name)
+        self._count += 1
+        return found
+
+    async def again(self) -> None:
+        """Wait for one that has begun by now, if any, and another behind it."""
+        before = self._count
+        await waiting.until(lambda: self._count >= before + 2)
 
 
 @asynccontextmanager
@@ -287,12 +305,12 @@ async def test_a_name_is_resolved_again_and_again() -> None:
             assert name == "dns:///executors:50051"
             return found
 
-        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookup):
+        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(lookup)):
             async with fleet_of("dns:///executors:50051", resolve_every_s=0.05) as one:
                 stays = one.sequence()
                 await stays.prefill(PROMPT)
                 found = None  # it does not resolve for a while
-                await asyncio.sleep(0.2)
+                await lookups.again()
                 assert len(one.members.serving) == 1
                 found = [second.target]
                 await until(one, lambda: [each.target for each in one.members.serving] == [second.target])
@@ -317,12 +335,13 @@ async def test_a_file_of_targets_is_read_again_and_again(tmp_path: Path) -> None
     async with identity() as first, identity() as second:
         path = tmp_path / "targets"
         path.write_text(f"# two\n{first.target}\n")
-        async with fleet_of(f"file:{path}", resolve_every_s=0.05) as one:
-            path.write_text(f"{first.target}\n\n {second.target}\n")
-            await until(one, lambda: len(one.members.serving) == 2)
-            path.unlink()
-            await asyncio.sleep(0.2)
-            assert len(one.members.serving) == 2
+        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(resolving.lookup)):
+            async with fleet_of(f"file:{path}", resolve_every_s=0.05) as one:
+                path.write_text(f"{first.target}\n\n {second.target}\n")
+                await until(one, lambda: len(one.members.serving) == 2)
+                path.unlink()
+                await lookups.again()
+                assert len(one.members.serving) == 2
 
 
 async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> None:
