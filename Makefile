@@ -48,7 +48,7 @@ format: .venv/.dev  ## Format the code
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/, ferrum_rpc/client/sync.py from the async client
+stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/, the clients without asyncio from the async ones
 	@$(BIN)/python tools/generate_stubs.py
 	@$(BIN)/python tools/generate_sync.py
 

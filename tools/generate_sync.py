@@ -1,11 +1,11 @@
 """Generate ferrum_rpc/client/sync.py, the client for programs without asyncio, from the async one, or check it.
 
-Each public method of `ExecutorClient` and `Sequence` gets one of the same name and arguments that runs it in the
-background loop: in one line, with the types of the original, where no batch of sequences goes in or comes out. It is
-a file and not made at run time, so that type checkers and editors see it.
+Each public method of a class gets one of the same name and arguments that runs it in the background loop: in one line,
+with the types of the original, where no batch of sequences goes in or comes out. They are files and not made at run
+time, so that type checkers and editors see them.
 
-    python tools/generate_sync.py            write it
-    python tools/generate_sync.py --check    exit 1 where it differs
+    python tools/generate_sync.py            write them
+    python tools/generate_sync.py --check    exit 1 where one differs
 """
 
 from __future__ import annotations
@@ -15,17 +15,46 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CLIENT = ROOT / "ferrum_rpc/client"
-OUT = CLIENT / "sync.py"
-CLASSES = {"Sequence": ("sequence", "Facade[async_sequence.Sequence]"), "ExecutorClient": ("client", "ClientFacade")}
+CLIENT = "ferrum_rpc.client"
 BY_HAND = {"close"}
 ASYNC_ONLY = {"move_to"}
 """Methods that need two clients in one event loop."""
+PARTS = ("ClientFacade", "Facade", "blocking", "constructor_of", "iterating", "making", "unwrapped")
+"""What facades are made of, in `client.background`."""
 
-HEADER = '''"""The client for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
+
+class Facade(NamedTuple):
+    """A class to generate, of the one of that name in ``module``. ``under``: the generated class that it derives from.
+    ``client``: it has a loop of its own."""
+
+    name: str
+    module: str
+    under: str = ""
+    client: bool = False
+
+    @property
+    def original(self) -> str:
+        """The async class, as the generated source says it."""
+        return f"{alias(self.module)}.{self.name}"
+
+
+class File(NamedTuple):
+    """A module to generate, with what its docstring says."""
+
+    module: str
+    heading: str
+    facades: tuple[Facade, ...]
+
+
+FILES = (
+    File(
+        f"{CLIENT}.sync",
+        """The client for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
 
     from ferrum_rpc.client.sync import ExecutorClient
 
@@ -37,44 +66,79 @@ Same methods, arguments, answers and errors, described there. An open client has
 threads may share it, each waits for its own calls, and on one sequence there is one call at a time.
 ``on_lease_trouble`` is called in that thread. Ctrl-C cancels the call that waits, and leaving the ``with`` releases
 what is left.
-"""
+""",
+        (
+            Facade("Sequence", f"{CLIENT}.sequence"),
+            Facade("ExecutorClient", f"{CLIENT}.client", client=True),
+        ),
+    ),
+)
+MADE_IN = {each.name: file.module for file in FILES for each in file.facades}
+SEQUENCES = {each.name for file in FILES for each in file.facades if not each.client}
 
-from __future__ import annotations
 
-'''
+def alias(module: str) -> str:
+    """What the generated source calls a module."""
+    return "async_" + module.removeprefix(f"{CLIENT}.").replace(".", "_")
 
 
-def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def imported(module: str) -> str:
+    """The import of a module by that name."""
+    package, _, name = module.rpartition(".")
+    return f"from {package} import {name} as {alias(module)}"
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The source of a module of the client."""
+    return ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+
+
+def classes(module: str, name: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    """A class, and those that it derives from in the client, with their modules; not those that are facades too."""
+    tree = tree_of(module)
+    node = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+    yield module, node
+    bases = {ast.unparse(each) for each in node.bases} - set(MADE_IN)
+    for each in tree.body:
+        if isinstance(each, ast.ImportFrom) and each.module and each.module.startswith(CLIENT):
+            for base in bases & {alias.name for alias in each.names}:
+                yield from classes(each.module, base)
+
+
+def methods(facade: Facade) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """The public methods and properties."""
-    for each in node.body:
-        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.name in BY_HAND | ASYNC_ONLY:
-            continue
-        if not each.name.startswith("_"):
-            yield each
+    seen = BY_HAND | ASYNC_ONLY
+    for _, node in classes(facade.module, facade.name):
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not each.name.startswith("_"):
+                if each.name not in seen:
+                    yield each
+                seen = seen | {each.name}
 
 
-def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[str]:
-    """One method of the facade, in source. ``original``: the async class."""
+def method(each: ast.FunctionDef | ast.AsyncFunctionDef, facade: Facade) -> list[str]:
+    """One method of the facade, in source."""
     is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in each.decorator_list)
     returned = "None" if each.returns is None else ast.unparse(each.returns)
     arguments = ast.unparse(each.args)
-    if returned == "Sequence" and not original.endswith(".Sequence"):  # within its own class it has no name yet
-        return [f"{each.name} = making(Sequence, {original}.{each.name})"]
-    if "Sequence" not in names(returned) | names(arguments):
+    if returned in SEQUENCES:
+        return [f"{each.name} = making({returned}, {facade.original}.{each.name})"]
+    if not facade.under and not (SEQUENCES | {"Self"}) & (names(returned) | names(arguments)):
         if isinstance(each, ast.AsyncFunctionDef):
-            return [f"{each.name} = blocking({original}.{each.name})"]
+            return [f"{each.name} = blocking({facade.original}.{each.name})"]
         if returned.startswith("AsyncGenerator["):
-            return [f"{each.name} = iterating({original}.{each.name})"]
+            return [f"{each.name} = iterating({facade.original}.{each.name})"]
     passed = ", ".join(
         [handed(arg) for arg in each.args.args[1:]] + [f"{arg.arg}={handed(arg)}" for arg in each.args.kwonlyargs]
     )
     call = f"self._async.{each.name}" + ("" if is_property else f"({passed})")
     if isinstance(each, ast.AsyncFunctionDef):
         call = f"self._background.run({call})"
-    if returned == "Sequence":
-        call = f"Sequence({call}, self._background)"
-    if returned == "list[Sequence]":
-        call = f"[Sequence(each, self._background) for each in {call}]"
+    if returned == "Self":
+        call = f"type(self)({call}, self._background)"
+    if returned == "list[Self]":
+        call = f"[type(self)(each, self._background) for each in {call}]"
     return [
         *(["", "@property"] if is_property else [""]),
         f"def {each.name}({arguments}) -> {returned}:",
@@ -87,51 +151,65 @@ def method(each: ast.FunctionDef | ast.AsyncFunctionDef, original: str) -> list[
 def handed(arg: ast.arg) -> str:
     """An argument as the async method takes it: with its own sequences."""
     annotation = "" if arg.annotation is None else ast.unparse(arg.annotation)
-    return f"unwrapped({arg.arg})" if "Sequence" in names(annotation) else arg.arg
+    return f"unwrapped({arg.arg})" if SEQUENCES & names(annotation) else arg.arg
 
 
 def names(source: str) -> set[str]:
-    """The names in a piece of source, those of arguments' types included."""
+    """The names that a piece of source uses, those of arguments' types included."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
         tree = ast.parse(f"def arguments({source}): pass")
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
-def imports(trees: dict[str, ast.Module], used: set[str]) -> list[str]:
-    """Where the facade's names come from: where the async modules have them from, or those modules themselves."""
+def imports(modules: set[str], used: set[str]) -> list[str]:
+    """Where the facades' names come from: where the async modules have them from, or those modules themselves."""
     found: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        for node in tree.body:
+    for module in modules:
+        for node in tree_of(module).body:
             if isinstance(node, ast.ImportFrom) and node.module and node.module != "__future__":
                 for alias in node.names:
                     if (alias.asname or alias.name) in used:
                         found.setdefault(node.module, set()).add(ast.unparse(alias))
             elif isinstance(node, ast.ClassDef | ast.Assign):
                 made = {node.name} if isinstance(node, ast.ClassDef) else set(map(ast.unparse, node.targets))
-                found.setdefault(f"ferrum_rpc.client.{module}", set()).update(made & used)
+                found.setdefault(module, set()).update(made & used)
     return [f"from {module} import {', '.join(sorted(words))}" for module, words in sorted(found.items()) if words]
 
 
-def generate() -> str:
-    """The facade's source."""
-    trees = {module: ast.parse((CLIENT / f"{module}.py").read_text()) for module, _ in CLASSES.values()}
-    lines: list[str] = []
-    for name, (module, base) in CLASSES.items():
-        node = next(each for each in trees[module].body if isinstance(each, ast.ClassDef) and each.name == name)
-        original = f"async_{module}.{name}"
-        lines += ["", "", f"class {name}({base}):", f"    __doc__ = {original}.__doc__", ""]
-        for each in methods(node):
-            lines += [f"    {line}" if line else "" for line in method(each, original)]
-    used = names("\n".join(lines)) - set(CLASSES)
-    by_hand = ", ".join(sorted({"ClientFacade", "Facade", "blocking", "iterating", "making", "unwrapped"} & used))
-    source = HEADER + "\n".join(
+def body(facade: Facade) -> list[str]:
+    """A facade's class, in source."""
+    base = facade.under or f"{'Client' * facade.client}Facade[{facade.original}]"
+    lines = ["", "", f"class {facade.name}({base}):", f"    __doc__ = {facade.original}.__doc__", ""]
+    if facade.under:
+        lines += [f"    _async: {facade.original}", ""]
+    if facade.client:
+        lines += [
+            f"    @constructor_of({facade.original})",
+            "    def __init__(self, *args: Any, **kwargs: Any) -> None:",
+            f"        super().__init__({facade.original}(*args, **kwargs))",
+            "",
+        ]
+    for each in methods(facade):
+        lines += [f"    {line}" if line else "" for line in method(each, facade)]
+    return lines
+
+
+def generate(file: File) -> str:
+    """A file's source."""
+    lines = [line for facade in file.facades for line in body(facade)]
+    used = names("\n".join(lines))
+    modules = {module for facade in file.facades for module, _ in classes(facade.module, facade.name)}
+    here = {facade.name for facade in file.facades}
+    source = "\n".join(
         [
-            "from ferrum_rpc.client import client as async_client",
-            "from ferrum_rpc.client import sequence as async_sequence",
-            f"from ferrum_rpc.client.background import {by_hand}",
-            *imports(trees, used),
+            f'"""{file.heading}"""\n\nfrom __future__ import annotations\n',
+            "from typing import Any",
+            *(imported(facade.module) for facade in file.facades),
+            f"from {CLIENT}.background import {', '.join(each for each in PARTS if each in used)}",
+            *(f"from {MADE_IN[each]} import {each}" for each in sorted(used & SEQUENCES - here)),
+            *imports(modules, used - set(MADE_IN) - {"Any"}),
             *lines,
         ]
     )
@@ -144,12 +222,15 @@ def generate() -> str:
 def main() -> None:
     """Write or check."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with the committed file, write nothing")
-    source = generate()
-    if not parser.parse_args().check:
-        OUT.write_text(source)
-    elif OUT.read_text() != source:
-        sys.exit(f"{OUT.relative_to(ROOT)} is not what the async client says, run `make stubs`")
+    parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
+    only_check = parser.parse_args().check
+    for file in FILES:
+        path = (ROOT / file.module.replace(".", "/")).with_suffix(".py")
+        source = generate(file)
+        if not only_check:
+            path.write_text(source)
+        elif path.read_text() != source:
+            sys.exit(f"{path.relative_to(ROOT)} is not what the async client says, run `make stubs`")
 
 
 if __name__ == "__main__":

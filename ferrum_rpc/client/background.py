@@ -12,16 +12,26 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.context import closed
-from ferrum_rpc.client.sequence import Sequence
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
-Async = TypeVar("Async", ExecutorClient, Sequence)
+
+
+class Client(AbstractAsyncContextManager[object], Protocol):
+    """An async client."""
+
+    async def close(self) -> None:
+        """Release what is live, and end it."""
+
+
+Async = TypeVar("Async", bound=AbstractAsyncContextManager[object])
+Async_co = TypeVar("Async_co", bound=AbstractAsyncContextManager[object], covariant=True)
+AsyncClient_co = TypeVar("AsyncClient_co", bound=Client, covariant=True)
 
 
 class Background:
@@ -120,11 +130,11 @@ def unwrapped(values: Any) -> Any:
     return [unwrapped(each) for each in values] if isinstance(values, Iterable) else values
 
 
-class Facade(Generic[Async]):
+class Facade(Generic[Async_co]):
     """A thing of the async client, and the loop that it lives in."""
 
-    def __init__(self, of: Async, background: Background | None) -> None:
-        self._async: Async = of
+    def __init__(self, of: Async_co, background: Background | None) -> None:
+        self._async: Async_co = of
         self._opened = background
 
     def __repr__(self) -> str:
@@ -133,13 +143,13 @@ class Facade(Generic[Async]):
     @property
     def _background(self) -> Background:
         if self._opened is None:
-            raise RuntimeError("this client is not open: use it as `with ExecutorClient(...) as client`")
+            raise RuntimeError(f"this client is not open: use it as `with {type(self).__name__}(...) as client`")
         return self._opened
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._background.run(self._async.__aexit__(*error))
 
 
@@ -168,7 +178,7 @@ def iterating(
 
 
 def making(
-    facade: Callable[[Sequence, Background], Made], method: Callable[Concatenate[Async, Arguments], Sequence]
+    facade: Callable[[Result, Background], Made], method: Callable[Concatenate[Async, Arguments], Result]
 ) -> Callable[Concatenate[Facade[Async], Arguments], Made]:
     """The facade's method for one that makes a sequence."""
 
@@ -179,18 +189,18 @@ def making(
     return make
 
 
-def _constructor_of(
+def constructor_of(
     made: Callable[Arguments, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
+    """The arguments of the async client's constructor."""
     return functools.wraps(made.__init__)
 
 
-class ClientFacade(Facade[ExecutorClient]):
+class ClientFacade(Facade[AsyncClient_co]):
     """A client with a loop of its own while it is open."""
 
-    @_constructor_of(ExecutorClient)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(ExecutorClient(*args, **kwargs), None)
+    def __init__(self, of: AsyncClient_co) -> None:
+        super().__init__(of, None)
 
     def __enter__(self) -> Self:
         if self._opened is not None:

@@ -11,7 +11,8 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import Tokens, as_list, as_number, as_tokens
+from ferrum_rpc.client.arguments import as_number
+from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
     KEEPALIVE_TIMEOUT_S,
@@ -38,8 +39,8 @@ from ferrum_rpc.client.retry import NEVER_RESEND, Deadline, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed, Transport
-from ferrum_rpc.core import NextToken, Pressure, RowLogprobs
+from ferrum_rpc.client.transport import Feed, Transport
+from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
 from ferrum_rpc.wire.info import duration, from_proto
@@ -70,7 +71,7 @@ def creation(
         raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
 
 
-class ExecutorClient:
+class ExecutorClient(Batches):
     """A connection to one executor, for one scheduler. An async context manager.
 
     ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the deadline of every call that is not given one of its
@@ -296,22 +297,6 @@ class ExecutorClient:
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._connection, state, rebuild=rebuild)
 
-    async def score(
-        self,
-        tokens: Tokens,
-        first: int = 1,
-        *,
-        logprobs: RowLogprobs | None = None,
-        timeout_s: float | None = None,
-    ) -> Answer:
-        """Scores of ``tokens[first:]``, each after all that stands before it: `Answer.logprobs` float32 [n - first] of
-        `Answer.tokens`, and what ``logprobs`` asks for of their rows. ``first`` is 1 or more: with that of a prompt's
-        length, what follows the prompt is scored. A sequence is made for it, fed in chunks, and released."""
-        *fed, last = as_tokens(tokens)
-        first = as_number(first, "first", least=1, most=len(fed))
-        async with self.sequence() as sequence:
-            return await sequence.prefill(fed, NextToken(first - 1, last, logprobs), timeout_s=timeout_s)
-
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
         """Register which tokens a row may yield: bools [V], or int32 or uint32 words [ceil(V / 32)], bit t % 32 of word
         t / 32 for token t. Returns the id, for ``Greedy(mask=...)``, ``Sample(mask=...)`` and their ``row_masks``.
@@ -322,17 +307,26 @@ class ExecutorClient:
         any token, `QueueFull` where calls in flight name all that the executor keeps."""
         return await self._connection.masks.register(mask, self._context.deadline(timeout_s))
 
-    async def truncate(
-        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _batch(
+        self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
+    ) -> list[Answer | ExecutorError]:
+        connection, deadline = self._connection, self._context.deadline(timeout_s)
+        claimed: list[Item] = []
+        try:
+            for item in items:
+                item.state.claim_item(item, feed.name)
+                claimed.append(item)
+                item.state.check(item)
+            return await connection.forward(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
+        finally:
+            for item in claimed:
+                item.state.leave_item(item)
+
+    async def _truncate(
+        self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
     ) -> list[ExecutorError | None]:
-        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
-        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
-        an unknown fate the same call settles it."""
-        pairs: list[tuple[Sequence, int]] = []
-        for at, pair in enumerate(as_list(rollbacks, "rollbacks")):
-            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
-                raise InvalidRequest(f"rollbacks[{at}] is no pair of a Sequence and a length", field=f"rollbacks[{at}]")
-            pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
         deadline = self._context.deadline(timeout_s)
         async with AsyncExitStack() as claims:
             listed = [
@@ -341,68 +335,13 @@ class ExecutorClient:
             ]
             return await self._connection.truncate(listed, deadline)
 
-    async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
-        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
-        listed: ListOf[Sequence] = as_list(sequences, "sequences")
-        for at, sequence in enumerate(listed):
-            if not isinstance(sequence, Sequence):
-                raise InvalidRequest(f"sequences[{at}] is no Sequence", field=f"sequences[{at}]")
-        states = list(dict.fromkeys(each._state for each in listed if not each.released))
+    async def _release(self, sequences: ListOf[Sequence]) -> list[ExecutorError | None]:
+        states = list(dict.fromkeys(each._state for each in sequences if not each.released))
         for state in states:
             state.check_idle("release")
-        ending = [task for each in listed for task in each._leave_stream()]
+        ending = [task for each in sequences for task in each._leave_stream()]
         refusals = dict(zip(states, await self._connection.release(states, ending), strict=True))
-        return [refusals.get(each._state) for each in listed]
-
-    # --- batches ----------------------------------------------------------------------------------------------------
-
-    async def forward(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
-        """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
-
-        ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not
-        raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
-        `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
-        """
-        return await self._batch(FORWARD, items, all_or_nothing, timeout_s)
-
-    async def batch_prefill(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
-        """As `forward`, for items that start sequences or feed chunks."""
-        return await self._batch(BATCH_PREFILL, items, all_or_nothing, timeout_s)
-
-    async def batch_decode(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
-        """As `forward`, for items of one token on sequences that exist."""
-        return await self._batch(BATCH_DECODE, items, all_or_nothing, timeout_s)
-
-    async def _batch(
-        self, feed: Feed, items: Iterable[Item], all_or_nothing: bool, timeout_s: float | None
-    ) -> list[Answer | ExecutorError]:
-        listed: ListOf[Item] = as_list(items, "items")
-        for at, item in enumerate(listed):
-            if not isinstance(item, Item):
-                raise InvalidRequest(
-                    f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item",
-                    field=f"items[{at}]",
-                )
-        connection, deadline = self._connection, self._context.deadline(timeout_s)
-        claimed: list[Item] = []
-        try:
-            for item in listed:
-                item.state.claim_item(item, feed.name)
-                claimed.append(item)
-                item.state.check(item)
-            return await connection.forward(feed, listed, deadline, all_or_nothing=all_or_nothing) if listed else []
-        finally:
-            for item in claimed:
-                item.state.leave_item(item)
-
-    # --- inside -----------------------------------------------------------------------------------------------------
+        return [refusals.get(each._state) for each in sequences]
 
     @property
     def _context(self) -> Context:

@@ -240,7 +240,7 @@ class Sequence(Feeding):
         with self._claim("truncate"):
             return await self._recovering(lambda: self._roll_back(length, deadline), deadline)
 
-    async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
+    async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
@@ -252,7 +252,7 @@ class Sequence(Feeding):
             )
         return [self._beside(state) for state in states]
 
-    def child(self, at: int | None = None) -> Sequence:
+    def child(self, at: int | None = None) -> Self:
         """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
         it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
         first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
@@ -452,9 +452,9 @@ class Sequence(Feeding):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _beside(self, state: SequenceState) -> Sequence:
+    def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""
-        return Sequence(self._connection, state, rebuild=self._rebuilds)
+        return type(self)(self._connection, state, rebuild=self._rebuilds)
 
     @asynccontextmanager
     async def _rolled_back(self, deadline: Deadline) -> AsyncIterator[tuple[SequenceState, HandleRef]]:

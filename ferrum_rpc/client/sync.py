@@ -15,13 +15,13 @@ what is left.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Self
 
 from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
-from ferrum_rpc.client.background import ClientFacade, Facade, blocking, iterating, making, unwrapped
+from ferrum_rpc.client.background import ClientFacade, Facade, blocking, constructor_of, iterating, making, unwrapped
 from ferrum_rpc.client.lease import LeaseState
-from ferrum_rpc.client.prefixes import watch_prefixes
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, Pressure, Run
 from ferrum_rpc.errors import ExecutorError
@@ -84,15 +84,15 @@ class Sequence(Facade[async_sequence.Sequence]):
 
     truncate = blocking(async_sequence.Sequence.truncate)
 
-    def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Sequence]:
+    def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
         return [
-            Sequence(each, self._background)
+            type(self)(each, self._background)
             for each in self._background.run(self._async.fork(count, at, timeout_s=timeout_s))
         ]
 
-    def child(self, at: int | None = None) -> Sequence:
+    def child(self, at: int | None = None) -> Self:
         """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
         it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
         first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
@@ -101,7 +101,7 @@ class Sequence(Facade[async_sequence.Sequence]):
         one is busy for that step, and a child's own call waits while another one makes a child of it. Raises
         `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
         `NotSupported`: there is `fork`."""
-        return Sequence(self._async.child(at), self._background)
+        return type(self)(self._async.child(at), self._background)
 
     reserve = blocking(async_sequence.Sequence.reserve)
     park = blocking(async_sequence.Sequence.park)
@@ -111,8 +111,12 @@ class Sequence(Facade[async_sequence.Sequence]):
     release = blocking(async_sequence.Sequence.release)
 
 
-class ExecutorClient(ClientFacade):
+class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
     __doc__ = async_client.ExecutorClient.__doc__
+
+    @constructor_of(async_client.ExecutorClient)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(async_client.ExecutorClient(*args, **kwargs))
 
     @property
     def pressure(self) -> Pressure | None:
@@ -140,8 +144,10 @@ class ExecutorClient(ClientFacade):
     keep_alive = blocking(async_client.ExecutorClient.keep_alive)
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)
     sequence = making(Sequence, async_client.ExecutorClient.sequence)
-    score = blocking(async_client.ExecutorClient.score)
     register_token_mask = blocking(async_client.ExecutorClient.register_token_mask)
+    forward = blocking(async_client.ExecutorClient.forward)
+    batch_prefill = blocking(async_client.ExecutorClient.batch_prefill)
+    batch_decode = blocking(async_client.ExecutorClient.batch_decode)
 
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
@@ -156,6 +162,4 @@ class ExecutorClient(ClientFacade):
         `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
         return self._background.run(self._async.release(unwrapped(sequences)))
 
-    forward = blocking(async_client.ExecutorClient.forward)
-    batch_prefill = blocking(async_client.ExecutorClient.batch_prefill)
-    batch_decode = blocking(async_client.ExecutorClient.batch_decode)
+    score = blocking(async_client.ExecutorClient.score)

@@ -201,6 +201,51 @@ async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners()
         assert await one.release([*sequences, child, grandchild]) == [None] * 14
 
 
+@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+async def test_batches_over_three_executors_of_which_two_die_are_those_of_one(session: bool) -> None:
+    connect = partial(ExecutorClient, session=session)
+
+    async def batches(
+        client: ExecutorClient | FleetClient, death: Callable[[Sequence[Any]], None] = lambda _: None
+    ) -> list[Any]:
+        """Outcomes of batches of every kind, with a death before the second and one before the third."""
+        sequences, scored = [client.sequence() for _ in range(9)], Greedy(logprob=True)
+        outcomes = await client.batch_prefill([each.item([*PROMPT, at], scored) for at, each in enumerate(sequences)])
+        for kind in range(3):
+            tokens = [each.token if isinstance(each, Answer) else 9 for each in outcomes[-9:]]
+            tokens[5] = 999_999
+            if kind < 2:
+                death(sequences)
+            if kind == 1:
+                rollbacks = [(each, 3 + at % 4) for at, each in enumerate(sequences)]
+                assert await client.truncate(rollbacks) == [None] * 9
+            items = [each.item([token], scored) for each, token in zip(sequences, tokens, strict=True)]
+            outcomes += await client.batch_decode(items)
+        assert [each.length for each in sequences] == [3 + at % 4 + 2 * (at != 5) for at in range(9)]
+        assert await client.release(sequences) == [None] * 9
+        outcomes.append(await client.score(PROMPT, first=3))
+        return [
+            (each.tokens.tolist(), each.logprobs.tolist(), each.length) if isinstance(each, Answer) else type(each)
+            for each in outcomes
+        ]
+
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity()) for _ in range(3)]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies), connect=connect))
+        await until(one, lambda: len(one.members.serving) == 3)
+
+        def death(sequences: Sequence[FleetSequence]) -> None:
+            [dead] = [each for each in proxies if each.target == owner(sequences[0]).target]
+            dead.upstream = "127.0.0.1:1"
+            dead.reset_all()
+
+        found = await batches(one, death)
+        assert len(one.members.there) == 1
+        async with identity() as alone, connect(alone.target) as client:
+            assert found == await batches(client)
+
+
 async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -> None:
     async with fleet() as (one, _):
         prompt = list(range(100, 180))

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import as_list
+from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.client import CacheMode, ExecutorClient, creation
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
@@ -20,6 +20,7 @@ from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 
 Thing = TypeVar("Thing")
@@ -29,18 +30,32 @@ REBUILDS_OF_A_BATCH = 4
 """Times that what a batch finds lost is fed elsewhere, in one call."""
 
 
-class FleetClient:
+class Part(NamedTuple, Generic[Thing]):
+    """What a batch has for one sequence. ``tokens``: what it feeds. ``follows``: it goes with what is in flight, and is
+    lost with that."""
+
+    sequence: FleetSequence
+    thing: Thing
+    tokens: ListOf[int] = ()
+    follows: bool = False
+
+
+class FleetClient(Batches):
     """The executors of one model, for one scheduler. An async context manager: entering it waits until one of them
     takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own.
 
     ``targets``: ``host:port`` and ``unix:path``, or ``dns:///name:port`` for each address that the name has, or
     ``file:PATH`` for each line of that file, looked up again every few seconds. ``connect`` makes the
     client of one: ``partial(ExecutorClient, session=True, token=...)``.
-    ``placement`` chooses the executor of a new sequence. ``members``: who is there.
+    ``placement`` chooses the executor of a new sequence.
 
     A sequence stays with the executor that it was first fed at, its owner. Where that drains it is moved to another,
     and where it dies or forgets it, what it held is fed again at another before anything else is sent
     (`Sequence.rebuild`).
+
+    Batches (`forward`, `batch_prefill`, `batch_decode`, `truncate`, `release`) go in one call for each owner, at the
+    same time, and the error of an owner's whole call is that of each item that went there. ``all_or_nothing`` is for
+    items of one owner, and is left to it.
     """
 
     def __init__(
@@ -54,7 +69,7 @@ class FleetClient:
         resolve_every_s: float = 5.0,
         patience_s: float = 5.0,
     ) -> None:
-        self.members = Members(
+        self._members = Members(
             targets,
             connect=connect,
             placement=placement,
@@ -63,7 +78,7 @@ class FleetClient:
             patience_s=patience_s,
         )
         self._timeout_s = timeout_s
-        self._home = Home(self.members)
+        self._home = Home(self._members)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> FleetClient:
@@ -81,6 +96,11 @@ class FleetClient:
     async def close(self) -> None:
         """Release what is live at every executor, and close the connections."""
         await self._stack.aclose()
+
+    @property
+    def members(self) -> Members:
+        """Who is there."""
+        return self._members
 
     @property
     def info(self) -> ExecutorInfo:
@@ -118,109 +138,104 @@ class FleetClient:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    async def forward(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
+    async def _batch(
+        self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
     ) -> list[Answer | ExecutorError]:
-        """As `ExecutorClient.forward`, with a call for each owner at the same time. ``results[i]`` answers
-        ``items[i]``; the error of an owner's whole call is that of each item that went there. Sequences whose owner is
-        gone are rebuilt elsewhere first, if they may be, and so are those that are lost under way.
-
-        ``all_or_nothing`` is for items of one owner, and is left to it."""
-        listed: ListOf[Item] = as_list(items, "items")
-        for at, item in enumerate(listed):
-            if not isinstance(item, Item) or item.state not in self._home.sequences:
+        for at, item in enumerate(items):
+            if item.state not in self._home.sequences:
                 raise InvalidRequest(f"items[{at}] is no item of a sequence of this fleet", field=f"items[{at}]")
         deadline = self._deadline(timeout_s)
-        if all_or_nothing:
-            owners = {self._home.sequences[item.state].owner for item in listed}
+        if all_or_nothing and items:
+            owners = {self._home.sequences[item.state].owner for item in items}
             if len(owners) != 1 or (owner := owners.pop()) is None:
                 raise InvalidRequest("all or nothing is for items of sequences of one owner", field="all_or_nothing")
-            return await owner.client.forward(listed, all_or_nothing=True, timeout_s=deadline.remaining())
-        return await self._forward(listed, deadline, REBUILDS_OF_A_BATCH)
+            return await owner.client._batch(feed, items, True, deadline.remaining())
 
-    async def _forward(self, items: ListOf[Item], deadline: Deadline, rebuilds: int) -> list[Answer | ExecutorError]:
-        sequences = [self._home.sequences[item.state] for item in items]
-        told = dict[int, Answer | ExecutorError]()
-        ready = dict(enumerate(items))
-        unsettled = [at for at, each in enumerate(sequences) if not each.settled and items[at].follows is None]
-        outcomes = await asyncio.gather(*(_settled(sequences[at], items[at], deadline) for at in unsettled))
-        for at, outcome in zip(unsettled, outcomes, strict=True):
-            if isinstance(outcome, Item):
-                ready[at] = outcome
-            else:
-                told[at] = outcome
-                del ready[at]
+        def renewed(sequence: FleetSequence, item: Item) -> Item:
+            if item.handle == sequence.handle:
+                return item
+            return sequence.item(item.tokens, item.output, truncate_to=item.truncate_to, run=item.run)
 
-        def send(member: Member, some: list[Item]) -> Awaitable[list[Answer | ExecutorError]]:
-            return member.client.forward(some, timeout_s=deadline.remaining())
+        return await self._at_owners(
+            [Part(self._home.sequences[item.state], item, item.tokens, item.follows is not None) for item in items],
+            renewed,
+            lambda member, some: member.client._batch(feed, some, False, deadline.remaining()),
+            deadline,
+        )
 
-        answers = await self._by_owner([(sequences[at]._member, item) for at, item in ready.items()], send)
-        told |= zip(ready, answers, strict=True)
-        lost = list[int]()
-        for at, item in ready.items():
-            error = told[at]
-            if (
-                rebuilds
-                and isinstance(error, ExecutorError)
-                and item.follows is None
-                and await sequences[at].lost(error)
-            ):
-                lost.append(at)
-        if lost:
-            told |= zip(lost, await self._forward([items[at] for at in lost], deadline, rebuilds - 1), strict=True)
-        return [told[at] for at in range(len(items))]
-
-    async def truncate(
-        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
+    async def _truncate(
+        self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
     ) -> list[ExecutorError | None]:
-        """As `ExecutorClient.truncate`, with a call for each owner at the same time."""
-        pairs: ListOf[tuple[Sequence, int]] = as_list(rollbacks, "rollbacks")
-        owned = [(self._owner_of(sequence), (sequence, length)) for sequence, length in pairs]
-        return await self._by_owner(owned, lambda member, some: member.client.truncate(some, timeout_s=timeout_s))
+        deadline = self._deadline(timeout_s)
+        return await self._at_owners(
+            [Part(self._own(pair[0]), pair) for pair in pairs],
+            lambda _, pair: pair,
+            lambda member, some: member.client._truncate(some, deadline.remaining()),
+            deadline,
+        )
 
-    async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """As `ExecutorClient.release`, with a call for each owner at the same time."""
-        owned = [(self._owner_of(each), each) for each in as_list(sequences, "sequences")]
-        return await self._by_owner(owned, lambda member, some: member.client.release(some))
+    async def _release(self, sequences: ListOf[Sequence]) -> list[ExecutorError | None]:
+        owned = [(self._own(each)._member, each) for each in sequences]
+        return await _by_owner(owned, lambda member, some: member.client._release(some))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
 
-    @staticmethod
-    def _owner_of(sequence: Sequence) -> Member:
-        if not isinstance(sequence, FleetSequence):
+    def _own(self, sequence: Sequence) -> FleetSequence:
+        if not isinstance(sequence, FleetSequence) or sequence._home is not self._home:
             raise InvalidRequest(f"{sequence!r} is no sequence of this fleet", field="sequences")
-        return sequence._member
+        return sequence
 
-    @staticmethod
-    async def _by_owner(
-        owned: ListOf[tuple[Member, Thing]], call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]]
+    async def _at_owners(
+        self,
+        parts: ListOf[Part[Thing]],
+        renewed: Callable[[FleetSequence, Thing], Thing],
+        call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]],
+        deadline: Deadline,
+        rebuilds: int = REBUILDS_OF_A_BATCH,
     ) -> list[Outcome | ExecutorError]:
-        """One call for each owner, at the same time; the outcome of each thing."""
-        groups: dict[Member, list[int]] = {}
-        for at, (member, _) in enumerate(owned):
-            groups.setdefault(member, []).append(at)
+        """As `_by_owner`, once each sequence is at an owner that has all of it: what has moved is ``renewed``, and what
+        is lost under way goes again."""
+        told = dict[int, Outcome | ExecutorError]()
+        ready = {at: part.thing for at, part in enumerate(parts)}
+        moving = [at for at, part in enumerate(parts) if not part.follows and not part.sequence._ready]
+        refusals = await asyncio.gather(*(parts[at].sequence._be_ready(parts[at].tokens, deadline) for at in moving))
+        for at, refusal in zip(moving, refusals, strict=True):
+            if refusal is None:
+                ready[at] = renewed(parts[at].sequence, ready[at])
+            else:
+                told[at] = refusal
+                del ready[at]
+        answers = await _by_owner([(parts[at].sequence._member, thing) for at, thing in ready.items()], call)
+        told |= zip(ready, answers, strict=True)
+        lost = list[int]()
+        for at in ready if rebuilds else ():
+            part, error = parts[at], told[at]
+            if isinstance(error, ExecutorError) and not part.follows and await part.sequence._lost_behind(error):
+                lost.append(at)
+        if lost:
+            again = await self._at_owners([parts[at] for at in lost], renewed, call, deadline, rebuilds - 1)
+            told |= zip(lost, again, strict=True)
+        return [told[at] for at in range(len(parts))]
 
-        async def called(member: Member, places: list[int]) -> ListOf[Outcome | ExecutorError]:
-            try:
-                return await call(member, [owned[at][1] for at in places])
-            except ExecutorError as error:
-                return [error] * len(places)
 
-        outcomes = await asyncio.gather(*(called(*group) for group in groups.items()))
-        places = [at for group in groups.values() for at in group]
-        found = dict(zip(places, (each for some in outcomes for each in some), strict=True))
-        return [found[at] for at in range(len(owned))]
+async def _by_owner(
+    owned: ListOf[tuple[Member, Thing]], call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]]
+) -> list[Outcome | ExecutorError]:
+    """One call for each owner, at the same time; the outcome of each thing."""
+    groups: dict[Member, list[int]] = {}
+    for at, (member, _) in enumerate(owned):
+        groups.setdefault(member, []).append(at)
 
+    async def called(member: Member, places: list[int]) -> ListOf[Outcome | ExecutorError]:
+        try:
+            return await call(member, [owned[at][1] for at in places])
+        except ExecutorError as error:
+            return [error] * len(places)
 
-async def _settled(sequence: FleetSequence, item: Item, deadline: Deadline) -> Item | ExecutorError:
-    """The item, or where the sequence has moved on to another owner the same one for it."""
-    try:
-        await sequence.settle(item.tokens, deadline)
-    except ExecutorError as error:
-        return error
-    if item.handle == sequence.handle:
-        return item
-    return sequence.item(item.tokens, item.output, truncate_to=item.truncate_to, run=item.run)
+    outcomes = await asyncio.gather(*(called(*group) for group in groups.items()))
+    places = [at for group in groups.values() for at in group]
+    found = dict(zip(places, (each for some in outcomes for each in some), strict=True))
+    return [found[at] for at in range(len(owned))]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as ListOf
 from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 from weakref import WeakValueDictionary
 
 from ferrum_rpc.client.fleet.member import Member
@@ -70,26 +70,27 @@ class FleetSequence(Sequence):
         """The executor that has it; None: none, it is placed with the next call."""
         return None if self._unplaced or self._member.gone else self._member
 
-    def _beside(self, state: SequenceState) -> Sequence:
-        return FleetSequence(self._home, self._member, state, rebuild=self._rebuilds)
+    def _beside(self, state: SequenceState) -> Self:
+        return type(self)(self._home, self._member, state, rebuild=self._rebuilds)
 
-    async def settle(self, tokens: ListOf[int], deadline: Deadline) -> None:
-        """Before an item of ``tokens`` is sent: be at an owner that has all that the sequence holds."""
+    async def _be_ready(self, tokens: ListOf[int], deadline: Deadline) -> ExecutorError | None:
+        """Before ``tokens`` are fed by a batch: be at an owner that has all that the sequence holds. Returns why that
+        cannot be."""
 
         async def nothing() -> None: ...
 
         with self._state.claim("forward"):
             self._prompted, self._chosen = tokens, False
-            await self._recover(nothing, deadline)
+            try:
+                await self._recover(nothing, deadline)
+            except ExecutorError as error:
+                return error
+        return None
 
     @property
-    def settled(self) -> bool:
-        """Whether `settle` has nothing to do."""
+    def _ready(self) -> bool:
+        """Whether `_be_ready` has nothing to do."""
         return not (self._unplaced or self._lost or self._member.gone or self._member.draining)
-
-    async def lost(self, error: ExecutorError) -> bool:
-        """Whether an item failed because the owner is gone. What it held is fed again, elsewhere, by `settle`."""
-        return await self._lost_behind(error)
 
     # --- who the owner is -------------------------------------------------------------------------------------------
 
