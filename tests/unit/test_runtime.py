@@ -15,6 +15,8 @@ from ferrum_rpc.runtime import (
     MALLOC_VARIABLES,
     POLL_DIRECTLY,
     POLLING_VARIABLE,
+    PRIMITIVES,
+    PRIMITIVES_VARIABLE,
     SPINS,
     VERBOSITY,
     choose_loop,
@@ -30,14 +32,19 @@ def test_where_nothing_is_set() -> None:
     environment: dict[str, str] = {}
     assert openmp_waits(environment) == "libgomp's default" and polled(environment) == "by gRPC's event engine"
     prepare(environment)
-    assert environment == {POLLING_VARIABLE: POLL_DIRECTLY, VERBOSITY: "NONE", "GOMP_SPINCOUNT": str(SPINS)}
+    assert environment == {
+        POLLING_VARIABLE: POLL_DIRECTLY,
+        VERBOSITY: "NONE",
+        PRIMITIVES_VARIABLE: str(PRIMITIVES),
+        "GOMP_SPINCOUNT": str(SPINS),
+    }
     assert str(SPINS) in openmp_waits(environment)
     assert polled(environment) == "by the thread that waits for completions"
 
 
 @pytest.mark.parametrize("waits", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "0"}], ids=str)
 def test_what_is_set_stays(waits: dict[str, str]) -> None:
-    environment = {POLLING_VARIABLE: "event_engine_listener", VERBOSITY: "DEBUG", **waits}
+    environment = {POLLING_VARIABLE: "event_engine_listener", VERBOSITY: "DEBUG", PRIMITIVES_VARIABLE: "9", **waits}
     before = dict(environment)
     prepare(environment)
     assert environment == before
