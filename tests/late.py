@@ -14,17 +14,22 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.sampling.transfer import Mark
 
+LOOKS = 8
+
 
 class LateMark(Mark):
-    """Passed once it was waited for; ``error`` is what the device then turns out to have failed of."""
+    """Passed once it was waited for, or, if it is ``seen``, looked at more than `LOOKS` times. ``error`` is what the
+    device then turns out to have failed of."""
 
-    def __init__(self, rows: list[tuple[Any, Any]], waited: Callable[[LateMark], None]) -> None:
-        self._rows, self._waited = rows, waited
+    def __init__(self, rows: list[tuple[Any, Any]], waited: Callable[[LateMark], None], seen: bool) -> None:
+        self._rows, self._waited, self._seen = rows, waited, seen
+        self._looks = 0
         self.error: BaseException | None = None
         self.over = False
 
     def passed(self) -> bool:
-        return self.over
+        self._looks += self._seen
+        return self.over or self._looks > LOOKS
 
     def wait(self) -> None:
         self.over = True
@@ -40,8 +45,9 @@ class LateCompute(Compute):
 
     late = True
 
-    def __init__(self, model: Any, attention: Any) -> None:
+    def __init__(self, model: Any, attention: Any, in_stages: bool) -> None:
         super().__init__(model, attention)
+        self.in_stages = in_stages
         self._rows: list[tuple[Any, Any]] = []
         self.marks: list[LateMark] = []
         self.last: LateMark | None = None
@@ -56,7 +62,7 @@ class LateCompute(Compute):
 
     def mark(self) -> LateMark:
         rows, self._rows = self._rows, []
-        self.marks.append(LateMark(rows, self._was_waited_for))
+        self.marks.append(LateMark(rows, self._was_waited_for, self.in_stages))
         return self.marks[-1]
 
     def _was_waited_for(self, mark: LateMark) -> None:
@@ -64,8 +70,8 @@ class LateCompute(Compute):
         self.last = mark
 
 
-def late_runner(config: ModelSettings, stage: Stage | None = None) -> TorchRunner:
-    """The runner of ``config`` over a late device, with two steps under way."""
+def late_runner(config: ModelSettings, stage: Stage | None = None, in_stages: bool = False) -> TorchRunner:
+    """The runner of ``config`` over a late device, with two steps under way, which may be ``in_stages``."""
     plain = build_runner(config)
     return TorchRunner(
         plain.model,
@@ -75,6 +81,6 @@ def late_runner(config: ModelSettings, stage: Stage | None = None) -> TorchRunne
         info=plain.info,
         device=plain.device,
         stage=stage,
-        compute=LateCompute(plain.model, plain.attention),
+        compute=LateCompute(plain.model, plain.attention, in_stages),
         depth=2,
     )

@@ -41,6 +41,10 @@ class Runner(Protocol):
     depth: int
     """Steps that may be under way at once: 1, or 2 where a device computes one while the host begins the next."""
 
+    in_stages: bool
+    """Whether steps under way are in different stages of the model, as many as there are stages: then `begin` takes a
+    stage's time, and the next step should be begun as soon as there is one."""
+
     @property
     def look_every_s(self) -> float | None:
         """How often to ask `check_alive` while there is no work; None: never."""

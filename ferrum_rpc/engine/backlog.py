@@ -25,12 +25,15 @@ class Backlog:
         self._turns: list[tuple[int, int, int]] = []  # a heap: what a caller had, its place among equals, the caller
         self._level = 0  # where the one stood whose turn it was last
         self._came = 0
+        self.tokens = 0
+        """What all of it feeds."""
 
     def __bool__(self) -> bool:
         return bool(self._turns)
 
     def add(self, work: Submission) -> None:
         """It waits."""
+        self.tokens += work.tokens
         works = self._waiting.get(work.caller)
         if works is not None:
             works.append(work)
@@ -48,6 +51,7 @@ class Backlog:
         had, place, caller = self._turns[0]
         works = self._waiting[caller]
         work = works.popleft()
+        self.tokens -= work.tokens
         if counted:
             self._level = had
             had += max(len(work.spans) * self._item, work.tokens * self._token)

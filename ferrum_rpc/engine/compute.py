@@ -37,6 +37,9 @@ class Compute:
     look_every_s: float | None = None
     """How often to `check_alive` while there is no work; None: what computes is this process alone."""
 
+    in_stages = False
+    """Whether it has some of the layers, and other ranks the rest."""
+
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 

@@ -10,6 +10,9 @@ with the one before it (`engine.overlap`), if work is there by then; its answers
 loop does not wait for more work to come: where there is none, the step under way is finished and answered at once.
 Steps are finished in the order in which they were begun.
 
+Where the model's layers are in stages, the next step is begun as soon as there is one, for the first stage idles until
+then; and what waits is shared out to as many steps as there are stages, or it would go through them as one.
+
 The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
 its subclasses' (`engine.thread`, `engine.process`). Runs go on from step to step by themselves (`engine.runs`).
 Thread-local device state (inference mode, streams) is entered through the runner's ``context``.
@@ -125,10 +128,11 @@ class EngineLoop(ABC):
             idle = not (self._backlog or self._under_way or self._runs.ready or self._runs.waiting)
             stopping |= self._drain_inbox(runner, finished, wait=idle)
             going: list[Running] = []
+            share = self._share(runner) if runner.in_stages else None
             if self._runs.ready:
-                going = self._runs.take(time.monotonic())
+                going = self._runs.take(time.monotonic(), share)
                 self._end_runs(runner, finished)
-            claimed = self._claim(finished)
+            claimed = self._claim(finished, None if share is None else share - len(going))
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
@@ -137,14 +141,24 @@ class EngineLoop(ABC):
 
     def _next_is_due(self, runner: Runner) -> bool:
         """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
+        in_stages = runner.in_stages
         if len(self._under_way) >= runner.depth:
             return False
         *_, oldest = self._under_way[0]
         while not runner.ready(oldest):
-            if self._overlap.due(time.monotonic()):
-                return bool(self._backlog or self._runs.ready) or not self._inbox.empty()
+            if in_stages or self._overlap.due(time.monotonic()):
+                there = bool(self._backlog or self._runs.ready) or not self._inbox.empty()
+                if there or not in_stages:
+                    return there
             time.sleep(LOOK_S)
         return False
+
+    def _share(self, runner: Runner) -> int:
+        """Tokens of the next step where as many as there are stages share what waits and what is under way."""
+        tokens = len(self._runs.ready) + self._backlog.tokens + sum([work.tokens for work in self._runs.waiting])
+        for going, claimed, _ in self._under_way:
+            tokens += len(going) + sum([work.tokens for work in claimed])
+        return max(1, -(-tokens // runner.depth))
 
     def _drain_inbox(self, runner: Runner, finished: Finished, *, wait: bool) -> bool:
         """Take what has arrived; run operations at once. True: the thread was asked to stop."""
@@ -198,14 +212,15 @@ class EngineLoop(ABC):
             self._broken(error, [partial(operation.refuse, lost(error))])
             raise
 
-    def _claim(self, finished: Finished) -> list[Submission]:
-        """The next step's submissions, in the backlog's order, up to the step's budget."""
+    def _claim(self, finished: Finished, share: int | None) -> list[Submission]:
+        """The next step's submissions, in the backlog's order, up to the step's budget, and until it has its ``share``
+        of the tokens that wait."""
         claimed: list[Submission] = []
         items = tokens = 0
         now = time.monotonic()
         runs, backlog = self._runs, self._backlog
         with self._lock:
-            while True:
+            while share is None or tokens < share:
                 work = runs.first_waiting() if runs.waiting else None
                 waited = work is not None
                 if work is None and (work := backlog.first()) is None:

@@ -126,6 +126,7 @@ class TorchRunner:
         self.attention = attention
         self.compute = Compute(model, attention) if compute is None else compute
         self.depth = depth
+        self.in_stages = self.compute.in_stages
         self._stage = stage
         self._under_way: list[Pending] = []
         self._imports: dict[int, tuple[Reservation, TokenArray]] = {}

@@ -75,10 +75,11 @@ class Runs:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def take(self, now: float) -> list[Running]:
-        """The runs of the next step. Those that are cut, or whose deadline has passed at ``now``, have ended."""
+    def take(self, now: float, most: int | None = None) -> list[Running]:
+        """The runs of the next step, at most so many. Those that are cut, or whose deadline has passed at ``now``, have
+        ended."""
         going: list[Running] = []
-        for each in self.ready:
+        for each in self.ready[:most]:
             work = each.call.work
             cause = each.cut if work.cuts else None
             if cause is None and work.deadline is not None and now >= work.deadline:
@@ -87,7 +88,7 @@ class Runs:
                 going.append(each)
             else:
                 self._end(each, RunEnd.CUT, cause)
-        self.ready = []
+        self.ready = [] if most is None else self.ready[most:]
         return going
 
     def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:

@@ -51,6 +51,7 @@ class TokenRunner:
         self._given_back: list[int] = []
 
     look_every_s = None
+    in_stages = False
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from queue import Empty
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import CacheState, FullLogits, OutputSpec, Positions, Span, SpanResult, Step, StepResult
+from ferrum_rpc.core import (
+    CacheState,
+    FullLogits,
+    Greedy,
+    OutputSpec,
+    Positions,
+    Run,
+    Span,
+    SpanResult,
+    Step,
+    StepResult,
+)
 from ferrum_rpc.engine import loop as engine_loop
 from ferrum_rpc.engine.api import Finished, Operation, Runner, State, Submission
 from ferrum_rpc.engine.build import build_runner
@@ -28,7 +40,7 @@ from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
-from tests.late import late_runner
+from tests.late import LOOKS, late_runner
 from tests.unit.test_runner_transactions import Sabotage
 
 
@@ -100,8 +112,10 @@ class Fake:
         self.log: list[str] = []
         self.acts: dict[str, Callable[[], object]] = {}
         self._ready = ready
+        self._looks = 0
 
     look_every_s = None
+    in_stages = False
 
     def close(self) -> None:
         pass
@@ -114,9 +128,11 @@ class Fake:
         return step
 
     def ready(self, pending: Step) -> bool:
-        return self._ready
+        self._looks += 1
+        return self._ready or self._looks > LOOKS
 
     def finish(self, pending: Step) -> StepResult:
+        self._looks = 0
         self._do(f"finish {pending.spans[0].sequence}")
         return StepResult(tuple(SpanResult(span.end, None) for span in pending.spans), 0.001)
 
@@ -173,6 +189,42 @@ def test_one_after_the_other_where_there_is_one_or_the_first_is_ready(depth: int
     runner = Fake(depth, ready)
     run(runner, 1, 2, 3)
     assert runner.log == [f"{what} {each}" for each in (1, 2, 3) for what in ("begin", "finish", "answer")]
+
+
+def test_in_stages_the_next_step_is_begun_whenever_it_comes() -> None:
+    """The first stage idles until then."""
+    runner = Fake()
+    runner.in_stages = True
+    run(runner, 1, None, None, None, 2, None, 3)
+    assert runner.log[:6] == ["begin 1", "begin 2", "finish 1", "answer 1", "begin 3", "finish 2"]
+
+
+@pytest.mark.parametrize(("depth", "firsts"), [(2, [1, 4]), (3, [1, 3, 5]), (8, [1, 2, 3, 4, 5, 6])])
+def test_stages_share_what_waits(depth: int, firsts: list[int]) -> None:
+    """All of it in one step would be in one stage at a time."""
+    runner, loop = Fake(depth), list[Loop]()
+    runner.in_stages = True
+    first, *others = [submission(loop, runner, each) for each in range(1, 7)]
+    loop.append(Loop(runner, Script(first, *others), items=6))
+    loop[0].run()
+    assert [each for each in runner.log if each.startswith("begin")] == [f"begin {each}" for each in firsts]
+
+
+def test_runs_share_stages_too() -> None:
+    """Though all of them began in one step, which is never split."""
+    config = replace(CONFIG, identity_max_context=64)
+    runner = late_runner(config, in_stages=True)
+    begun: list[int] = []
+    begin = runner.begin
+    runner.begin = lambda step: (begun.append(len(step.spans)), begin(step))[1]  # type: ignore[method-assign]
+    told: list[Any] = []
+    prompt = np.array([1, 2, 3], np.int32)
+    output = OutputSpec(Positions.LAST, Greedy())
+    spans = [Span(each, prompt, 0, output, create=True, run=Run(4)) for each in range(6)]
+    Loop(runner, Script(Submission(tuple(spans), lambda *answer: told.append(answer))), items=6).run()
+    assert begun == [6, 3, 3, 3, 3, 3, 3]
+    [(outcomes, _)] = told
+    assert all(isinstance(each, SpanResult) and each.rows is not None and each.rows.count == 4 for each in outcomes)
 
 
 @pytest.mark.parametrize("point", ["begin", "finish"])
@@ -392,7 +444,7 @@ def test_any_callers_get_the_rows_of_a_runner_of_their_own(data: st.DataObject) 
         if next(passages) in fails:
             raise Sabotage(name)
 
-    runner = late_runner(CONFIG, stage)
+    runner = late_runner(CONFIG, stage, data.draw(st.booleans(), label="in stages"))
     callers = Callers(data, count=data.draw(st.integers(1, 4), label="callers"), turns=25)
     loop = Loop(runner, callers, items=data.draw(st.integers(1, 4), label="items")).run()
     assert loop._failure is None, loop._failure

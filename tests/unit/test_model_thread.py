@@ -30,6 +30,7 @@ class FakeRunner:
         self.act: Callable[[Step], None] = lambda step: None
 
     look_every_s = None
+    in_stages = False
 
     def close(self) -> None:
         pass

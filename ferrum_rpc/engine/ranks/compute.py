@@ -50,7 +50,7 @@ class RankedCompute(Compute):
         loras: Loras | None = None,
     ) -> None:
         super().__init__(model, attention, loras, part)
-        self.late = shard.stages > 1
+        self.late = self.in_stages = shard.stages > 1
         self._ranks, self._tokens_of = ranks, tokens_of
         self._others = range(1, shard.ranks * shard.stages)
         self._wanted: tuple[list[Request], list[int], list[int]] = [], [], []
