@@ -5,7 +5,8 @@ kernels of ours (``layer.c``): a step of the 0.6B shape at one row loses a tenth
 small tensors otherwise. Where attention is ours as well, it runs many layers in one call. All compute the same bits.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
-the MLP's last products make is summed over the group.
+the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
+layers are put together in Python.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ class PlainLayers:
         parts, rope = self._layers[layer], self._spec.layer_ropes[layer]
         normed = self._ops.add_norm(hidden, delta, parts.before_attention)
         turning = (None, None) if rope is None else (cos[rope], sin[rope])
-        return self._ops.heads(_product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm, *turning)
+        qkv, norm = _product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm
+        if norm is not None and self._group is not None and self._spec.qk_norm == "row":
+            self._norm_together(qkv, norm, self._group)
+            norm = None
+        return self._ops.heads(qkv, norm, *turning)
 
     def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         parts, ops = self._layers[layer], self._ops
@@ -95,6 +100,17 @@ class PlainLayers:
         del output  # no longer than it must be
         gated = ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
         return self._normed(self._summed(_product(parts.down, gated, adapters, layer, DOWN)), parts.after_mlp)
+
+    def _norm_together(self, qkv: Tensor, norm: Tensor, group: Group) -> None:
+        """Norm the whole query and the whole key of every row, in place; each rank has as many heads of them, and a
+        head that several have counts for each."""
+        spec = self._spec
+        heads = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads + spec.kv_heads]
+        parts = heads.to(norm.dtype).split_with_sizes((spec.heads, spec.kv_heads), 1)
+        squares = torch.stack([each.square().mean((1, 2)) for each in parts], 1)
+        group.all_reduce(squares)
+        scales = squares.div_(group.size).add_(spec.norm_eps).rsqrt_()[:, :, None, None].unbind(1)
+        heads.copy_(torch.cat([each * scale for each, scale in zip(parts, scales, strict=True)], 1).mul_(norm))
 
     def _summed(self, rows: Tensor) -> Tensor:
         if self._group is not None:
@@ -254,7 +270,8 @@ class _Sum:
 def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps, group: Group | None = None) -> Layers:
     """In one call each where every part is native. ``group``: the ranks over which the model is cut."""
     linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    if isinstance(ops, NativeFusedOps) and layers and all(isinstance(each, NativeLinear) for each in linears):
+    apart = group is None or spec.qk_norm != "row"  # what lies between products is each rank's own
+    if isinstance(ops, NativeFusedOps) and layers and apart and all(isinstance(each, NativeLinear) for each in linears):
         return NativeLayers(spec, layers, ops, group)
     return PlainLayers(spec, layers, ops, group)
 

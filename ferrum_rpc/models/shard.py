@@ -126,8 +126,6 @@ class Shard:
         def refuse(what: str, field: str) -> NotSupported:
             return NotSupported(f"{field} {getattr(self, _FIELDS[field])}: {what}", field=field)
 
-        if spec.qk_norm == "row" and self.ranks > 1:
-            raise refuse(f"{spec.architecture} norms all heads of a row together", "tensor_parallel")
         for name, size in (("num_attention_heads", spec.heads), ("intermediate_size", spec.intermediate_size)):
             if size % self.ranks:
                 raise refuse(f"{name} {size} is no multiple of it", "tensor_parallel")
@@ -150,6 +148,8 @@ class Shard:
         parameter = source.parameter
         role = parameter.removeprefix("layers.").partition(".")[2] if parameter.startswith("layers.") else parameter
         query, key, inner = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate_size
+        kv_head = self.rank * spec.kv_heads // self.ranks
+        first, end = kv_head * spec.head_dim, (kv_head + max(1, spec.kv_heads // self.ranks)) * spec.head_dim
         match role:
             case "output.bias" | "down.bias":
                 return Cut(0, (), absent=True) if self.rank else None
@@ -160,10 +160,10 @@ class Shard:
             case "down.weight":
                 return Cut(1, (self._share(inner),))
             case "qkv.weight" | "qkv.bias":
-                kv_head = self.rank * spec.kv_heads // self.ranks
-                first, end = kv_head * spec.head_dim, (kv_head + max(1, spec.kv_heads // self.ranks)) * spec.head_dim
                 rows = [self._share(query), (query + first, query + end), (query + key + first, query + key + end)]
                 return _within(source, rows)
+            case "qk_norm" if not source.spread:
+                return Cut(0, (self._share(query) if source.first == 0 else (first, end),))
             case "gate_up.weight" | "gate_up.bias":
                 first, end = self._share(inner)
                 return _within(source, [(first, end), (inner + first, inner + end)] if spec.gated else [(first, end)])
