@@ -19,7 +19,7 @@ from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import Masks
-from ferrum_rpc.client.pace import Pace
+from ferrum_rpc.client.pace import RunPace
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
@@ -48,7 +48,7 @@ class Connection:
         self.transport = transport
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()
-        self.pace = Pace()
+        self.pace = RunPace()
         self.gone = False
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
 

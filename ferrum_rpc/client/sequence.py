@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -28,28 +27,26 @@ from ferrum_rpc.client.arguments import (
     as_run,
     as_tokens,
 )
-from ferrum_rpc.client.feeding import Feeding
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
+from ferrum_rpc.client.moving import Moving
 from ferrum_rpc.client.recovery import NO_ROWS
-from ferrum_rpc.client.retry import LEASE_GONE, Deadline, fate_unknown
+from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import (
     Item,
     SequenceMisuseError,
     SequenceState,
-    UnknownOutcome,
-    new_request_id,
 )
 from ferrum_rpc.client.transport import DECODE, VERIFY
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
 from ferrum_rpc.errors import InvalidRequest, NotSupported, TruncateBeyondLength
-from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, model_executor_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, model_executor_pb2
 from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 
 log = logging.getLogger("ferrum_rpc.client")
 
 
-class Sequence(Feeding):
+class Sequence(Moving):
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
     An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
@@ -336,62 +333,6 @@ class Sequence(Feeding):
         with self._claim("move_to", keeps_prompt=True), target._claim_new("move_to"):
             await self._recovering(lambda: self._move(target, transport, deadline), deadline)
         await self.__aexit__()  # a release that fails changes nothing of the move
-
-    async def _move(self, target: Sequence, transport: transfer.Transport, deadline: Deadline) -> None:
-        for each in (self._context, target._context):
-            await transfer.check_offered(each, deadline, transport)
-        context, handle = self._context, self._handle()
-        layout = await transfer.layout_of(context, handle, deadline)
-        size = await transfer.chunk_tokens(target._context, layout, deadline)
-
-        async def frames(first: int) -> AsyncGenerator[bytes, None]:
-            async with aclosing(transfer.exported(context, handle, first, size, deadline, transport)) as every:
-                async for frame in every:
-                    if not frame.startswith(transfer.LAYOUT):
-                        yield frame
-
-        await target._import(layout, frames, deadline)
-        target._state.pieces = self._state.pieces.upto(handle.seq_len)
-
-    def _claim_new(self, what: str) -> SequenceState:
-        state = self._state.claim(what)
-        if state.handle is not None or state.parent is not None or self._lost is not None:
-            state.busy = ""
-            raise SequenceMisuseError(f"{what}: this sequence has been fed already, make a new one")
-        return state
-
-    async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
-        """Make this sequence of what comes. Where that fails the request id is kept, for the same again, or for the
-        release, which gives the import up."""
-        tokens = list(layout.token_ids)
-        await self._find_owner(deadline, tokens)
-        state, context, leases = self._state, self._context, self._connection.leases
-        request_id = state.request_id(content := ("import", tokens))
-        create = forward_pb2.CreateOptions()
-        create.CopyFrom(state.create)
-        owned = not create.lease_id
-        if owned:
-            known = state.lease_id if state.creation is not None else ""
-            create.lease_id = state.lease_id = known or await leases.current(deadline)
-        try:
-            try:
-                handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
-            except LEASE_GONE as error:
-                if not owned or error.field != "lease_id":  # of the source, or the program's own
-                    raise
-                leases.lost(create.lease_id, error)
-                request_id, create.lease_id = new_request_id(), await leases.current(deadline)
-                state.lease_id = create.lease_id
-                handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
-        except BaseException as error:
-            give_up = partial(transfer.abandoned, context, request_id)
-            state.creation = UnknownOutcome(content, request_id, give_up, unknown=fate_unknown(error))
-            raise
-        state.handle, state.creation = handle, None
-        if state.tokens is not None:
-            state.tokens = tokens
-        state.pieces.fed(0, len(tokens), (await context.info(deadline)).limits.exact_span_tokens)
-        self._connection.live.add(state)
 
     # --- made anew --------------------------------------------------------------------------------------------------
 

@@ -32,9 +32,10 @@ from ferrum_rpc.client.frames import (
     part_of,
     results_of,
 )
+from ferrum_rpc.client.pace import FramePace
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
-from ferrum_rpc.core import OutputSpec, RowBlock, StepTiming
+from ferrum_rpc.core import OutputSpec, RowBlock
 from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
@@ -45,37 +46,10 @@ METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
 UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0, hidden_size=0)
 """Until it is known what a frame may hold."""
 
-SMOOTHING: Final = 0.25
-"""The weight of the latest answer in `Pace`."""
-
 _UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
 _REQUEUE_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
-
-
-class Pace:
-    """How many shared frames of one stream may be in flight: ``most``, enough to keep the executor busy.
-
-    What waits meanwhile shares the next one. A step takes about as long for many sequences as for a few, so
-    one more in flight than need be splits the sequences into groups that wait for each other's steps, each half as
-    fast.
-    """
-
-    def __init__(self) -> None:
-        self.most = 1
-        self._step_s = self._around_s = 0.0
-
-    def answered(self, elapsed_s: float, timing: StepTiming | None) -> None:
-        """A shared frame was answered after ``elapsed_s`` seconds. What was neither its step nor its wait for it is
-        time in which the executor could have computed for another."""
-        if timing is None:
-            return
-        around = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
-        weight = SMOOTHING if self._step_s else 1.0
-        self._step_s += (timing.forward_s - self._step_s) * weight
-        self._around_s += (around - self._around_s) * weight
-        self.most = 1 + int(self._around_s / self._step_s) if self._step_s > 0 else 1
 
 
 class _Step:
@@ -120,7 +94,7 @@ class SessionStream:
         self._in_flight = dict.fromkeys(Kind, 0)
         self._cancels: deque[session_pb2.SessionCancel] = deque()
         self._wake = asyncio.Event()
-        self._pace = Pace()
+        self._pace = FramePace()
         self._linger = False
         self._expires = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -290,33 +264,10 @@ class SessionStream:
         except ExecutorError as error:
             parts, blocks, failed = [], [], error
         step.rows = []
-        timing = timing_from_proto(answer)
         if step.requests[0].frame is None:
-            single = []
-            for place, outcome in parts:
-                request = step.requests[place]
-                if request.future.done():
-                    continue
-                if isinstance(outcome, DeadlineExceeded) and len(step.requests) > 1:
-                    single.append(request)  # another's deadline
-                elif isinstance(outcome, ExecutorError) and not request.batch:
-                    request.future.set_exception(outcome)
-                else:
-                    request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))
-            self._requeue(single, Kind.FRAME)
-            self._linger = bool(parts)
-        else:
-            for _, outcome in parts:
-                if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
-                    outcome.rows.block += len(step.blocks)
-            step.parts += parts
-            step.blocks += blocks
-            if not answer.more and failed is None and not (request := step.requests[0]).future.done():
-                try:
-                    outcomes = joined_parts(step.parts, request.items)
-                    request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing))
-                except ExecutorError as error:
-                    failed = error
+            self._answer_each(step, parts, blocks, answer)
+        elif failed is None:
+            failed = self._answer_batch(step, parts, blocks, answer)
         if failed is not None or not answer.more:
             for request in step.requests:
                 if request.step == step_id and not request.future.done():
@@ -324,6 +275,43 @@ class SessionStream:
         if not answer.more:
             self._forget(step_id)
         self._wake.set()
+
+    def _answer_each(
+        self, step: _Step, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
+    ) -> None:
+        """The items of a part, each to the caller of its own."""
+        single, timing = [], timing_from_proto(answer)
+        for place, outcome in parts:
+            request = step.requests[place]
+            if request.future.done():
+                continue
+            if isinstance(outcome, DeadlineExceeded) and len(step.requests) > 1:
+                single.append(request)  # another's deadline
+            elif isinstance(outcome, ExecutorError) and not request.batch:
+                request.future.set_exception(outcome)
+            else:
+                request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))
+        self._requeue(single, Kind.FRAME)
+        self._linger = bool(parts)
+
+    @staticmethod
+    def _answer_batch(
+        step: _Step, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
+    ) -> ExecutorError | None:
+        """Keep a part of one caller's batch, and answer it with the last one. Returns why that cannot be."""
+        for _, outcome in parts:
+            if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
+                outcome.rows.block += len(step.blocks)
+        step.parts += parts
+        step.blocks += blocks
+        request = step.requests[0]
+        if not answer.more and not request.future.done():
+            try:
+                outcomes = joined_parts(step.parts, request.items)
+            except ExecutorError as error:
+                return error
+            request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing_from_proto(answer)))
+        return None
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""

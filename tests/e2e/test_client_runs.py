@@ -24,7 +24,7 @@ from ferrum_rpc.client import (
     Sequence,
     SequenceMisuseError,
 )
-from ferrum_rpc.client.pace import FIRST_RUN, Pace
+from ferrum_rpc.client.pace import FIRST_RUN, RunPace
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import (
     ChainBroken,
@@ -191,11 +191,11 @@ async def test_a_stream_that_is_cancelled_in_its_first_run_leaves_nothing(sessio
 
 def test_runs_are_long_where_trips_are_and_steps_are_not() -> None:
     def pace(trip_s: float, step_s: float, *, chains: bool = True) -> int:
-        pace = Pace()
+        pace = RunPace()
         pace.note(trip_s + 4 * step_s, StepTiming(1, 1, 1, 0.0, 4 * step_s), 4)
         return pace.tokens(32, chains=chains)
 
-    assert Pace().tokens(32, chains=True) == FIRST_RUN and Pace().tokens(2, chains=True) == 2
+    assert RunPace().tokens(32, chains=True) == FIRST_RUN and RunPace().tokens(2, chains=True) == 2
     assert pace(0.0005, 0.050) == 1
     assert pace(0.0005, 0.005) == 4
     assert pace(0.020, 0.005) == 6
@@ -204,7 +204,7 @@ def test_runs_are_long_where_trips_are_and_steps_are_not() -> None:
 
 
 def test_a_trip_is_what_the_fastest_answers_took() -> None:
-    pace = Pace()
+    pace = RunPace()
     for elapsed_s in (0.5, 0.012, 0.012):  # the first opened a session
         pace.note(elapsed_s, StepTiming(1, 1, 1, 0.0, 0.010), 0)
     assert pace.trip_s == pytest.approx(0.002) and pace.step_s is None

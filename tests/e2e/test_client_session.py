@@ -30,7 +30,7 @@ from ferrum_rpc.client import (
     Sequence,
     TopTokens,
 )
-from ferrum_rpc.client.stream import Pace
+from ferrum_rpc.client.pace import FramePace
 from ferrum_rpc.core import OutputKind
 from ferrum_rpc.errors import (
     DeadlineExceeded,
@@ -387,7 +387,7 @@ async def test_after_a_restart_old_handles_say_so_and_a_rebuilt_sequence_goes_on
 
 async def test_a_step_that_is_cancelled_before_it_began_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("forward")
-    monkeypatch.setattr(Pace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
+    monkeypatch.setattr(FramePace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
     async with world(stage=gate) as (served, _, client):
         first, second = client.sequence(), client.sequence()
         for sequence in (first, second):
@@ -431,7 +431,7 @@ async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_sam
 
 async def test_a_step_that_has_not_begun_by_its_deadline_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("forward")
-    monkeypatch.setattr(Pace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
+    monkeypatch.setattr(FramePace, "answered", lambda pace, *_: setattr(pace, "most", 2))  # both are in flight at once
     async with world(stage=gate, resend=NEVER_RESEND) as (served, _, client):
         first, second = client.sequence(), client.sequence()
         for sequence in (first, second):

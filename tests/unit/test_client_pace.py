@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferrum_rpc.client.stream import Pace
+from ferrum_rpc.client.pace import FramePace
 from ferrum_rpc.core import StepTiming
 
 
@@ -18,14 +18,14 @@ def timing(forward_s: float, queue_s: float = 0.0) -> StepTiming:
 def test_frames_in_flight_fill_the_time_around_a_step(
     elapsed_s: float, queue_s: float, forward_s: float, most: int
 ) -> None:
-    pace = Pace()
+    pace = FramePace()
     assert pace.most == 1, "nothing is known yet"
     pace.answered(elapsed_s, timing(forward_s, queue_s))
     assert pace.most == most
 
 
 def test_one_slow_answer_does_not_change_the_pace_and_many_do() -> None:
-    pace = Pace()
+    pace = FramePace()
     for _ in range(5):
         pace.answered(0.011, timing(0.010))
     pace.answered(0.030, timing(0.010))
@@ -36,7 +36,7 @@ def test_one_slow_answer_does_not_change_the_pace_and_many_do() -> None:
 
 
 def test_an_answer_without_a_step_says_nothing() -> None:
-    pace = Pace()
+    pace = FramePace()
     pace.answered(0.0305, timing(0.010))
     pace.answered(5.0, None)
     assert pace.most == 3
