@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -84,13 +84,9 @@ class Connection:
                     registered = await self.masks.register_again([item.output for item in items], deadline)
                     if registered:
                         continue
-                if reassigned or not isinstance(error, LEASE_GONE):
+                if reassigned or not self._leave_lease(items, error):
                     raise
-                if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
-                    raise
-                reassigned = any([self.leases.unassign(item, error) for item in items])  # noqa: C419 - each of them
-                if not reassigned:
-                    raise
+                reassigned = True
         pressure = self.context.note_pressure(forwarded.pressure)
         results: list[Answer | ExecutorError] = []
         again: dict[int, Item] = {}
@@ -109,15 +105,29 @@ class Connection:
                 results.append(self._answer(item, outcome, forwarded, pressure))
                 replayed = replayed or outcome.replayed
         if again:
-            try:
-                if unmasked:
-                    await self.masks.register_again([item.output for item in unmasked], deadline)
-                fresh = await self.forward(feed, list(again.values()), deadline, reassigned=True, registered=True)
-            except ExecutorError as error:  # the others' answers stand
-                fresh = [error] * len(again)
-            for index, result in zip(again, fresh, strict=True):
+            for index, result in zip(again, await self._again(feed, again, unmasked, deadline), strict=True):
                 results[index] = result
         return await self._with_rows(items, results, deadline) if replayed else results
+
+    def _leave_lease(self, items: Sequence[Item], error: BaseException) -> bool:
+        """Whether a call failed because the lease of some of its items is gone, and they get another one."""
+        if not isinstance(error, LEASE_GONE):
+            return False
+        if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
+            return False
+        return any([self.leases.unassign(item, error) for item in items])  # noqa: C419 - each of them
+
+    async def _again(
+        self, feed: Feed, items: Mapping[int, Item], unmasked: Sequence[Item], deadline: Deadline
+    ) -> list[Answer | ExecutorError]:
+        """The outcomes of items that were refused for their lease or, if ``unmasked``, for their masks, and go out once
+        more. Where that fails the others' answers stand."""
+        try:
+            if unmasked:
+                await self.masks.register_again([item.output for item in unmasked], deadline)
+            return await self.forward(feed, list(items.values()), deadline, reassigned=True, registered=True)
+        except ExecutorError as error:
+            return [error] * len(items)
 
     async def _check_offered(self, needs: Iterable[int], deadline: Deadline) -> None:
         """Raise `NotSupported` where a capability is missing. An executor of an older revision would not: it does not

@@ -13,7 +13,7 @@ from ferrum_rpc.client.state import SequenceMisuseError, SequenceState, UnknownO
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2
 
 
-class Moving(Feeding):
+class Movable(Feeding):
     """The base of a sequence that may be made of what another one has in the cache."""
 
     def _claim_new(self, what: str) -> SequenceState:
@@ -57,7 +57,7 @@ class Moving(Feeding):
         state.pieces.fed(0, len(tokens), (await context.info(deadline)).limits.exact_span_tokens)
         self._connection.live.add(state)
 
-    async def _move(self, target: Moving, transport: transfer.Transport, deadline: Deadline) -> None:
+    async def _move(self, target: Movable, transport: transfer.Transport, deadline: Deadline) -> None:
         """Make ``target`` of this one, which stays as it is."""
         for each in (self._context, target._context):
             await transfer.check_offered(each, deadline, transport)

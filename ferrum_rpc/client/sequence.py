@@ -29,7 +29,7 @@ from ferrum_rpc.client.arguments import (
 )
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
-from ferrum_rpc.client.moving import Moving
+from ferrum_rpc.client.moving import Movable
 from ferrum_rpc.client.recovery import NO_ROWS
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import (
@@ -46,7 +46,7 @@ from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
 log = logging.getLogger("ferrum_rpc.client")
 
 
-class Sequence(Moving):
+class Sequence(Movable):
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
     An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;

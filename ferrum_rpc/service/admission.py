@@ -321,37 +321,15 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     words = item.output.words
     if words:
         item = item._replace(output=replace(item.output, words=b""))
-    _, handle, tokens, truncate_to, output, request_id, create, run, _ = item
+    _, handle, tokens, _, output, request_id, create, _, _ = item
+    made = handle is None or create.fork
     if request_id:
-        made = handle is None or create.fork
         scope = replay.scope(scope_of(owner, b"" if made or handle is None else handle.id, request_id))
         fingerprint = item_fingerprint(item)
         if (known := scope.get(request_id)) is not None:
             return known.repeated(fingerprint)
-    if handle is None or create.fork:
-        parent = None if handle is None else held.parent(state, handle, owner, now)
-        start = 0 if parent is None else check_length(parent.length, truncate_to, 0, None)
-        end = start + len(tokens)
-        room = end + create.reserve_tokens
-        check_length(start, None, len(tokens), model, create.reserve_tokens)
-        if run is not None:
-            run, output = _fitted(run, output, end, model)
-            room = max(room, end + run.max_tokens - 1)
-        lease = None if parent is None else parent.lease
-        if create.lease_id:
-            lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
-        held_to = end + create.reserve_tokens if create.reserve_tokens else 0
-        ahead, prefix = create.reserve_tokens, create.prefix
-        adapter = None if parent is None else parent.adapter
-        if create.adapter:
-            adapter = state.adapters.find(create.adapter, "create.adapter")
-            prefix = with_adapter(prefix, adapter)
-        own = prefix if parent is None else parent.prefix
-        [record] = state.mint(1, account, lease, room, origin, held_to, own, adapter)
-        record.creation = request_id
-        made_of = None if parent is None else parent.sequence
-        number = 0 if adapter is None else adapter.number
-        span = named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix, number))
+    if handle is None or made:
+        record, span = _new_span(state, account, item, model, origin, now, held)
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
@@ -368,6 +346,43 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     record.followable = not isinstance(output.kind, Accept)
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))
+
+
+def _new_span(  # noqa: PLR0917 - as `admit`
+    state: ServerState,
+    account: Account,
+    item: WorkItem,
+    model: ModelInfo,
+    origin: object | None,
+    now: float,
+    held: Held,
+) -> tuple[SequenceRecord, Span]:
+    """The span of an item that makes a sequence, and its record."""
+    owner = account.caller.name
+    _, handle, tokens, truncate_to, output, request_id, create, run, _ = item
+    parent = None if handle is None else held.parent(state, handle, owner, now)
+    start = 0 if parent is None else check_length(parent.length, truncate_to, 0, None)
+    end = start + len(tokens)
+    room = end + create.reserve_tokens
+    check_length(start, None, len(tokens), model, create.reserve_tokens)
+    if run is not None:
+        run, output = _fitted(run, output, end, model)
+        room = max(room, end + run.max_tokens - 1)
+    lease = None if parent is None else parent.lease
+    if create.lease_id:
+        lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
+    held_to = end + create.reserve_tokens if create.reserve_tokens else 0
+    ahead, prefix = create.reserve_tokens, create.prefix
+    adapter = None if parent is None else parent.adapter
+    if create.adapter:
+        adapter = state.adapters.find(create.adapter, "create.adapter")
+        prefix = with_adapter(prefix, adapter)
+    own = prefix if parent is None else parent.prefix
+    [record] = state.mint(1, account, lease, room, origin, held_to, own, adapter)
+    record.creation = request_id
+    made_of = None if parent is None else parent.sequence
+    number = 0 if adapter is None else adapter.number
+    return record, named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix, number))
 
 
 def claimed_span(

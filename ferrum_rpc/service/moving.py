@@ -137,7 +137,7 @@ class Incoming(Moving, ABC):
     async def receive(self, read: Callable[[], Awaitable[Any]], reader: Reader | None = None) -> HandleRef | None:
         """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of
         the sequence, or None where something is missing. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
-        layers, digest, before = self._layout.layers, sha256() if self.digests else None, self.next_token
+        digest, before = sha256() if self.digests else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
         layer = 0
         while (frame := await read()) is not grpc.aio.EOF:
@@ -156,36 +156,41 @@ class Incoming(Moving, ABC):
                 continue
             if kind != "chunk":
                 raise InvalidRequest("behind the header come chunks and the trailer", field="frame")
-            chunk = frame.chunk
-            tokens, parts = chunk_from_proto(self._layout, chunk)
-            start, end = chunk.first_token, chunk.first_token + tokens
-            follows = start <= self.next_token if group is None else start == group[1]
-            if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
-                raise InvalidRequest(
-                    "chunks come by tokens without gaps, and of the same tokens by layers",
-                    field="chunk",
-                    metadata={"next_token": self.next_token},
-                )
-            if end > len(self._tokens):
-                raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
-            group = start, end
-            if chunk.HasField("remote"):
-                parts = await self._read(reader, chunk.remote, tokens)
-            large = sum(map(len, parts)) > INLINE_BYTES
-            found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
-            if found != chunk.crc32c:
-                raise KvCorrupt(
-                    f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
-                    metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
-                    field="chunk.crc32c",
-                )
-            await self._write(layer, start, end, parts)
+            group = await self._take(frame.chunk, layer, group, digest, reader)
             layer += 1
-            if layer == layers:
-                layer, self.next_token = 0, max(self.next_token, end)
+            if layer == self._layout.layers:
+                layer, self.next_token = 0, max(self.next_token, group[1])
         if self.ended is not None:
             raise self.ended
         return None
+
+    async def _take(
+        self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: Reader | None
+    ) -> tuple[int, int]:
+        """Check a chunk and write it. Returns its tokens, which have to be those of ``layer`` 0 of its ``group``."""
+        tokens, parts = chunk_from_proto(self._layout, chunk)
+        start, end = chunk.first_token, chunk.first_token + tokens
+        follows = start <= self.next_token if group is None else start == group[1]
+        if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
+            raise InvalidRequest(
+                "chunks come by tokens without gaps, and of the same tokens by layers",
+                field="chunk",
+                metadata={"next_token": self.next_token},
+            )
+        if end > len(self._tokens):
+            raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
+        if chunk.HasField("remote"):
+            parts = await self._read(reader, chunk.remote, tokens)
+        large = sum(map(len, parts)) > INLINE_BYTES
+        found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
+        if found != chunk.crc32c:
+            raise KvCorrupt(
+                f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
+                metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
+                field="chunk.crc32c",
+            )
+        await self._write(layer, start, end, parts)
+        return start, end
 
     async def _read(self, reader: Reader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
         """The parts of a chunk that the stream does not bring."""
