@@ -14,7 +14,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient, Greedy, PrefixEvents, PrefixIndex, Sample
+from ferrum_rpc.client import (
+    Answer,
+    ExecutorClient,
+    Greedy,
+    PrefixEvents,
+    PrefixIndex,
+    Sample,
+    SequenceMisuseError,
+)
 from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member, resolving
 from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, KvBlocksExhausted, TransportError
 from tests.faults import waiting
@@ -140,6 +148,89 @@ async def test_sequences_of_a_draining_executor_move_with_their_cache() -> None:
             assert owner(newcomer).target == other.target
         await sequence.release()
         assert foreign(*served) == 0 and len(source.server.state.handles) == 0
+
+
+@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+async def test_a_sequence_goes_where_its_scheduler_sends_it_and_nothing_is_computed_twice(
+    session: bool, how: str
+) -> None:
+    async with fleet(connect=partial(ExecutorClient, session=session)) as (one, served):
+        expected = await alone(served[0].target)
+        before = sum(each.server.state.engine.counters.tokens for each in served)
+        sequence, found = one.sequence(), list[int]()
+
+        async def got(token: int) -> None:
+            found.append(token)
+            if len(found) % 6 == 0:
+                [other] = [each for each in one.members.serving if each is not sequence.owner]
+                await sequence.migrate(other)
+                await sequence.migrate(other)  # it is there
+                assert owner(sequence) is other
+
+        if how == "stream":
+            async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
+                await got(token)
+        while len(found) < 24:
+            fed = found[-1:] or PROMPT
+            if how == "calls":
+                answer: Any = await sequence.prefill(fed, SAMPLED)
+            else:
+                [answer] = await one.forward([sequence.item(fed, SAMPLED)])
+            await got(answer.token)
+        assert found == expected
+        assert [each.server.state.counters.sequences_imported for each in served] == [2, 2]
+        if how != "stream":  # which is ahead of its program
+            assert sum(each.server.state.engine.counters.tokens for each in served) - before == len(PROMPT) + 23
+        await sequence.release()
+        await waiting.until(lambda: not any(len(each.server.state.handles) for each in served))
+        assert foreign(*served) == 0
+
+
+async def test_what_was_lost_is_fed_where_its_scheduler_sends_it() -> None:
+    async with fleet(3) as (one, served):
+        expected = await alone(served[0].target, 2)
+        for chosen in range(2):
+            async with one.sequence() as sequence:
+                token = (await sequence.prefill(PROMPT, SAMPLED)).token
+                await owner(sequence).end("as if it were")
+                to = [each for each in one.members.serving if each is not sequence.owner][chosen]
+                await sequence.migrate(to)
+                assert owner(sequence) is to and sequence.length == len(PROMPT)
+                assert [token, (await sequence.decode(token, SAMPLED)).token] == expected
+            await until(one, lambda: len(one.members.serving) == 3)
+
+
+async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:
+    class Largest:
+        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
+            return max(candidates, key=lambda each: each.total_blocks)
+
+    async with (
+        identity(kv_blocks=2) as small,
+        identity() as large,
+        fleet_of(large.target, small.target, placement=Largest()) as one,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        members = {each.target: each for each in one.members.serving}
+        sequence = one.sequence()
+        with pytest.raises(SequenceMisuseError, match="nothing was fed"):
+            await sequence.migrate(members[small.target])
+        expected = await alone(large.target, 3)
+        sampled = [(await sequence.prefill(PROMPT, SAMPLED)).token]
+        assert owner(sequence) is members[large.target]
+        sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
+        with pytest.raises(KvBlocksExhausted):
+            await sequence.migrate(members[small.target])
+        await members[small.target].client.drain(60.0)
+        async with fleet_of(large.target) as another:
+            for target in (members[small.target], another.members.serving[0]):
+                with pytest.raises(InvalidRequest, match="takes no sequences"):
+                    await sequence.migrate(target)
+        sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
+        assert sampled == expected and owner(sequence) is members[large.target]
+        await sequence.release()
+        assert len(small.server.state.handles) == 0
 
 
 async def test_where_caches_cannot_move_a_draining_executors_sequences_are_computed_elsewhere() -> None:

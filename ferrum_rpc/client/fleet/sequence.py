@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import ClassVar, Final, Self
 from weakref import WeakValueDictionary
 
+from ferrum_rpc.client import transfer
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
 from ferrum_rpc.client.info import ExecutorInfo
@@ -23,7 +24,15 @@ from ferrum_rpc.client.recovery import Result
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import SequenceState
-from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, InstanceMismatch, Starting, TransportError
+from ferrum_rpc.errors import (
+    DeviceLost,
+    Draining,
+    ExecutorError,
+    InstanceMismatch,
+    InvalidRequest,
+    Starting,
+    TransportError,
+)
 from ferrum_rpc.executor.v1.forward_pb2 import CACHE_MODE_BYPASS
 
 MOVES_AT_ONCE: Final = 2
@@ -63,12 +72,37 @@ class FleetSequence(Sequence):
         self._member = member  # before it is first fed this one answers nothing but what all have in common
         self._prompted: ListOf[int] = ()
         self._chosen = False  # where it is to be fed first, until that is refused
+        self._wanted: Member | None = None  # where a migration is to end
         home.sequences[state] = self
 
     @property
     def owner(self) -> Member | None:
         """The executor that has it; None: none, it is placed with the next call."""
         return None if self._unplaced or self._member.gone else self._member
+
+    async def migrate(
+        self, to: Member, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None
+    ) -> None:
+        """Go on at another executor of the fleet, one of `Members.serving`, with the cache; nothing is computed. What
+        was lost with its owner is fed there instead. Between two tokens of a stream the stream goes on there.
+
+        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences, and as
+        `Sequence.move_to`, which also says what ``transport`` is."""
+
+        async def nothing() -> None: ...
+
+        if to not in self._home.members.serving:
+            raise InvalidRequest(f"{to!r} takes no sequences of this fleet", field="to")
+        deadline = self._context.deadline(timeout_s)
+        to.promise(-(-self.length // to.info.block_size))
+        with self._claim("migrate", keeps_prompt=True):
+            self._wanted, self._chosen = to, False
+            try:
+                await self._recovering(nothing, deadline)
+                if self._member is not to:
+                    await self._carry(to, transport, deadline)
+            finally:
+                self._wanted = None
 
     def _beside(self, state: SequenceState) -> Self:
         return type(self)(self._home, self._member, state, rebuild=self._rebuilds)
@@ -114,10 +148,15 @@ class FleetSequence(Sequence):
             self._lose()
         elif not member.draining or not await self._leave(deadline):
             return
-        members = self._home.members
         prompt = self._prompted if self._lost is None else self._lost.tokens
-        self._go(members.choose(await members.some(deadline), prompt, self._salt))
+        self._go(self._choose(await self._home.members.some(deadline), prompt))
         self._chosen = True
+
+    def _choose(self, others: ListOf[Member], prompt: ListOf[int]) -> Member:
+        wanted = self._wanted
+        if wanted is not None and wanted in others:
+            return wanted
+        return self._home.members.choose(others, prompt, self._salt)
 
     @property
     def _salt(self) -> bytes | None:
@@ -163,8 +202,8 @@ class FleetSequence(Sequence):
     async def _leave(self, deadline: Deadline) -> bool:
         """The owner drains: move to another, or be fed there. False: it is served here a little longer, because others
         are being moved, there is nobody else, or what is in flight must end first."""
-        members, member, state = self._home.members, self._member, self._state
-        if self._ahead is not None or self.in_doubt or not (others := members.serving):
+        member, state = self._member, self._state
+        if self._ahead is not None or self.in_doubt or not (others := self._home.members.serving):
             return False
         if state.handle is None or self._lost is not None:
             if self._rebuilds:
@@ -172,16 +211,25 @@ class FleetSequence(Sequence):
             return self._rebuilds
         if member.leaving >= MOVES_AT_ONCE:
             return False
-        there = members.choose(others, state.tokens or (), self._salt)
-        arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
-        member.leaving += 1
         try:
-            await self._move(Sequence(there.connection, arrived, rebuild=False), "grpc", deadline)
+            await self._carry(there := self._choose(others, state.tokens or ()), "grpc", deadline)
         except ExecutorError as error:
             log.info("a sequence could not be moved from %s to %s: %s", member.target, there.target, error)
             if self._rebuilds:
                 self._lose()
             return self._rebuilds
+        return False
+
+    async def _carry(self, there: Member, transport: transfer.Transport, deadline: Deadline) -> None:
+        """Move the cache, and go on there. After an error it is here as it was."""
+        member, state = self._member, self._state
+        arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
+        member.leaving += 1
+        try:
+            await self._move(Sequence(there.connection, arrived, rebuild=False), transport, deadline)
+        except BaseException:
+            self._home.let_go(there, arrived)
+            raise
         finally:
             member.leaving -= 1
         self._home.let_go(member, replace(state))
@@ -191,4 +239,3 @@ class FleetSequence(Sequence):
         state.handle, state.pieces, state.lease_id = arrived.handle, arrived.pieces, arrived.lease_id
         state.doubt = state.creation = state.fork = None
         self._go(there)
-        return False
