@@ -1,4 +1,5 @@
-"""Generate ferrum_rpc/client/sync.py, the client for programs without asyncio, from the async one, or check it.
+"""Generate the clients for programs without asyncio from the async ones, or check them: ferrum_rpc/client/sync.py of
+`ExecutorClient`, ferrum_rpc/client/fleet/sync.py of `FleetClient`.
 
 Each public method of a class gets one of the same name and arguments that runs it in the background loop: in one line,
 with the types of the original, where no batch of sequences goes in or comes out. They are files and not made at run
@@ -70,6 +71,26 @@ what is left.
         (
             Facade("Sequence", f"{CLIENT}.sequence"),
             Facade("ExecutorClient", f"{CLIENT}.client", client=True),
+        ),
+    ),
+    File(
+        f"{CLIENT}.fleet.sync",
+        """A fleet for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
+
+    from ferrum_rpc.client import ExecutorClient
+    from ferrum_rpc.client.fleet.sync import FleetClient
+
+    with FleetClient(targets, connect=partial(ExecutorClient, session=True)) as fleet, fleet.sequence() as sequence:
+        for token in sequence.generate(b"In the beginning", max_tokens=64):
+            print(token, sequence.owner)
+
+As `client.sync` is of one executor. ``connect`` makes async clients: all executors of a fleet live in its one event
+loop, and there its ``placement`` is asked. What `FleetClient.members` and a `Member` tell may be read in any thread;
+their methods are of that loop.
+""",
+        (
+            Facade("FleetSequence", f"{CLIENT}.fleet.sequence", under="Sequence"),
+            Facade("FleetClient", f"{CLIENT}.fleet.client", client=True),
         ),
     ),
 )

@@ -35,7 +35,7 @@ classes of `ferrum_rpc.errors`, raised by single calls and returned per item by 
 arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
 fate is unknown are sent again under the same one (`ResendPolicy`). A client's sequences live with its lease, which it
 renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream. `client.sync` is the same for
-programs without asyncio, `client.fleet` over several executors.
+programs without asyncio, `client.fleet` over several executors, and `client.fleet.sync` both.
 """
 
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError

@@ -5,7 +5,7 @@
             async for token in sequence.generate(b"In the beginning", max_tokens=64):
                 ...
 
-docs/fleet.md.
+`client.fleet.sync` is the same for programs without asyncio. docs/fleet.md.
 """
 
 from ferrum_rpc.client.fleet.client import FleetClient

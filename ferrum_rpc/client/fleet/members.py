@@ -54,6 +54,10 @@ class Members:
             raise InvalidRequest("a fleet has at least one target", field="targets")
         for target in self.targets:
             check(target)
+        if not isinstance(connect(self.targets[0]), ExecutorClient):  # nobody would ever join, and nothing say why
+            raise InvalidRequest(
+                "connect makes a ferrum_rpc.client.ExecutorClient, in the client for threads too", field="connect"
+            )
         self.changes = 0
         self.troubles: dict[str, ExecutorError] = {}
         self.masks = KnownMasks()

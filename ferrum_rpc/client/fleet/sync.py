@@ -1,0 +1,87 @@
+"""A fleet for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
+
+    from ferrum_rpc.client import ExecutorClient
+    from ferrum_rpc.client.fleet.sync import FleetClient
+
+    with FleetClient(targets, connect=partial(ExecutorClient, session=True)) as fleet, fleet.sequence() as sequence:
+        for token in sequence.generate(b"In the beginning", max_tokens=64):
+            print(token, sequence.owner)
+
+As `client.sync` is of one executor. ``connect`` makes async clients: all executors of a fleet live in its one event
+loop, and there its ``placement`` is asked. What `FleetClient.members` and a `Member` tell may be read in any thread;
+their methods are of that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ferrum_rpc.client import transfer
+from ferrum_rpc.client.background import ClientFacade, blocking, constructor_of, making, unwrapped
+from ferrum_rpc.client.fleet import client as async_fleet_client
+from ferrum_rpc.client.fleet import sequence as async_fleet_sequence
+from ferrum_rpc.client.fleet.member import Member
+from ferrum_rpc.client.fleet.members import Members
+from ferrum_rpc.client.info import ExecutorInfo
+from ferrum_rpc.client.sync import Sequence
+from ferrum_rpc.errors import ExecutorError
+
+
+class FleetSequence(Sequence):
+    __doc__ = async_fleet_sequence.FleetSequence.__doc__
+
+    _async: async_fleet_sequence.FleetSequence
+
+    @property
+    def owner(self) -> Member | None:
+        """The executor that has it; None: none, it is placed with the next call."""
+        return self._async.owner
+
+    def migrate(self, to: Member, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None) -> None:
+        """Go on at another executor of the fleet, one of `Members.serving`, with the cache; nothing is computed. What
+        was lost with its owner is fed there instead. Between two tokens of a stream the stream goes on there.
+
+        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences, and as
+        `Sequence.move_to`, which also says what ``transport`` is."""
+        return self._background.run(self._async.migrate(to, transport=transport, timeout_s=timeout_s))
+
+
+class FleetClient(ClientFacade[async_fleet_client.FleetClient]):
+    __doc__ = async_fleet_client.FleetClient.__doc__
+
+    @constructor_of(async_fleet_client.FleetClient)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(async_fleet_client.FleetClient(*args, **kwargs))
+
+    @property
+    def members(self) -> Members:
+        """Who is there."""
+        return self._async.members
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the executors are, by the one that was there first: they serve the same model, and other limits may
+        differ (`Member.info`)."""
+        return self._async.info
+
+    sequence = making(FleetSequence, async_fleet_client.FleetClient.sequence)
+    register_token_mask = blocking(async_fleet_client.FleetClient.register_token_mask)
+    forward = blocking(async_fleet_client.FleetClient.forward)
+    batch_prefill = blocking(async_fleet_client.FleetClient.batch_prefill)
+    batch_decode = blocking(async_fleet_client.FleetClient.batch_decode)
+
+    def truncate(
+        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
+    ) -> list[ExecutorError | None]:
+        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
+        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
+        an unknown fate the same call settles it."""
+        return self._background.run(self._async.truncate(unwrapped(rollbacks), timeout_s=timeout_s))
+
+    def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
+        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        return self._background.run(self._async.release(unwrapped(sequences)))
+
+    score = blocking(async_fleet_client.FleetClient.score)
