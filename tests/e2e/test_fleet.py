@@ -23,7 +23,8 @@ from ferrum_rpc.client import (
     Sample,
     SequenceMisuseError,
 )
-from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member, resolving
+from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, LongestPrefix, Member, Members, resolving
+from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, KvBlocksExhausted, TransportError
 from tests.faults import waiting
 from tests.faults.proxy import proxied
@@ -508,8 +509,12 @@ async def test_masks_are_registered_where_they_are_needed() -> None:
 
 
 async def test_where_nobody_answers_it_says_why() -> None:
-    with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences.*refused"):
-        async with FleetClient(["127.0.0.1:1"], timeout_s=1.0):
+    async with Members(["127.0.0.1:1"]) as members:
+        await waiting.until(lambda: bool(members.troubles))
+        with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences.*refused"):
+            await members.some(Deadline.after(0.0))
+    with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences"):
+        async with FleetClient(["127.0.0.1:1"], timeout_s=0.05):
             pass
     for targets in ((), ("dns:///nobody",), ("dns:///a:99999",), ("file:",)):
         with pytest.raises(InvalidRequest):
