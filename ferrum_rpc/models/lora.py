@@ -140,11 +140,11 @@ class Loras(ABC):
     def add(self, number: int, changes: Sequence[Change]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
         adapted: list[Adapted | None] = [None] * (self._layers * len(PRODUCTS))
-        places = self._places[number] = {}
+        places: dict[str, tuple[Adapted, Part]] = {}
         for each, made in zip(changes, self._adapted(changes), strict=True):
             adapted[each.layer * len(PRODUCTS) + each.product] = made
             places.update({part.change.module: (made, part) for part in each.parts})
-        self._adapters[number] = adapted
+        self._adapters[number], self._places[number] = adapted, places
         return sum([each.nbytes for each in adapted if each is not None])
 
     def put(self, number: int, change: LowRank, down: Tensor, up: Tensor) -> None:
