@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
+from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone, Patience
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
@@ -37,60 +38,18 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client import Run as TokenRun
 from ferrum_rpc.errors import (
-    Cancelled,
     ChainBroken,
     ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
-    Draining,
     ExecutorError,
-    KvBlocksExhausted,
     KvCorrupt,
-    QueueFull,
-    QuotaExceeded,
-    RequestIdReused,
-    SequenceBusy,
-    SequencesExhausted,
-    SequenceVersionMismatch,
-    Starting,
     StepFailed,
-    TransportError,
 )
-
-OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
-NOT_NOW = (QueueFull, SequencesExhausted, Starting, Draining)
-NO_ROOM = (KvBlocksExhausted, QuotaExceeded)
-NO_ANSWER = (TransportError, DeadlineExceeded, Cancelled)
 
 NO_ROWS = OutputSpec(Positions.NONE, Greedy())
 FAILURES_OF_A_REQUEST = 3
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 1.0
 LONGEST_DRAFT = 16
-
-
-class ExecutorGone(Exception):
-    """The executor could not be reached, or would not work, for longer than the scheduler's patience."""
-
-
-class Patience:
-    """How long the same trouble may last; progress renews it."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.renew()
-
-    def renew(self) -> None:
-        """There was progress."""
-        self._until = time.monotonic() + self._seconds
-        self._pause = FIRST_PAUSE_S
-
-    async def wait(self, trouble: ExecutorError | str) -> None:
-        """Pause, longer each time, or as the executor says. Raises `ExecutorGone` at the end of it."""
-        if time.monotonic() >= self._until:
-            raise ExecutorGone(f"no progress for {self._seconds:g} s: {trouble}")
-        await asyncio.sleep((isinstance(trouble, ExecutorError) and trouble.retry_after_s) or self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
 
 class Driver:
@@ -289,11 +248,8 @@ class Driver:
         letting_go, began = asyncio.ensure_future(self.board.let_go()), time.monotonic()
         try:
             while ways:
-                for way in ways:
-                    if self._chains and len(way) == 1 and not (chain.broken or self._interrupted):
-                        items = way[0].items
-                        going = [request for request in items if request.stage is Stage.RUNNING]
-                        way.extend(self._launch(chain, going, items))
+                if self._chains:
+                    self._follow(chain, ways)
                 await asyncio.wait([way[0].call for way in ways], return_when=asyncio.FIRST_COMPLETED)
                 landed = [way for way in ways if way[0].call.done()]
                 began = self._landed(chain, [way[0] for way in landed], began)
@@ -306,6 +262,14 @@ class Driver:
             for call in calls:
                 call.cancel()
             await asyncio.gather(letting_go, *calls, return_exceptions=True)
+
+    def _follow(self, chain: Chain, ways: Iterable[deque[Flight]]) -> None:
+        """Send the next run behind each that has none there."""
+        for way in ways:
+            if len(way) == 1 and not (chain.broken or self._interrupted):
+                items = way[0].items
+                going = [request for request in items if request.stage is Stage.RUNNING]
+                way.extend(self._launch(chain, going, items))
 
     @property
     def _interrupted(self) -> bool:
@@ -449,31 +413,27 @@ class Driver:
         runs: Collection[Request],
     ) -> None:
         """Note a step, before its answers change the requests."""
-        answers = [each for each in results if isinstance(each, Answer)]
-        if not answers:
+        done = [(feed, result) for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
+        if not done:
             return
         self.patience.renew()
-        done = [feed for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
-        decodes = [
-            (feed, result)
-            for feed, result in zip(feeds, results, strict=True)
-            if isinstance(result, Answer) and feed.request.generated and feed.request.owed == 1
-        ]
+        decodes = [(feed, result) for feed, result in done if feed.request.generated and feed.request.owed == 1]
         verified = [(feed, result) for feed, result in decodes if feed.request not in runs]
         self._run.drafts(
             trips=len(verified),
             drafted=sum(feed.drafted for feed, _ in verified),
             emitted=sum(len(result.tokens) for _, result in verified),
         )
-        timing = answers[0].timing
+        first = done[0][1]
+        timing = first.timing
         if timing is not None and not runs:
             away = seconds - timing.forward_s
             self._steps_a_trip = max(1, int(away / timing.forward_s)) if timing.forward_s else SHORT
         self._run.step(
-            prompt=sum(feed.count for feed in done) - len(decodes),
+            prompt=sum(feed.count for feed, _ in done) - len(decodes),
             decode=sum(len(result.tokens) for _, result in decodes),
             sequences=len(done),
             seconds=seconds,
             executor_seconds=0.0 if timing is None else timing.forward_s,
         )
-        self._run.saw(answers[0].pressure)
+        self._run.saw(first.pressure)

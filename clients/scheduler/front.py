@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from clients.scheduler.driver import NO_ANSWER, NO_ROOM, NOT_NOW, Driver, ExecutorGone, Patience
+from clients.scheduler.driver import Driver
+from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
 from clients.scheduler.report import Run
 from clients.scheduler.request import Request
 from ferrum_rpc.client import CacheMode, Sequence, SequenceMisuseError

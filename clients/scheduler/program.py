@@ -13,10 +13,11 @@ from functools import partial
 from typing import Final
 
 from clients.scheduler.display import Display, display_for
-from clients.scheduler.driver import NOT_NOW, Driver, ExecutorGone, Patience
+from clients.scheduler.driver import Driver
 from clients.scheduler.front import Front
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
+from clients.scheduler.refusals import NOT_NOW, ExecutorGone, Patience
 from clients.scheduler.report import Run, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup

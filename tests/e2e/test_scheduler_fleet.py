@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from clients.scheduler.driver import ExecutorGone
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
+from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.request import Request, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported

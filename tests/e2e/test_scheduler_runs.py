@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from clients.scheduler.driver import Driver, ExecutorGone
+from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
+from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.report import Run
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample

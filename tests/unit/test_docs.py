@@ -65,9 +65,20 @@ def test_the_picture_mentions_files_that_exist() -> None:
     assert [each for each in paths if not any((ROOT / "ferrum_rpc").glob(f"{each.rstrip('/')}*"))] == []
 
 
-@pytest.mark.parametrize(
+EACH_PAGE = pytest.mark.parametrize(
     "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda each: each.name
 )
+
+
+@EACH_PAGE
+def test_files_of_the_repository_that_a_page_mentions_exist(path: Path) -> None:
+    folders = {each.name for each in ROOT.iterdir() if each.is_dir()}
+    paths = [each for each in code(path.read_text("utf-8")) if PATH.fullmatch(each) and each.split("/")[0] in folders]
+    missing = [each for each in paths if "/" in each and not list(ROOT.glob(each))]
+    assert [each for each in missing if not each.startswith("benchmarks/results/")] == []  # a run makes those
+
+
+@EACH_PAGE
 def test_links_end_at_files_and_at_headings(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text("utf-8")):
         if "://" in target:
