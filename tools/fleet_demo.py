@@ -3,11 +3,12 @@
 First the prompts are written by one executor alone. Then by the three, on a live board: who is there, who has what,
 what was rebuilt. The texts must be the same. Everything is started as a user starts it; this script knows no insides.
 
-    python -m tools.fleet_demo [MODEL] [flags of the scheduler]
+    python -m tools.fleet_demo --help
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import signal
@@ -24,10 +25,9 @@ from ferrum_rpc.client.sync import ExecutorClient
 from ferrum_rpc.errors import ExecutorError
 from tools.demo import INTERRUPTED, child, wait_until_serving
 
-EXECUTORS = 3
 KILLED_AFTER_TOKENS = 200
 """Tokens that the executor has computed by then: it is in the middle of its texts."""
-FLAGS = ("--demo", "--max-new-tokens", "240", "--bypass", "--token-budget", "1024")
+FLAGS = ("--demo", "--bypass", "--token-budget", "1024")
 """Without a prefix cache, and with each prompt in one piece, texts have the same bits whoever computes them."""
 
 
@@ -53,32 +53,50 @@ def kill_when_it_has_begun(executor: subprocess.Popen[str], target: str) -> None
             time.sleep(0.01)
 
 
-def run(model: str, flags: Sequence[str]) -> int:
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fleet_demo",
+        description="Several executors, one scheduler over them, and one executor killed in the middle.",
+    )
+    parser.add_argument("model", nargs="?", default="demo", help="what `ferrum-rpc serve` takes (%(default)s)")
+    parser.add_argument(
+        "--executors", type=int, default=3, choices=range(2, 17), metavar="N", help="how many, 2 to 16 (%(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=240, metavar="N", help="of each text (%(default)s)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a live board")
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Start, run, compare, stop. The exit status."""
-    serve = (sys.executable, "-m", "ferrum_rpc.cli", "serve", model, "--port", "0", "--log-format", "json")
+    serve = (sys.executable, "-m", "ferrum_rpc.cli", "serve", arguments.model, "--port", "0", "--log-format", "json")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         executors = [
-            stack.enter_context(child(serve, signal.SIGTERM, stderr=subprocess.PIPE)) for _ in range(EXECUTORS)
+            stack.enter_context(child(serve, signal.SIGTERM, stderr=subprocess.PIPE))
+            for _ in range(arguments.executors)
         ]
         targets: list[str] = []
         for each in executors:
             targets.append(wait_until_serving(each, quiet=bool(targets)))
             assert each.stderr is not None
             threading.Thread(target=each.stderr.read, daemon=True).start()  # a full pipe would stop the executor
+        flags = ("--max-new-tokens", str(arguments.max_new_tokens))
         print(f"\none executor alone, {targets[0]}:", flush=True)
         with child(
-            scheduler(targets[:1], folder / "alone", "--plain"), signal.SIGINT, stdout=subprocess.DEVNULL
+            scheduler(targets[:1], folder / "alone", "--plain", *flags), signal.SIGINT, stdout=subprocess.DEVNULL
         ) as one:
             if status := one.wait():
                 return status
         print(
-            f"{len(read(folder / 'alone'))} texts. The same by {EXECUTORS}, of which {targets[1]} is killed:\n",
+            f"{len(read(folder / 'alone'))} texts. The same by {len(targets)}, of which {targets[1]} is killed:\n",
             flush=True,
         )
         killer = threading.Thread(target=kill_when_it_has_begun, args=(executors[1], targets[1]), daemon=True)
         killer.start()
-        with child(scheduler(targets, folder / "fleet", *flags), signal.SIGINT) as all_of_them:
+        shown = ("--plain",) if arguments.plain else ()
+        with child(scheduler(targets, folder / "fleet", *shown, *flags), signal.SIGINT) as all_of_them:
             if status := all_of_them.wait():
                 return status
         alone, fleet = read(folder / "alone"), read(folder / "fleet")
@@ -95,12 +113,11 @@ def run(model: str, flags: Sequence[str]) -> int:
 
 def main() -> None:
     """Run it; Ctrl-C ends everything in order."""
+    arguments = parse()
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
-    arguments = sys.argv[1:]
-    model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "demo"
     try:
-        sys.exit(run(model, arguments))
+        sys.exit(run(arguments))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

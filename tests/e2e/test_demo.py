@@ -1,4 +1,4 @@
-"""`make demo` and Ctrl-C: one line, and no process is left.
+"""`make demo` and Ctrl-C: one line, and no process is left. `make fleet-demo`: what it shows is so.
 
 A terminal's Ctrl-C goes to every process of the foreground group; so it does here.
 """
@@ -66,6 +66,17 @@ async def test_ctrl_c_while_texts_are_written() -> None:
         assert len(members(running.pid)) == 3
         os.killpg(running.pid, signal.SIGINT)
         assert ended(running) == (130, "interrupted\n", [])
+
+
+def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed() -> None:
+    with demo("-m", "tools.fleet_demo", "identity", "--executors", "2", "--plain") as running:
+        output, errors = running.communicate(timeout=120)
+        assert running.returncode == 0, output + errors
+        before, killed, verdict = output.rstrip().rsplit("\n", 2)
+        assert killed.endswith("was killed") and verdict.startswith("texts: 8, ")
+        assert verdict.endswith("rebuilt elsewhere; the same as by one executor")
+        assert "8 texts. The same by 2, of which" in before
+        assert members(running.pid) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
