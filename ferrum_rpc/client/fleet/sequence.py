@@ -88,18 +88,15 @@ class FleetSequence(Sequence):
 
         After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences, and as
         `Sequence.move_to`, which also says what ``transport`` is."""
-
-        async def nothing() -> None: ...
-
         if to not in self._home.members.serving:
             raise InvalidRequest(f"{to!r} takes no sequences of this fleet", field="to")
         deadline = self._context.deadline(timeout_s)
-        to.promise(-(-self.length // to.info.block_size))
         with self._claim("migrate", keeps_prompt=True):
             self._wanted, self._chosen = to, False
             try:
-                await self._recovering(nothing, deadline)
+                await self._recovering(_nothing, deadline)
                 if self._member is not to:
+                    to.promise(-(-self.length // to.info.block_size))
                     await self._carry(to, transport, deadline)
             finally:
                 self._wanted = None
@@ -110,13 +107,10 @@ class FleetSequence(Sequence):
     async def _be_ready(self, tokens: ListOf[int], deadline: Deadline) -> ExecutorError | None:
         """Before ``tokens`` are fed by a batch: be at an owner that has all that the sequence holds. Returns why that
         cannot be."""
-
-        async def nothing() -> None: ...
-
         with self._state.claim("forward"):
             self._prompted, self._chosen = tokens, False
             try:
-                await self._recover(nothing, deadline)
+                await self._recover(_nothing, deadline)
             except ExecutorError as error:
                 return error
         return None
@@ -239,3 +233,7 @@ class FleetSequence(Sequence):
         state.handle, state.pieces, state.lease_id = arrived.handle, arrived.pieces, arrived.lease_id
         state.doubt = state.creation = state.fork = None
         self._go(there)
+
+
+async def _nothing() -> None:
+    """What is sent by a call that only has the sequence be somewhere."""
