@@ -33,7 +33,8 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     model_folder(settings.model.path)  # before torch is loaded, which takes seconds
     from ferrum_rpc.engine.choices import choose_parts
     from ferrum_rpc.engine.memory import free_memory
-    from ferrum_rpc.engine.sizing import LargestStep, gib, make_plan
+    from ferrum_rpc.engine.plan import gib
+    from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
     config = found(settings.model)
     parts = choose_parts(config)
@@ -54,7 +55,13 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
             "model": settings.model.path,
             "folder": config.path,
             "choices": dict(parts.choices),
-            "plan": {**dataclasses.asdict(plan), "fits": plan.fits, "advice": plan.advice},
+            "plan": {
+                **dataclasses.asdict(plan),
+                "others": plan.others._asdict(),
+                "all_bytes": plan.all_bytes,
+                "fits": plan.fits,
+                "advice": plan.advice,
+            },
             "parity": None if parity is None else _facts(parity),
             "compared": compared,
             "verdict": verdict,
@@ -64,11 +71,12 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     lines = [("model", plan.architecture), ("folder", config.path)]
     lines += [(choice, reason) for choice, reason in parts.choices]
     if plan.ranks > 1:
-        lines.append(("ranks", f"{plan.ranks}; what follows is of the first of them alone"))
+        lines.append(("ranks", f"{plan.ranks}; what follows is of the first of them"))
     lines += [
         ("weights", gib(plan.weights_bytes)),
         ("largest step", f"{gib(plan.activations_bytes)} for {plan.step_tokens:,} tokens"),
         ("kv cache", f"{gib(plan.kv_bytes)} in {plan.kv_dtype}: {plan.kv_tokens:,} tokens"),
+        *([("all ranks", f"{gib(plan.all_bytes)} on this machine")] if plan.others.ranks else []),
         ("memory", f"{gib(memory)} free" if memory else "not known"),
         ("parity", compared),
     ]
@@ -98,7 +106,7 @@ def _command(settings: ServeSettings) -> str:
 def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
     """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
     from ferrum_rpc.engine.parity import compare
-    from ferrum_rpc.engine.sizing import gib
+    from ferrum_rpc.engine.plan import gib
     from ferrum_rpc.models.identity import IdentityModel
 
     if isinstance(parts.model, IdentityModel):

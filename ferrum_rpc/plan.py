@@ -24,21 +24,24 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
 
     from ferrum_rpc.engine.choices import choose_parts
     from ferrum_rpc.engine.memory import free_memory
-    from ferrum_rpc.engine.sizing import LargestStep, Plan, gib, make_plan
+    from ferrum_rpc.engine.plan import Plan, gib
+    from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
     def lines(made: Plan) -> list[tuple[str, str, str]]:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
         estimate = ", an estimate" if made.estimated else ""
         weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"
-        left = made.memory_bytes - made.total_bytes
+        left, others = made.memory_bytes - made.all_bytes, made.others.ranks
+        alone = "what follows is of the first of them" + (", until all" if others else " alone")
         return [
             ("memory", gib(made.memory_bytes), f"on {made.device}"),
-            *([("ranks", str(made.ranks), "what follows is of the first of them alone")] if made.ranks > 1 else []),
+            *([("ranks", str(made.ranks), alone)] if made.ranks > 1 else []),
             ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
             *([("adapters", gib(made.adapters_bytes), "--adapter-memory")] if made.adapters_bytes else []),
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens{estimate}"),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
+            *([("all", gib(made.all_bytes), f"of {1 + others} ranks on this machine")] if others else []),
             ("left", gib(max(0, left)), "it does not fit" if left < 0 else ""),
         ]
 
@@ -53,7 +56,8 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
     made = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
     if as_json:
         facts = dataclasses.asdict(made)
-        for name in ("kv_tokens", "kv_bytes", "full_sequences", "total_bytes", "fits", "advice"):
+        facts["others"] = made.others._asdict()
+        for name in ("kv_tokens", "kv_bytes", "full_sequences", "total_bytes", "all_bytes", "fits", "advice"):
             facts[name] = getattr(made, name)
         print(json.dumps(facts))
     else:

@@ -26,13 +26,15 @@ from ferrum_rpc.engine.hf_check import check_parity
 from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
+from ferrum_rpc.engine.plan import announce, mib
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
+from ferrum_rpc.engine.ranks.world import ranks_here
 from ferrum_rpc.engine.runner import Stage, TorchRunner
-from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, announce, make_plan, mib, size_cache
+from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, make_plan, size_cache
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager
@@ -55,10 +57,11 @@ def build_runner(
     """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
     weights do not fit the memory. ``largest``: what steps there will be; where it is told, the log gets the plan."""
     parts = choose_parts(config)
+    if largest is not None:
+        here = None if parts.device.type == "cuda" else ranks_here(config)
+        announce(make_plan(parts, config, largest, free_memory(parts.device), here))
     if config.ranks > 1:
         return build_shared(config, parts, progress, stage)
-    if largest is not None:
-        announce(make_plan(parts, config, largest, free_memory(parts.device)))
     model = parts.load(progress)
     with torch.inference_mode():
         return _assemble(config, parts, model, stage)

@@ -24,7 +24,8 @@ from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, S
 from ferrum_rpc.engine import build
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.choices import choose_parts
-from ferrum_rpc.engine.sizing import CPU_MOST, LargestStep, Plan, make_plan
+from ferrum_rpc.engine.plan import Plan
+from ferrum_rpc.engine.sizing import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
@@ -318,9 +319,9 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
         **dict.fromkeys(("architecture", "device", "dtype", "quantize", "kv_dtype"), str),
         **dict.fromkeys(("reason", "alternative", "advice"), str),
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
-        **dict.fromkeys(("kv_bytes", "total_bytes"), int),
+        **dict.fromkeys(("kv_bytes", "total_bytes", "all_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
-        **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool, "ranks": int},
+        **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool, "ranks": int, "others": dict},
     }
     expected = {"memory_bytes": 64 << 20, "kv_blocks": 64, "kv_tokens": 1024, "step_tokens": 512, "device": "cpu"}
     assert expected.items() <= facts.items()
@@ -332,6 +333,56 @@ def test_a_rank_is_planned_where_several_share_the_model(folder: Path, command: 
     assert (one["ranks"], two["ranks"]) == (1, 2)
     assert one["kv_bytes_per_token"] == 2 * two["kv_bytes_per_token"]
     assert one["weights_bytes"] / 2 <= two["weights_bytes"] < 0.6 * one["weights_bytes"]
+    assert one["others"]["ranks"] == 0 and one["all_bytes"] == one["total_bytes"]
+    assert two["others"]["ranks"] == 1 and two["all_bytes"] == 2 * two["total_bytes"] + PROCESS_BYTES
+
+
+@pytest.mark.parametrize(
+    "cut", [{"tensor_parallel": 4}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}]
+)
+def test_all_ranks_of_this_machine_are_planned(folder: Path, cut: dict[str, int]) -> None:
+    """Stages differ: the last has the head."""
+    config = settings(folder, **cut)
+    plan = planned(config)
+    each = [choose_parts(config, rank=rank).model.weight_bytes() for rank in range(config.ranks)]  # type: ignore[union-attr]
+    assert plan.weights_bytes == each[0]
+    assert sum(each[1:]) <= plan.others.weights_bytes < 1.02 * sum(each[1:]), "the vocabulary's last part is smaller"
+    assert plan.fits and planned(config, memory=plan.all_bytes).fits
+    tight = planned(config, memory=plan.all_bytes - 1)
+    assert not tight.fits and tight.total_bytes < tight.memory_bytes
+    assert f"with the other {config.ranks - 1} rank" in tight.advice
+    one = make_plan(choose_parts(config), config, LargestStep(TOKENS, 1), plan.total_bytes, here=1)
+    assert one.fits and one.all_bytes == one.total_bytes
+
+
+def test_a_cache_without_a_size_is_shared_out(folder: Path) -> None:
+    """As `serve` does, of what all ranks leave."""
+    config = settings(folder, tensor_parallel=2, kv_blocks=None, max_sequences=1 << 20)
+    plan = planned(config, memory=2 << 30)
+    left = (plan.memory_bytes - 2 * plan.weights_bytes - PROCESS_BYTES) // 2
+    assert plan.kv_blocks == left // 4 // (plan.block_size * plan.kv_bytes_per_token)
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [({}, True), ({"WORLD_SIZE": "2"}, False), ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, True)],
+    ids=["started", "elsewhere", "torchrun"],
+)
+def test_ranks_that_do_not_fit_are_not_started(
+    folder: Path, variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of all on this machine, as far as it is known who is here."""
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    config = settings(folder, tensor_parallel=2)
+    weights = planned(config).weights_bytes
+    monkeypatch.setattr(build, "free_memory", lambda device: 2 * weights - 1)
+    monkeypatch.setattr(build, "build_shared", lambda *arguments: "started")
+    if refused:
+        with pytest.raises(InvalidRequest, match="with the other 1 rank here"):
+            build_runner(config, largest=LargestStep(TOKENS, 1))
+    else:
+        assert build_runner(config, largest=LargestStep(TOKENS, 1)) == "started"
 
 
 def test_people_get_a_table_and_what_would_fit(folder: Path, command: Any) -> None:

@@ -62,6 +62,15 @@ class World(NamedTuple):
             )
 
 
+def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks will be on this machine, as far as that is known before they are there."""
+    world = World.of(environment)
+    if world is None or world.size == 1:  # this process starts them
+        return settings.ranks
+    told = environment.get("LOCAL_WORLD_SIZE", "")
+    return min(settings.ranks, max(1, int(told))) if told.isdecimal() else 1
+
+
 def is_loopback(address: str) -> bool:
     """Whether nobody beyond this machine reaches it."""
     if address == "localhost":

@@ -1,0 +1,141 @@
+"""What a model takes of a memory, as `engine.sizing` has found it: what fits, and what to do where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import structlog
+
+from ferrum_rpc.errors import InvalidRequest, counted
+
+log = structlog.get_logger("ferrum_rpc.engine")
+
+
+class Others(NamedTuple):
+    """``ranks`` of the same model that take of the same memory, beside the first, in all. ``fixed_bytes``: but for
+    weights and cache."""
+
+    ranks: int = 0
+    weights_bytes: int = 0
+    fixed_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+
+ALONE: Final = Others()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
+    kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
+    kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
+    not. ``estimated``: activations are, on the safe side. ``ranks``: how many share the model; all else is of the first
+    of them alone, but for ``others``."""
+
+    architecture: str
+    device: str
+    dtype: str
+    quantize: str
+    memory_bytes: int
+    weights_bytes: int
+    adapters_bytes: int
+    activations_bytes: int
+    step_tokens: int
+    kv_dtype: str
+    kv_bytes_per_token: int
+    block_size: int
+    kv_blocks: int
+    max_context: int
+    reason: str
+    alternative: str = ""
+    estimated: bool = False
+    ranks: int = 1
+    others: Others = ALONE
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.kv_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all blocks, and of the null block, which holds no tokens."""
+        return (self.kv_blocks + 1) * self.block_size * self.kv_bytes_per_token
+
+    @property
+    def full_sequences(self) -> float:
+        """Sequences of the longest length that the cache holds."""
+        return self.kv_blocks / -(-self.max_context // self.block_size)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of everything."""
+        return self.weights_bytes + self.adapters_bytes + self.activations_bytes + self.kv_bytes
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all ranks that take of this memory."""
+        cache = (self.kv_blocks + 1) * self.block_size * self.others.kv_bytes_per_token
+        return self.total_bytes + self.others.weights_bytes + self.others.fixed_bytes + cache
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it fits, with a cache of one block at least."""
+        return self.kv_blocks > 0 and self.all_bytes <= self.memory_bytes
+
+    @property
+    def advice(self) -> str:
+        """What to do where it does not fit, or where no sequence can become as long as it may; or nothing."""
+        if not self.fits:
+            if self.all_bytes <= self.memory_bytes and not self.alternative:
+                return self.reason
+            weights, step, cache = map(gib, (self.weights_bytes, self.activations_bytes, self.kv_bytes))
+            weights += " of weights"
+            if self.adapters_bytes:
+                weights += f" and {gib(self.adapters_bytes)} of adapters"
+            parts = f"{weights}, {step} for a step of {self.step_tokens:,} tokens and {cache} of cache"
+            if self.others.ranks:
+                parts += f", in all {gib(self.all_bytes)} with the other {counted(self.others.ranks, 'rank')} here,"
+            better = f"{self.alternative} would fit" if self.alternative else "nor would a smaller step or cache"
+            return f"{parts} do not fit {gib(self.memory_bytes)}; {better}"
+        if self.full_sequences < 1:
+            longer = -(-self.max_context // self.block_size) - self.kv_blocks
+            needed = longer * self.block_size * self.kv_bytes_per_token
+            of_all = longer * self.block_size * (self.kv_bytes_per_token + self.others.kv_bytes_per_token)
+            wider = f", or {gib(needed)} more of cache" if of_all <= self.memory_bytes - self.all_bytes else ""
+            return (
+                f"the cache holds no sequence of {self.max_context:,} tokens; it would with "
+                f"--max-context {self.kv_tokens}{wider}"
+            )
+        return ""
+
+
+def gib(count: int) -> str:
+    """A number of bytes, for people."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.2f} MiB"
+
+
+def mib(count: int) -> str:
+    """The size of a cache, for people."""
+    return f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**10:.0f} KiB"
+
+
+def announce(plan: Plan) -> None:
+    """Log the plan of a server that is about to load. Raises InvalidRequest where the weights alone do not fit."""
+    if 0 < plan.memory_bytes < plan.weights_bytes + plan.others.weights_bytes:  # 0: it is not known
+        raise InvalidRequest(plan.advice, field="model")
+    log.info(
+        "plan",
+        weights_bytes=plan.weights_bytes,
+        activations_bytes=plan.activations_bytes,
+        step_tokens=plan.step_tokens,
+        kv_bytes=plan.kv_bytes,
+        kv_blocks=plan.kv_blocks,
+        memory_bytes=plan.memory_bytes,
+        **({"ranks_here": 1 + plan.others.ranks, "all_bytes": plan.all_bytes} if plan.others.ranks else {}),
+    )
+    if plan.memory_bytes and plan.advice:
+        log.warning(
+            "plan_is_tight", reason=plan.advice, action="look at it with `ferrum-rpc plan`, and set what it says"
+        )
