@@ -64,6 +64,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=LAYERS)
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("shallow"), "qwen3", num_hidden_layers=2)
+
+
 def settings_of(checkpoint: Path, cut: tuple[int, int], **others: Any) -> ModelSettings:
     tensor, pipeline = cut
     settings = ModelSettings(str(checkpoint), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=24)
@@ -90,7 +95,12 @@ def span(sequence: int, tokens: Sequence[int], start: int = 0, output: OutputSpe
 
 @pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
 @EACH_CUT
-def test_256_greedy_tokens_are_those_of_one_rank(checkpoint: Path, cut: tuple[int, int], transport: Any) -> None:
+def test_256_greedy_tokens_are_those_of_one_rank(
+    checkpoint: Path, shallow: Path, cut: tuple[int, int], transport: Any
+) -> None:
+    """By gloo of a model with half the layers: its ranks wait for each other in this one interpreter."""
+    if transport == "gloo":
+        checkpoint = shallow
     texts = []
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     with closing(World(settings_of(checkpoint, cut, rank_transport=transport, kv_blocks=80))) as world:
@@ -98,12 +108,12 @@ def test_256_greedy_tokens_are_those_of_one_rank(checkpoint: Path, cut: tuple[in
             with torch.inference_mode():
                 text = list(prompt)
                 fed = 0
-                while len(text) < len(prompt) + (256 if transport == "shared-memory" else 16):
+                while len(text) < len(prompt) + 256:
                     [rows] = rows_of(runner, span(1, text[fed:], fed, OutputSpec(Positions.LAST, Greedy())))
                     fed = len(text)
                     text.append(int(rows["token_ids"][0]))
             texts.append(text)
-    assert texts[1] == texts[0][: len(texts[1])]
+    assert texts[1] == texts[0]
 
 
 MASK = b"m" * 32
