@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.engine.api import Runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -20,7 +20,6 @@ from ferrum_rpc.hub import fetched, is_hub_name
 from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
 
-IDENTITY: Final = "identity"
 DEMO: Final = ("demo", "demo-draft")
 DEMO_PACKAGE: Final = "ferrum_rpc_demo"
 BUILT_IN: Final = (*DEMO, IDENTITY)

@@ -33,6 +33,9 @@ CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
 OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
 """Variables with the prefix that are not settings of the server."""
 
+IDENTITY: Final = "identity"
+"""The path of the model that has no weights and lies nowhere."""
+
 _POWERS: Final = {letter: power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = {"": 1} | {k: 1000**n for k, n in _POWERS.items()} | {f"{k}i": 1024**n for k, n in _POWERS.items()}
 

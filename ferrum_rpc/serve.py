@@ -19,6 +19,7 @@ from ferrum_rpc.core import NO_KERNELS
 from ferrum_rpc.engine.api import Described, Runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import Program
+from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
@@ -51,6 +52,7 @@ def serve(settings: ServeSettings) -> int:
     log.info("chosen", choice="sockets", reason=f"read {polled()}")
     try:
         model_folder(settings.model.path)
+        check_ranks(settings.model)
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:

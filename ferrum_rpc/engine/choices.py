@@ -15,11 +15,12 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
-from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
 from ferrum_rpc.engine.hf_model import Borrowed, describe_checkpoint
 from ferrum_rpc.engine.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
 from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
+from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
@@ -37,7 +38,6 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
-IDENTITY: Final = "identity"
 BACKEND_NATIVE: Final = "native"
 HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
@@ -143,7 +143,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
     if config.path == IDENTITY:
         if config.quantize != QUANTIZE_NONE:
             raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
-        _refuse_ranks(config, "the identity model")
+        refuse_ranks(config, "the identity model")
         model = IdentityModel(_identity(config), torch.device("cpu") if elsewhere else device)
         choices.append(("dtype=float32", "the identity model has no other"))
         dtype, layers, most = model.dtype, model.attention_specs, model.config.max_context
@@ -217,7 +217,7 @@ def _choose_pretrained(
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
     if device.type != "cpu":
-        _refuse_ranks(config, "a model on a GPU")
+        refuse_ranks(config, "a model on a GPU")
     whole, ops = spec.for_context(config.max_context), None
     shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
     spec = shard.of(whole)
@@ -234,12 +234,6 @@ def _choose_pretrained(
         name, reason, linear = select_linear(device, dtype)
         choices.append((f"linear={name}", reason))
     return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops, whole), spec.max_context
-
-
-def _refuse_ranks(config: ModelSettings, what: str) -> None:
-    for field in ("tensor_parallel", "pipeline_parallel"):
-        if (count := getattr(config, field)) > 1:
-            raise NotSupported(f"{field} {count}: {what} is not shared by ranks", field=field)
 
 
 def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[str, str]]) -> ModelSpec | HfSpec:
@@ -274,7 +268,7 @@ def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[
 def _choose_borrowed(
     config: ModelSettings, checkpoint: Checkpoint, spec: HfSpec, dtype: torch.dtype, choices: list[tuple[str, str]]
 ) -> tuple[Borrowed, int]:
-    _refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
+    refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
     if config.quantize != QUANTIZE_NONE:
         raise NotSupported(
             f"quantize: weights of {spec.architecture}, which transformers runs, are not rounded", field="quantize"

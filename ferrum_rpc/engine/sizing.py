@@ -15,8 +15,8 @@ import torch
 
 from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
-from ferrum_rpc.config import SETTINGS, ModelSettings
-from ferrum_rpc.engine.choices import IDENTITY, QUANTIZE_INT8, Parts, Pretrained, choose_parts
+from ferrum_rpc.config import IDENTITY, SETTINGS, ModelSettings
+from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.hf_model import Borrowed
 from ferrum_rpc.engine.plan import Others, Plan, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted

@@ -91,6 +91,25 @@ def connections(pid: int) -> int:
     return sum("socket:" in os.readlink(each) for each in folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "field"),
+    [
+        (("--tensor-parallel", "4"), world(0, 1), "WORLD_SIZE is 2"),
+        (("--tensor-parallel", "2"), world(0, 1) | {"MASTER_ADDR": "10.0.0.1"}, "--trust-rank-network"),
+        (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "any"}, "MASTER_PORT is 'any'"),
+        (("--tensor-parallel", "2", "--model-backend", "hf"), {}, "transformers"),
+    ],
+    ids=["size", "trust", "port", "hf"],
+)
+async def test_what_cannot_be_is_refused_before_a_port_is_opened(
+    checkpoint: Path, flags: tuple[str, ...], variables: dict[str, str], field: str
+) -> None:
+    async with running(*serve(checkpoint, *flags), **variables) as process:
+        assert field in (await process.event("cannot_serve"))["error"]
+        assert await process.ended() == 1
+        assert not process.count("listening")
+
+
 @pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
 async def test_nothing_is_left_of_a_rank_0_that_was_killed(checkpoint: Path, tmp_path: Path, transport: str) -> None:
     command = serve(checkpoint, "--tensor-parallel", "2", "--rank-transport", transport)

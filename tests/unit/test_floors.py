@@ -70,9 +70,10 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.process.ipc": Floor("core engine.api", "numpy"),
     "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
+    "ferrum_rpc.engine.ranks.world": Floor("config errors"),  # read before torch is loaded
     "ferrum_rpc.engine": Floor(
         "config core errors failpoints kv kv.store kv.tiers models models.fields models.config_keys attention sampling "
-        "weights distributed distributed.group native selection engine.api",
+        "weights distributed distributed.group native selection engine.api engine.ranks.world",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
@@ -92,10 +93,10 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
     "ferrum_rpc.doctor": Floor("errors models engine engine.parity building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
-    "ferrum_rpc.rank": Floor("errors engine runtime", "torch"),
+    "ferrum_rpc.rank": Floor("errors engine engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(
-        "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api service building logs "
-        "config usage runtime",
+        "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api engine.ranks.world "
+        "service building logs config usage runtime",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client

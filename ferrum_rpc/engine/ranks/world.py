@@ -1,4 +1,4 @@
-"""What somebody else who starts ranks tells each of them.
+"""What is known of ranks before they are there: what somebody else who starts them tells each, and what cannot be.
 
 Who starts a program on many machines (torchrun, Ray, LeaderWorkerSet) tells every process its ``RANK``, their number
 ``WORLD_SIZE``, and where rank 0 is: ``MASTER_ADDR`` and ``MASTER_PORT``. Nothing else is needed. It is read before
@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.config import IDENTITY, ModelSettings
+from ferrum_rpc.errors import InvalidRequest, NotSupported
 
 
 class World(NamedTuple):
@@ -60,6 +60,28 @@ class World(NamedTuple):
                 "not encrypted: give --trust-rank-network where only trusted machines share the network",
                 field="trust_rank_network",
             )
+
+
+def check_ranks(settings: ModelSettings) -> None:
+    """Raise InvalidRequest or NotSupported where ranks cannot be, as far as that is known before torch is loaded."""
+    if settings.ranks == 1:
+        return
+    world = World.of()
+    if world is not None and world.size > 1:
+        world.check(settings)
+    elif not hasattr(os, "memfd_create"):
+        raise InvalidRequest("one command starts all ranks on Linux only", field="tensor_parallel")
+    if settings.path == IDENTITY:
+        refuse_ranks(settings, "the identity model")
+    if settings.model_backend == "hf":
+        refuse_ranks(settings, "a model that transformers runs")
+
+
+def refuse_ranks(settings: ModelSettings, what: str) -> None:
+    """Raise NotSupported where there is more than one."""
+    for field in ("tensor_parallel", "pipeline_parallel"):
+        if (count := getattr(settings, field)) > 1:
+            raise NotSupported(f"{field} {count}: {what} is not shared by ranks", field=field)
 
 
 def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> int:
