@@ -138,7 +138,7 @@ class Driver:
         places = self._budget.at_once - len(board.running) - len(board.moving) if self._refusal is None else 0
         board.arrived = False
         step = plan(board.running, list(board.waiting)[: max(0, places)], pool, self._budget)
-        for request in step.hopeless:
+        for request in step.unservable:
             self.give_up(request, pool)
         await asyncio.gather(*(board.preempt(request) for request in step.preempt))
         if step.feeds:
@@ -154,7 +154,7 @@ class Driver:
             await board.let_go()
             await self._look()
         else:
-            return bool(step.hopeless or step.preempt)
+            return bool(step.unservable or step.preempt)
         return True
 
     async def idle(self) -> None:

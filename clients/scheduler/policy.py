@@ -83,12 +83,12 @@ class Feed:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``preempt`` first (release, to be waited for again), then ``feeds`` in one forward pass. ``admitted`` are those
-    of the feeds that were waiting. ``hopeless`` can never run: their tokens exceed the whole pool."""
+    of the feeds that were waiting. ``unservable`` can never run: their tokens exceed the whole pool."""
 
     preempt: tuple[Request, ...] = ()
     feeds: tuple[Feed, ...] = ()
     admitted: tuple[Request, ...] = ()
-    hopeless: tuple[Request, ...] = ()
+    unservable: tuple[Request, ...] = ()
 
 
 def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> Plan:
@@ -100,7 +100,7 @@ def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, bud
     if not step.victims:
         step.admit(waiting)
     step.drafts()
-    return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.hopeless))
+    return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.unservable))
 
 
 def arrivals(
@@ -132,7 +132,7 @@ class _Step:
     feeds: list[Feed] = field(default_factory=list)
     victims: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    hopeless: list[Request] = field(default_factory=list)
+    unservable: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free = self.pool.free
@@ -171,7 +171,7 @@ class _Step:
     def admit(self, waiting: Sequence[Request]) -> None:
         for request in waiting:
             if self.pool.blocks(request.known) > self.pool.total:
-                self.hopeless.append(request)
+                self.unservable.append(request)
                 continue
             if len(self.kept) >= self.budget.at_once or not self._has_room():
                 return
@@ -231,6 +231,6 @@ class _Step:
         if self.pool.blocks(request.cached + 1) > self.pool.total:
             self.kept.remove(request)
             self.free += self.pool.blocks(request.cached)
-            self.hopeless.append(request)
+            self.unservable.append(request)
         else:
             self._preempt(request)

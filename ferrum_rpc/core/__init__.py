@@ -7,7 +7,7 @@ but its errors and no torch, so that the service floor, the wire floor and the e
 Shapes use these letters: T tokens of a step, R rows that were asked for, V vocabulary, k candidates of a row.
 """
 
-from ferrum_rpc.core.facts import (
+from ferrum_rpc.core.info import (
     NO_KERNELS,
     AdapterFacts,
     AttentionSpec,

@@ -25,7 +25,7 @@ from ferrum_rpc.service.supervisor import Background
 log = structlog.get_logger("ferrum_rpc.lifecycle")
 
 SWEEP_EVERY_S: Final = 0.25
-FORGIVEN_FROM_S: Final = 0.25
+LATE_FROM_S: Final = 0.25
 """How late a sweep may be before the lateness is given back; a busy loop's usual jitter is far below."""
 
 
@@ -41,12 +41,12 @@ class Sweeper:
         now = time.monotonic()
         late = now - self._due
         self._due = now + SWEEP_EVERY_S
-        if late > FORGIVEN_FROM_S:
-            self.forgive(late)  # what arrived meanwhile is still in the sockets
+        if late > LATE_FROM_S:
+            self.prolong(late)  # what arrived meanwhile is still in the sockets
         else:
             self.sweep(now)
 
-    def forgive(self, seconds: float) -> None:
+    def prolong(self, seconds: float) -> None:
         """This process received nothing for so long."""
         log.warning(
             "sweep_late",

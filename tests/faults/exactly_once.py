@@ -1,8 +1,8 @@
 """R2: a step is applied exactly once, whatever becomes of its request and of its answer.
 
-The same random lives are lived twice: once over a quiet connection, once over one that loses answers, delays them and
-dies, by callers that duplicate, hurry, and send again what was answered long ago. Handle versions count mutations and
-logits show the multiset of cached tokens, so one step too many or too few cannot hide.
+The same random histories are made twice: once over a quiet connection, once over one that loses answers, delays them
+and breaks, by callers that duplicate, hurry, and send again what was answered long ago. Handle versions count
+mutations and logits show the multiset of cached tokens, so one step too many or too few is found.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.lives import Tally, differences, lives
 from tests.faults.netns import NoNetwork, missing, network
 from tests.faults.process import ServerProcess, dial, serving
 from tests.faults.proxy import Weather, proxied
-from tests.faults.session_lives import session_lives
+from tests.faults.random_histories import Counts, differences, histories
+from tests.faults.session_histories import session_histories
 from tests.faults.sizes import Size
 
 PACKET_LOSS: Final = 5
@@ -45,10 +45,10 @@ async def r2_in_sessions(size: Size) -> Figures:
     """By the client over a session, through the same proxy: the client resends by itself."""
     async with serving("--identity-positional", "--replay-bytes", "64MiB") as server, proxied(server.target) as proxy:
         at_first, *_ = await fed(server)
-        quiet, _ = await session_lives(server.target, size.calls_in_sessions)
+        quiet, _ = await session_histories(server.target, size.calls_in_sessions)
         between, *_ = await fed(server)
         proxy.weather = Weather(delay_s=0.002, resets=0.01)
-        noisy, again = await session_lives(proxy.target, size.calls_in_sessions)
+        noisy, again = await session_histories(proxy.target, size.calls_in_sessions)
         at_last, sequences, blocks = await fed(server)
         facts: dict[str, Any] = {
             "steps": size.calls_in_sessions,
@@ -84,15 +84,15 @@ async def r2_under_packet_loss(size: Size) -> Figures:
 async def _compare(
     server: ServerProcess, noisy_target: str, steps: int, before: Any = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    tally = Tally()
+    counts = Counts()
     if before is not None:
         await before(0)
     at_first, *_ = await fed(server)
-    quiet = await lives(server.target, steps, Tally(), mischief=False)
+    quiet = await histories(server.target, steps, Counts(), duplicating=False)
     between, *_ = await fed(server)
     if before is not None:
         await before(PACKET_LOSS)
-    noisy = await lives(noisy_target, steps, tally, mischief=True)
+    noisy = await histories(noisy_target, steps, counts, duplicating=True)
     if before is not None:
         await before(0)
     at_last, sequences, blocks = await fed(server)
@@ -101,11 +101,11 @@ async def _compare(
         exactly("answers unlike those of the fault-free run", differences(quiet, noisy), 0),
         exactly("tokens fed twice", max(0, noisy_tokens - quiet_tokens), 0),
         exactly("tokens lost", max(0, quiet_tokens - noisy_tokens), 0),
-        exactly("answers that contradict each other or refuse wrongly", len(tally.wrong), 0),
+        exactly("answers that contradict each other or refuse wrongly", len(counts.wrong), 0),
         exactly("sequences left behind", sequences, 0),
         exactly("blocks left behind", blocks, 0),
     ]
-    facts: dict[str, Any] = {"steps": sum(map(len, noisy)), "sent": dict(tally.sent), "wrong": tally.wrong[:5]}
+    facts: dict[str, Any] = {"steps": sum(map(len, noisy)), "sent": dict(counts.sent), "wrong": counts.wrong[:5]}
     return figures, facts
 
 

@@ -14,7 +14,7 @@ from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.faults.crash_points import r16_a_crash_is_survivable
 from tests.faults.figures import hold
 from tests.faults.process import Dialled
-from tests.faults.verses import Scheduler, Tally
+from tests.faults.scripted_client import Counts, ScriptedClient
 from tests.serving import Served, serve_identity
 from tests.wiring import item, pb, prefill, refused
 
@@ -23,15 +23,15 @@ async def test_r16_a_crash_at_any_point_is_survivable() -> None:
     await hold(r16_a_crash_is_survivable)
 
 
-async def verse(served: Served, tally: Tally) -> None:
-    await Scheduler(Dialled(served.channel), [], random.Random(0), tally).verse()
+async def run_script(served: Served, counts: Counts) -> None:
+    await ScriptedClient(Dialled(served.channel), [], random.Random(0), counts).script()
 
 
-async def test_a_quiet_verse_has_no_violation() -> None:
-    tally = Tally()
+async def test_a_quiet_script_has_no_violation() -> None:
+    counts = Counts()
     async with serve_identity(positional=True, kv_blocks=64) as served:
-        await verse(served, tally)
-    assert tally.rows == 20 and not tally.wrong and not tally.refusals
+        await run_script(served, counts)
+    assert counts.rows == 20 and not counts.wrong and not counts.refusals
 
 
 async def test_sequences_that_nobody_owns_any_more_are_freed_though_their_release_fails_at_first() -> None:
@@ -68,11 +68,11 @@ async def test_the_scheduler_notices_a_server_that(broken: str) -> None:
                 keys.mul_(1.01)
 
     lost: list[object] = []
-    tally = Tally()
+    counts = Counts()
     async with serve_identity(positional=True, kv_blocks=64, stage=stage) as served:
 
         def runner() -> Any:
             return served.runner
 
-        await verse(served, tally)
-    assert tally.wrong
+        await run_script(served, counts)
+    assert counts.wrong

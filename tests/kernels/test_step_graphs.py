@@ -1,6 +1,6 @@
 """Steps that are recorded and replayed answer as if they were not: the same rows and the same cache, bit for bit.
 
-`World` pairs: one replays, one does not. The identity model has no products, so that padding cannot change a bit.
+`PagedModel` pairs: one replays, one does not. The identity model has no products, so that padding cannot change a bit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.cuda.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Graphs, Shape, buckets
+from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
 from tests.kernels.rerun import Rerun
-from tests.kernels.worlds import PER_SEQUENCE, PlannedTorch, World
 
 KERNELS = partial(TritonPagedAttention, processors=1)
 """No step here is long enough to be split: what is reserved for that is kept small."""
@@ -25,8 +25,8 @@ KERNELS = partial(TritonPagedAttention, processors=1)
 BACKENDS = pytest.mark.parametrize("backend", [PlannedTorch, KERNELS], ids=["torch", "kernels"])
 
 
-def graphed(backend, device, capture=None, **limits) -> World:
-    world = World(backend, device)
+def graphed(backend, device, capture=None, **limits) -> PagedModel:
+    world = PagedModel(backend, device)
     limits = {"most_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
     world.failures = []
     with torch.inference_mode():
@@ -41,11 +41,11 @@ def graphed(backend, device, capture=None, **limits) -> World:
     return world
 
 
-def worlds(backend, device, **limits) -> tuple[World, World]:
-    return graphed(backend, device, **limits), World(backend, device, staged=False)
+def models(backend, device, **limits) -> tuple[PagedModel, PagedModel]:
+    return graphed(backend, device, **limits), PagedModel(backend, device, staged=False)
 
 
-def same(one: World, other: World, *tokens) -> None:
+def same(one: PagedModel, other: PagedModel, *tokens) -> None:
     """The same step in both, with the same rows and the same cache after it."""
     assert torch.equal(one.step(*tokens), other.step(*tokens))
     assert torch.equal(one.cached(), other.cached())
@@ -53,7 +53,7 @@ def same(one: World, other: World, *tokens) -> None:
 
 @BACKENDS
 def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(device, backend):
-    replayed, eager = worlds(backend, device)
+    replayed, eager = models(backend, device)
     random = np.random.default_rng(0)
     same(replayed, eager, *((sequence, random.integers(0, 64, 1 + 7 * sequence)) for sequence in range(5)))
     for count in (5, 1, 3, 5, 1):  # a bucket's own number, and fewer: what a longer step left is padding now
@@ -64,7 +64,7 @@ def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(dev
 
 @BACKENDS
 def test_a_verify_is_replayed_once_its_shape_came_often_and_rolls_back_as_before(device, backend):
-    replayed, eager = worlds(backend, device)
+    replayed, eager = models(backend, device)
     random = np.random.default_rng(1)
     for step in range(WORTH_RECORDING + 2):
         for world in (replayed, eager):
@@ -78,7 +78,7 @@ def test_a_verify_is_replayed_once_its_shape_came_often_and_rolls_back_as_before
 @BACKENDS
 def test_recording_in_the_middle_touches_no_sequence(device, backend):
     """It runs the step once more, over nothing: not over what the last step left in the buffers."""
-    replayed, eager = worlds(backend, device, most_spans=4)
+    replayed, eager = models(backend, device, most_spans=4)
     same(replayed, eager, *((sequence, [sequence] * (8 + sequence)) for sequence in range(4)))
     same(replayed, eager, *((sequence, [7]) for sequence in range(4)))
     before = replayed.cached()
@@ -99,7 +99,7 @@ def test_padding_goes_to_the_null_block_alone(device):
 
 @BACKENDS
 def test_what_fits_no_shape_runs_as_before(device, backend):
-    replayed, eager = worlds(backend, device, most_spans=4, blocks_per_span=3, most_tokens=2)
+    replayed, eager = models(backend, device, most_spans=4, blocks_per_span=3, most_tokens=2)
     capture = replayed.compute.graphs._capture
     same(replayed, eager, *((sequence, [5] * (2 + sequence)) for sequence in range(3)))  # spans of their own lengths
     same(replayed, eager, *((sequence, [1]) for sequence in range(5)))  # too many
@@ -116,7 +116,7 @@ def test_what_fits_no_shape_runs_as_before(device, backend):
 @pytest.mark.parametrize("error", [CaptureFailed("not permitted"), torch.OutOfMemoryError("of 2 GiB"), ValueError("x")])
 def test_where_recording_fails_steps_run_as_before_and_it_is_not_tried_again(device, error):
     capture = Rerun(error, nth=2)
-    replayed, eager = graphed(PlannedTorch, device, capture), World(PlannedTorch, device, staged=False)
+    replayed, eager = graphed(PlannedTorch, device, capture), PagedModel(PlannedTorch, device, staged=False)
     for count in (2, 1, 1, 2, 4):
         same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
     graphs = replayed.compute.graphs
@@ -150,7 +150,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_cuda_graphs_of_one_pool_do_not_disturb_each_other():
     device = torch.device("cuda")
     replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
-    eager = World(TritonPagedAttention, device, staged=False)
+    eager = PagedModel(TritonPagedAttention, device, staged=False)
     with torch.inference_mode():
         replayed.compute.graphs.record(tokens=1)
     assert len(replayed.compute.graphs.recorded) == len(buckets(8))
@@ -166,7 +166,7 @@ def test_cuda_graphs_of_one_pool_do_not_disturb_each_other():
 def test_a_step_that_cannot_be_recorded_is_refused_and_the_device_goes_on():
     device = torch.device("cuda")
     replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
-    eager = World(TritonPagedAttention, device, staged=False)
+    eager = PagedModel(TritonPagedAttention, device, staged=False)
     stream = torch.cuda.current_stream()
     forward = replayed.model.forward
 

@@ -241,7 +241,7 @@ async def test_a_server_that_was_deaf_gives_the_time_back(served: Served) -> Non
     """Stopped for longer than a lease lives, it judges nobody before it has heard everybody."""
     lease = await acquire(served, 10)
     handle, unleased = await leased(served, lease, [1, 2]), await prefill(served, [3])
-    Sweeper(served.server.state).forgive(1000.0)
+    Sweeper(served.server.state).prolong(1000.0)
     sweep(served, 1005)
     await decode(served, handle)
     await decode(served, unleased)

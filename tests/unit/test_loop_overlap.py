@@ -40,7 +40,7 @@ from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
-from tests.late import LOOKS, late_runner
+from tests.fake_async_device import LOOKS, late_runner
 from tests.unit.test_runner_transactions import Sabotage
 
 

@@ -34,7 +34,7 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.runner import Pending, TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
-from tests.late import LateCompute, late_runner
+from tests.fake_async_device import LateCompute, late_runner
 from tests.poison import poison
 from tests.unit.test_runner_transactions import Sabotage, same_outcomes
 

@@ -104,19 +104,19 @@ def test_prompts_that_hold_all_blocks_between_them_are_unblocked_for_the_oldest(
     assert fed(step) == [(0, 14)]
 
 
-def test_a_request_that_the_whole_pool_cannot_hold_is_hopeless_and_stops_nobody() -> None:
+def test_a_request_that_the_whole_pool_cannot_hold_is_unservable_and_stops_nobody() -> None:
     pool = Pool(free=10, total=10, block_size=4)
     step = plan([], [request(0, 41), request(1, 8)], pool, BUDGET)
-    assert [each.index for each in step.hopeless] == [0]
+    assert [each.index for each in step.unservable] == [0]
     assert fed(step) == [(1, 8)]
     full = plan([decoding(0, 40)], [], Pool(free=0, total=10, block_size=4), BUDGET)
-    assert [each.index for each in full.hopeless] == [0]
+    assert [each.index for each in full.unservable] == [0]
 
 
 def test_a_request_alone_waits_when_others_hold_the_pool() -> None:
     step = plan([decoding(0, 16)], [], Pool(free=0, total=100, block_size=4), BUDGET)
     assert victims(step) == [0]
-    assert step.hopeless == ()
+    assert step.unservable == ()
 
 
 def test_sequences_come_from_elsewhere_while_they_and_headroom_for_everybody_fit() -> None:
@@ -175,7 +175,7 @@ def test_a_plan_keeps_to_its_budgets(world: tuple[list[Request], list[Request], 
     assert len(step.feeds) <= budget.items
     assert all(1 <= feed.count <= feed.request.owed for feed in step.feeds)
     assert len({feed.request.index for feed in step.feeds}) == len(step.feeds)
-    gone = [each for each in (*step.preempt, *step.hopeless) if each in running]
+    gone = [each for each in (*step.preempt, *step.unservable) if each in running]
     assert len(running) - len(gone) + len(step.admitted) <= max(budget.at_once, len(running))
 
 
@@ -186,7 +186,7 @@ def test_a_plan_never_needs_more_blocks_than_are_free(
 ) -> None:
     running, waiting, pool, budget = world
     step = plan(running, waiting, pool, budget)
-    gone = [each for each in (*step.preempt, *step.hopeless) if each in running]
+    gone = [each for each in (*step.preempt, *step.unservable) if each in running]
     free = pool.free + sum(pool.blocks(each.cached) for each in gone)
     assert sum(pool.growth(feed.request.cached, feed.count) for feed in step.feeds) <= free
     assert all(pool.blocks(feed.request.cached + feed.count) <= pool.total for feed in step.feeds)
@@ -198,7 +198,7 @@ def test_every_decode_runs_or_its_request_leaves(world: tuple[list[Request], lis
     running, waiting, pool, budget = world
     step = plan(running, waiting, pool, budget)
     decodes = {each.index for each in running if each.owed == 1}
-    placed = {feed.request.index for feed in step.feeds} | {each.index for each in (*step.preempt, *step.hopeless)}
+    placed = {feed.request.index for feed in step.feeds} | {each.index for each in (*step.preempt, *step.unservable)}
     assert decodes <= placed
     order = [feed.request.owed > 1 for feed in step.feeds if feed.request in running]
     assert order == sorted(order), "decodes first"
@@ -211,12 +211,12 @@ def test_victims_are_the_youngest_and_nobody_joins_when_somebody_leaves(
 ) -> None:
     running, waiting, pool, budget = world
     step = plan(running, waiting, pool, budget)
-    left = {each.index for each in (*step.preempt, *step.hopeless)}
+    left = {each.index for each in (*step.preempt, *step.unservable)}
     kept = [each.index for each in running if each.index not in left]
     assert not step.preempt or max(kept, default=-1) < min(each.index for each in step.preempt)
     assert not (step.preempt and step.admitted)
     joined = [each.index for each in step.admitted]
-    skipped = {each.index for each in step.hopeless}
+    skipped = {each.index for each in step.unservable}
     queue = [each.index for each in waiting if each.index not in skipped]
     assert joined == queue[: len(joined)], "in the order of arrival"
 
@@ -227,9 +227,9 @@ def test_there_is_always_progress(world: tuple[list[Request], list[Request], Poo
     running, waiting, pool, budget = world
     step = plan(running, waiting, pool, budget)
     if running:
-        assert step.feeds or step.preempt or step.hopeless
+        assert step.feeds or step.preempt or step.unservable
     elif waiting and pool.free == pool.total:
-        assert step.feeds or step.hopeless
+        assert step.feeds or step.unservable
 
 
 @settings(deadline=None)
@@ -264,7 +264,7 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
             break
         free = total - sum(-(-each.cached // size) for each in running)
         step = plan(running, waiting, Pool(free, total, size), budget)
-        for each in step.hopeless:
+        for each in step.unservable:
             (running if each in running else waiting).remove(each)
             each.cached = 0
             cut.append(each)

@@ -16,8 +16,8 @@ from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
+from tests.kernels.fixtures import PlannedTorch
 from tests.kernels.rerun import Rerun
-from tests.kernels.worlds import PlannedTorch
 
 CONFIG = ModelSettings(
     path="identity",

@@ -1,5 +1,5 @@
-"""A scheduler of few words: it lives the same short history of sequences again and again, notes what it was told, knows
-what every row must be, and holds every answer and every refusal to its word.
+"""A client that repeats one script: a short history of sequences, with every row compared to the oracle's and every
+answer and refusal checked against the contract.
 
 What it may conclude from a refusal is the contract: STEP_FAILED, nothing changed, the same request again;
 INTERNAL_ERROR, nobody knows, the same request again finds out; a dead process or device, every handle is gone.
@@ -39,7 +39,7 @@ class Gone(Exception):
 
 
 @dataclass
-class Tally:
+class Counts:
     """What happened over all servers."""
 
     fired: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Tally:
     mismatches: int = 0
     replays: int = 0
 
-    def hear(self, server: ServerProcess) -> None:
+    def count_fired(self, server: ServerProcess) -> None:
         """Count what the log of a server says that fired."""
         for each in server.events:
             if each.get("event") == "failpoint_fired":
@@ -58,42 +58,42 @@ class Tally:
 
 
 @dataclass
-class Life:
+class Held:
     """A sequence as the scheduler knows it: its newest handle, and every token that it fed and kept."""
 
     handle: types_pb2.KvHandle
     tokens: list[int]
 
 
-class Scheduler:
-    """Lives verses on one server; ``lives`` are the sequences that it owns, from a dead server perhaps."""
+class ScriptedClient:
+    """Runs the script on one server; ``held`` are the sequences that it owns, from a dead server perhaps."""
 
-    def __init__(self, client: Dialled, lives: list[Life], dice: random.Random, tally: Tally) -> None:
+    def __init__(self, client: Dialled, held: list[Held], dice: random.Random, counts: Counts) -> None:
         self._client = client
-        self._lives = lives
+        self._held = held
         self._dice = dice
-        self._tally = tally
+        self._counts = counts
 
     # --- histories --------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
         """Every old handle is of another instance; a prefill of all tokens brings its sequence back."""
-        for life in self._lives:
-            self._tally.old_handles += 1
+        for one in self._held:
+            self._counts.old_handles += 1
             try:
-                await self._client.executor.Decode(pb.DecodeRequest(item=item([1], life.handle)))
+                await self._client.executor.Decode(pb.DecodeRequest(item=item([1], one.handle)))
             except grpc.aio.AioRpcError as error:
-                self._tally.mismatches += error_from_rpc(error).reason is Reason.INSTANCE_MISMATCH
-        old, self._lives[:] = list(self._lives), []
-        for index, life in enumerate(old):
+                self._counts.mismatches += error_from_rpc(error).reason is Reason.INSTANCE_MISMATCH
+        old, self._held[:] = list(self._held), []
+        for index, one in enumerate(old):
             try:
-                await self.create(life.tokens)
+                await self.create(one.tokens)
             except Gone:
-                self._lives += old[index:]
+                self._held += old[index:]
                 raise
         await self.release_all()
 
-    async def verse(self) -> None:
+    async def script(self) -> None:
         """Every method that changes a sequence, over sequences that share blocks."""
         one = await self.create(self._tokens(6))
         two, three = await self.fork(one, 2)
@@ -110,56 +110,56 @@ class Scheduler:
         while pressure.free_blocks != pressure.total_blocks and time.monotonic() < until:
             pressure = (await self._client.status()).pressure
         if pressure.free_blocks != pressure.total_blocks or pressure.sequences:
-            self._tally.wrong.append(
-                f"after a verse {pressure.sequences} sequences, {pressure.free_blocks} free blocks"
+            self._counts.wrong.append(
+                f"after a script {pressure.sequences} sequences, {pressure.free_blocks} free blocks"
             )
 
-    async def create(self, tokens: Sequence[int]) -> Life:
+    async def create(self, tokens: Sequence[int]) -> Held:
         request = pb.PrefillRequest(item=item(tokens, output=full(positions=ALL), request_id=self._id()))
         response = await self._settle("Prefill", request)
         self._compare(response, [(list(tokens), 0)])
-        self._lives.append(Life(self._once(response.output.handle, len(tokens), 1), list(tokens)))
-        return self._lives[-1]
+        self._held.append(Held(self._once(response.output.handle, len(tokens), 1), list(tokens)))
+        return self._held[-1]
 
-    async def fork(self, life: Life, count: int) -> list[Life]:
-        request = pb.ForkKvRequest(handle=life.handle, count=count, request_id=self._id())
+    async def fork(self, one: Held, count: int) -> list[Held]:
+        request = pb.ForkKvRequest(handle=one.handle, count=count, request_id=self._id())
         handles = (await self._settle("ForkKv", request)).handles
-        children = [Life(self._once(each, len(life.tokens), 1), list(life.tokens)) for each in handles]
-        self._lives += children
+        children = [Held(self._once(each, len(one.tokens), 1), list(one.tokens)) for each in handles]
+        self._held += children
         return children
 
     async def feed(self, tokens: dict[int, list[int]], truncate_to: int | None = None) -> None:
-        """One step for the lives of these numbers."""
-        lives = [self._lives[index] for index in tokens]
+        """One step for the held sequences of these numbers."""
+        held = [self._held[index] for index in tokens]
         items = [
-            item(each, life.handle, output=full(positions=ALL), request_id=self._id(), truncate_to=truncate_to)
-            for life, each in zip(lives, tokens.values(), strict=True)
+            item(each, one.handle, output=full(positions=ALL), request_id=self._id(), truncate_to=truncate_to)
+            for one, each in zip(held, tokens.values(), strict=True)
         ]
         response = await self._settle("UnifiedForward", pb.UnifiedForwardRequest(items=items))
         expected = []
-        for life, new, result in zip(lives, tokens.values(), response.results, strict=True):
-            kept = life.tokens[:truncate_to]
-            life.tokens = kept + new
-            life.handle = self._once(result.output.handle, len(life.tokens), life.handle.version + 1)
-            expected.append((life.tokens, len(kept)))
+        for one, new, result in zip(held, tokens.values(), response.results, strict=True):
+            kept = one.tokens[:truncate_to]
+            one.tokens = kept + new
+            one.handle = self._once(result.output.handle, len(one.tokens), one.handle.version + 1)
+            expected.append((one.tokens, len(kept)))
         self._compare(response, expected)
 
-    async def truncate(self, life: Life, length: int) -> None:
-        request = pb.TruncateKvRequest(handle=life.handle, length=length, request_id=self._id())
+    async def truncate(self, one: Held, length: int) -> None:
+        request = pb.TruncateKvRequest(handle=one.handle, length=length, request_id=self._id())
         handle = (await self._settle("TruncateKv", request)).handle
-        life.handle = self._once(handle, length, life.handle.version + 1)
-        del life.tokens[length:]
+        one.handle = self._once(handle, length, one.handle.version + 1)
+        del one.tokens[length:]
 
-    async def reserve(self, life: Life, tokens: int) -> None:
-        await self._settle("ReserveKv", pb.ReserveKvRequest(handle=life.handle, tokens=tokens))
+    async def reserve(self, one: Held, tokens: int) -> None:
+        await self._settle("ReserveKv", pb.ReserveKvRequest(handle=one.handle, tokens=tokens))
 
-    async def move(self, life: Life) -> None:
+    async def move(self, one: Held) -> None:
         """A second sequence of what the first has in the cache, exported and imported."""
         create = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
         header = kv_transfer_pb2.ImportKvHeader(create=create, request_id=self._id())
         for _ in range(ATTEMPTS):
             try:
-                request = kv_transfer_pb2.ExportKvRequest(handle=life.handle, chunk_tokens=4)
+                request = kv_transfer_pb2.ExportKvRequest(handle=one.handle, chunk_tokens=4)
                 frames = [frame async for frame in self._client.transfer.ExportKv(request)]
                 header.layout.CopyFrom(frames[0].layout)
                 sent = [kv_transfer_pb2.ImportKvRequest(header=header)]
@@ -167,44 +167,44 @@ class Scheduler:
                 answer = await self._client.transfer.ImportKv(iter(sent))
             except grpc.aio.AioRpcError as error:
                 refusal = error_from_rpc(error)
-                self._tally.refusals[refusal.reason] += 1
+                self._counts.refusals[refusal.reason] += 1
                 if refusal.reason in (Reason.DEVICE_LOST, Reason.TRANSPORT):
                     raise Gone from error
                 if refusal.reason not in (Reason.INTERNAL_ERROR, Reason.STEP_FAILED):
                     raise
                 continue
-            self._lives.append(Life(self._once(answer.handle, len(life.tokens), 1), list(life.tokens)))
+            self._held.append(Held(self._once(answer.handle, len(one.tokens), 1), list(one.tokens)))
             return
         raise AssertionError("a move is refused for good")
 
     async def release_all(self) -> None:
-        while self._lives:
-            request = pb.ReleaseRequest(handle=self._lives[-1].handle, request_id=self._id())
+        while self._held:
+            request = pb.ReleaseRequest(handle=self._held[-1].handle, request_id=self._id())
             await self._settle("Release", request)
-            self._lives.pop()
+            self._held.pop()
 
     # --- one call ---------------------------------------------------------------------------------------------------
 
     async def _settle(self, method: str, request: Any) -> Any:
-        """Send a request until it is answered, and hold every refusal to its word."""
+        """Send a request until it is answered, and check what every refusal promises."""
         free = (await self._status()).free_blocks
         unknown = False
         for _ in range(ATTEMPTS):
             response, error = await self._send(method, request)
             if error is None:
                 replayed = _replayed(response)
-                self._tally.replays += bool(replayed)
+                self._counts.replays += bool(replayed)
                 if replayed and not unknown:
-                    self._tally.wrong.append(f"{method}: was refused as not applied, and is replayed")
+                    self._counts.wrong.append(f"{method}: was refused as not applied, and is replayed")
                 return response
-            self._tally.refusals[error.reason] += 1
+            self._counts.refusals[error.reason] += 1
             if error.reason is Reason.INTERNAL_ERROR:
                 unknown = True
                 free = (await self._status()).free_blocks
             elif error.reason is Reason.STEP_FAILED:
                 after = (await self._status()).free_blocks
                 if after != free:
-                    self._tally.wrong.append(f"{method}: {free} free blocks before it failed, {after} after")
+                    self._counts.wrong.append(f"{method}: {free} free blocks before it failed, {after} after")
             elif error.reason in (Reason.DEVICE_LOST, Reason.TRANSPORT):
                 raise Gone
             else:
@@ -220,7 +220,7 @@ class Scheduler:
         if not refused:
             return response, None
         if len(refused) < len(response.results):
-            self._tally.wrong.append(f"{method}: a failed step failed for some of its sequences only")
+            self._counts.wrong.append(f"{method}: a failed step failed for some of its sequences only")
         return None, error_from_status(refused[0])
 
     async def _status(self) -> types_pb2.KvPressure:
@@ -233,7 +233,7 @@ class Scheduler:
         """Every change counts one version: a change that was made twice or not at all shows."""
         if (handle.seq_len, handle.version) != (length, version):
             seen = f"length {handle.seq_len}, version {handle.version}"
-            self._tally.wrong.append(f"{seen} in place of {length}, {version}")
+            self._counts.wrong.append(f"{seen} in place of {length}, {version}")
         return handle
 
     def _compare(self, response: Any, expected: list[tuple[list[int], int]]) -> None:
@@ -242,9 +242,9 @@ class Scheduler:
         wanted = np.concatenate(
             [identity_logits(tokens, range(start, len(tokens)), ORACLE) for tokens, start in expected]
         )
-        self._tally.rows += len(rows)
+        self._counts.rows += len(rows)
         if rows.shape != wanted.shape or np.abs(rows - wanted).max() > TOLERANCE:
-            self._tally.wrong.append(f"rows of {[len(tokens) for tokens, _ in expected]} tokens are not the oracle's")
+            self._counts.wrong.append(f"rows of {[len(tokens) for tokens, _ in expected]} tokens are not the oracle's")
 
     def _tokens(self, count: int) -> list[int]:
         return [self._dice.randrange(256) for _ in range(count)]

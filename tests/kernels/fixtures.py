@@ -68,7 +68,7 @@ class PlannedTorch(TorchPagedAttention):
         return output
 
 
-class World:
+class PagedModel:
     """``compute`` over a cache of its own, in which every slot that was never written holds NaN."""
 
     def __init__(self, backend: Any, device: torch.device, model: Model | None = None, *, staged: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Random lives of sequences by `ExecutorClient` over one session stream, as a scheduler lives them. For R2.
+"""Random histories of sequences by `ExecutorClient` over one session stream. For R2.
 
 The client does what it promises by itself: reopens the stream with the same lease and sends again under the same
 request ids. Where it gives up, the same line of code is run again, as its documentation says.
@@ -16,8 +16,8 @@ import numpy as np
 from ferrum_rpc.client import ExecutorClient, ResendPolicy, Sequence, TopTokens
 from ferrum_rpc.errors import DeadlineExceeded, TransportError
 
-LIVES: Final = 8
-STEPS_OF_A_LIFE: Final = 25
+AT_ONCE: Final = 8
+STEPS_OF_A_HISTORY: Final = 25
 ATTEMPT_S: Final = 1.0
 MOST_TRIES: Final = 200
 RECONNECT: Final = (("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 100))
@@ -25,10 +25,10 @@ RECONNECT: Final = (("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconn
 Rows = list[tuple[Any, ...]]
 
 
-async def session_lives(target: str, steps: int, seed: int = 2) -> tuple[list[Rows], int]:
-    """``steps`` steps in all; what every life saw, and how often a call had to be made again by its caller."""
+async def session_histories(target: str, steps: int, seed: int = 2) -> tuple[list[Rows], int]:
+    """``steps`` steps in all; the answers to every history, and how often a call had to be made again by its caller."""
     again = 0
-    seen: list[Rows] = [[] for _ in range(LIVES)]
+    seen: list[Rows] = [[] for _ in range(AT_ONCE)]
     resend = ResendPolicy(times=3, backoff_s=0.01, attempt_timeout_s=ATTEMPT_S)
 
     async def surely(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -40,14 +40,14 @@ async def session_lives(target: str, steps: int, seed: int = 2) -> tuple[list[Ro
                 again += 1
         raise AssertionError("the executor does not answer")
 
-    async def live(index: int) -> None:
+    async def worker(index: int) -> None:
         dice = random.Random(f"{seed} {index}")
-        left = steps // LIVES
+        left = steps // AT_ONCE
         while left > 0:
             async with client.sequence() as sequence:
-                left -= await life(sequence, dice, min(left, STEPS_OF_A_LIFE), seen[index])
+                left -= await history(sequence, dice, min(left, STEPS_OF_A_HISTORY), seen[index])
 
-    async def life(sequence: Sequence, dice: random.Random, most: int, rows: Rows) -> int:
+    async def history(sequence: Sequence, dice: random.Random, most: int, rows: Rows) -> int:
         def tokens(count: int) -> list[int]:
             return [dice.randrange(256) for _ in range(count)]
 
@@ -70,5 +70,5 @@ async def session_lives(target: str, steps: int, seed: int = 2) -> tuple[list[Ro
         return most
 
     async with ExecutorClient(target, session=True, resend=resend, channel_options=RECONNECT) as client:
-        await asyncio.gather(*(live(index) for index in range(LIVES)))
+        await asyncio.gather(*(worker(index) for index in range(AT_ONCE)))
     return seen, again

@@ -1,5 +1,5 @@
-"""Random lives of sequences, and callers that live them: politely, or duplicating, hurrying and sending again what was
-answered long ago. For R2."""
+"""Random histories of sequences, and callers that make them: each request once, or with duplicates, short deadlines and
+requests again that were answered long ago. For R2."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 from tests.faults.process import Dialled, dial
 from tests.wiring import item, pb, top
 
-LIVES: Final = 16
-STEPS_OF_A_LIFE: Final = 25
+AT_ONCE: Final = 16
+STEPS_OF_A_HISTORY: Final = 25
 PATIENCE_S: Final = 1.0
 MOST_TRIES: Final = 300
 """Of one request; then the executor will never answer it."""
@@ -39,7 +39,7 @@ STALE: Final = frozenset({Reason.SEQUENCE_VERSION_MISMATCH, Reason.HANDLE_RELEAS
 
 
 @dataclass
-class Tally:
+class Counts:
     """What was sent, and what went wrong that must not."""
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -55,24 +55,24 @@ class Seen:
 
 
 class Caller:
-    """Sends requests until they are answered, over several connections; mischievous if it is told to be."""
+    """Sends requests until they are answered, over several connections; ``duplicating``: some of them twice or late."""
 
-    def __init__(self, connections: list[Dialled], dice: random.Random, tally: Tally, *, mischief: bool) -> None:
+    def __init__(self, connections: list[Dialled], dice: random.Random, counts: Counts, *, duplicating: bool) -> None:
         self._connections = connections
         self._dice = dice
-        self._tally = tally
-        self._mischief = mischief
+        self._counts = counts
+        self._duplicating = duplicating
         self._answered: list[tuple[str, Any, list[Seen]]] = []
 
     async def settle(self, method: str, request: Any) -> list[Seen]:
         """Send one request, in whatever way, until its answer is there."""
-        way = self._dice.choice(("once", "twice", "hurried", "once", "late")) if self._mischief else "once"
+        way = self._dice.choice(("once", "twice", "hurried", "once", "late")) if self._duplicating else "once"
         if way == "late" and self._answered:
             await self._late()
         for _ in range(MOST_TRIES):
             patience = self._dice.uniform(0.0005, 0.004) if way == "hurried" else PATIENCE_S
             copies = 2 if way == "twice" else 1
-            self._tally.sent[way] += copies
+            self._counts.sent[way] += copies
             answers = [
                 each
                 for each in await asyncio.gather(*[self._send(method, request, patience) for _ in range(copies)])
@@ -80,32 +80,32 @@ class Caller:
             ]
             if answers:
                 if any([seen.handle for seen in each] != [seen.handle for seen in answers[0]] for each in answers):
-                    self._tally.wrong.append(f"two answers to one {method}")
+                    self._counts.wrong.append(f"two answers to one {method}")
                 if answers[0]:
                     self._answered.append((method, request, answers[0]))
                 return answers[0]
             way = "again"
             await asyncio.sleep(0.005)
-        raise AssertionError(f"no answer to a {method} after {MOST_TRIES} tries: {self._tally.wrong[-1:]}")
+        raise AssertionError(f"no answer to a {method} after {MOST_TRIES} tries: {self._counts.wrong[-1:]}")
 
     async def _late(self) -> None:
         """Send again what was answered long ago: the recorded answer, and nothing happens. And an old handle in a new
         request: refused."""
         method, request, before = self._dice.choice(self._answered)
-        self._tally.sent["late"] += 1
+        self._counts.sent["late"] += 1
         answer = await self._send(method, request, PATIENCE_S)
         then = [each.handle for each in before]
         if not isinstance(answer, ExecutorError) and [each.handle for each in answer] != then:
-            self._tally.wrong.append(f"a late duplicate of {method} was answered otherwise")
+            self._counts.wrong.append(f"a late duplicate of {method} was answered otherwise")
         id_, length, version = before[0].handle
         latest = {each.handle[0]: each.handle for _, _, seen in self._answered for each in seen}
         if latest[id_] != before[0].handle:
             stale = types_pb2.KvHandle(id=id_, seq_len=length, version=version)
-            self._tally.sent["stale"] += 1
+            self._counts.sent["stale"] += 1
             decode = pb.DecodeRequest(item=item([1], stale))
             late = await self._send("Decode", decode, PATIENCE_S, AGAIN | STALE)
             if not isinstance(late, ExecutorError):
-                self._tally.wrong.append("a stale handle was accepted")
+                self._counts.wrong.append("a stale handle was accepted")
 
     async def _send(
         self, method: str, request: Any, timeout_s: float, expected: frozenset[Reason] = AGAIN
@@ -128,7 +128,7 @@ class Caller:
 
     def _judged(self, method: str, refusal: ExecutorError, expected: frozenset[Reason]) -> ExecutorError:
         if refusal.reason not in expected:
-            self._tally.wrong.append(f"{method}: {refusal.reason} {refusal.message}")
+            self._counts.wrong.append(f"{method}: {refusal.reason} {refusal.message}")
         return refusal
 
 
@@ -143,8 +143,8 @@ def _seen(output: Any, row_blocks: Any) -> Seen:
     return Seen((handle.id, handle.seq_len, handle.version), rows)
 
 
-async def live(caller: Caller, seed: int, run: str) -> list[Seen]:
-    """Two sequences' life: everything that changes one, alone and together, and what was answered."""
+async def history(caller: Caller, seed: int, run: str) -> list[Seen]:
+    """The history of two sequences: everything that changes one, alone and together, and what was answered."""
     dice = random.Random(seed)
     name = iter(f"{run}:{seed}:{number}" for number in range(10_000))
     seen: list[Seen] = []
@@ -164,7 +164,7 @@ async def live(caller: Caller, seed: int, run: str) -> list[Seen]:
         prompt = [dice.randrange(256) for _ in range(dice.randint(2, 20))]
         first = item(prompt, output=top(2), request_id=next(name))
         note(await caller.settle("Prefill", pb.PrefillRequest(item=first)), index)
-    for _ in range(STEPS_OF_A_LIFE - 2):
+    for _ in range(STEPS_OF_A_HISTORY - 2):
         index, token = dice.randrange(2), dice.randrange(256)
         match dice.randrange(6):
             case 0 | 1:
@@ -188,21 +188,21 @@ async def live(caller: Caller, seed: int, run: str) -> list[Seen]:
     return seen
 
 
-async def lives(target: str, steps: int, tally: Tally, *, mischief: bool) -> list[list[Seen]]:
-    """So many steps in lives of their own, `LIVES` at a time."""
+async def histories(target: str, steps: int, counts: Counts, *, duplicating: bool) -> list[list[Seen]]:
+    """So many steps in histories of their own, `AT_ONCE` at a time."""
     async with AsyncExitStack() as stack:
         connections = [await stack.enter_async_context(dial(target, *RECONNECT)) for _ in range(4)]
         run = secrets.token_hex(4)
-        todo = list(range(max(1, steps // STEPS_OF_A_LIFE)))
+        todo = list(range(max(1, steps // STEPS_OF_A_HISTORY)))
         done: dict[int, list[Seen]] = {}
 
         async def worker() -> None:
             while todo:
                 seed = todo.pop()
-                caller = Caller(connections, random.Random(-seed - 1), tally, mischief=mischief)
-                done[seed] = await live(caller, seed, run)
+                caller = Caller(connections, random.Random(-seed - 1), counts, duplicating=duplicating)
+                done[seed] = await history(caller, seed, run)
 
-        await asyncio.gather(*[worker() for _ in range(LIVES)])
+        await asyncio.gather(*[worker() for _ in range(AT_ONCE)])
         return [done[seed] for seed in sorted(done)]
 
 
