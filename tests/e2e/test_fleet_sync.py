@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
-from functools import partial
 
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient, Sample, sync
+from ferrum_rpc.client import Answer, sync
 from ferrum_rpc.client.fleet import Member
 from ferrum_rpc.client.fleet.sync import FleetClient, FleetSequence
 from ferrum_rpc.errors import InvalidRequest
+from tests.e2e.fleets import PROMPT, SAMPLED, SESSION
 from tests.faults.process import ServerProcess, serving
-
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-SAMPLED = Sample(0.9, seed=5)
-connect = partial(ExecutorClient, session=True)
 
 
 async def test_an_executor_is_killed_while_a_thread_reads_a_text() -> None:
@@ -28,7 +24,7 @@ async def test_an_executor_is_killed_while_a_thread_reads_a_text() -> None:
     def text(executors: dict[str, ServerProcess]) -> None:
         with sync.ExecutorClient(next(iter(executors))) as client, client.sequence() as single:
             expected = list(single.generate(PROMPT, max_tokens=60, output=SAMPLED, stop=()))
-        with FleetClient(list(executors), connect=connect, look_every_s=0.05, timeout_s=20.0) as fleet:
+        with FleetClient(list(executors), connect=SESSION, look_every_s=0.05, timeout_s=20.0) as fleet:
             while len(fleet.members.serving) < 3:
                 assert fleet.score(PROMPT).tokens.tolist() == PROMPT[1:]
             sequence, others, found = fleet.sequence(), [fleet.sequence() for _ in range(6)], list[int]()

@@ -1,0 +1,116 @@
+"""Batches of a fleet: what goes to each owner, and an outcome for each item whoever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.client import Answer, ExecutorClient, Greedy
+from ferrum_rpc.client.fleet import FleetClient, FleetSequence
+from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, TransportError
+from tests.e2e.fleets import PROMPT, alone, fleet, fleet_of, identity, owner, until
+from tests.faults.proxy import proxied
+
+
+async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners() -> None:
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity()) for _ in range(3)]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies)))
+        await until(one, lambda: len(one.members.serving) == 3)
+        elsewhere = await stack.enter_async_context(identity())  # whoever has seen the prompt would get them all
+        expected = await alone(elsewhere.target, 2, Greedy())
+        sequences = [one.sequence(rebuild=at % 2 == 0) for at in range(12)]
+        first = await one.forward([each.item(PROMPT) for each in sequences])
+        assert [each.token for each in first if isinstance(each, Answer)] == [expected[0]] * 12
+        assert {owner(each).target for each in sequences} == {each.target for each in proxies}
+        with pytest.raises(InvalidRequest, match="one owner"):
+            await one.forward([each.item([1]) for each in sequences], all_or_nothing=True)
+        mates = [each for each in sequences if owner(each) is owner(sequences[0])]
+        wrong = sequences[3].item([999_999])
+
+        dead = next(each for each in proxies if each.target == owner(sequences[0]).target)
+        dead.upstream = "127.0.0.1:1"
+        dead.reset_all()
+        items = [each.item([expected[0]]) if each is not sequences[3] else wrong for each in sequences]
+        results = await one.forward(items)
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence is sequences[3]:
+                assert isinstance(result, InvalidRequest | TransportError)
+            elif sequence in mates and sequence not in sequences[::2]:
+                assert isinstance(result, TransportError)
+                with pytest.raises(InstanceMismatch, match=dead.target):
+                    await sequence.decode(expected[0])
+                await sequence.rebuild(PROMPT)
+                assert (await sequence.decode(expected[0])).token == expected[1]
+            else:
+                assert isinstance(result, Answer) and result.token == expected[1]
+        assert dead.target not in {owner(each).target for each in sequences if each.owner}
+        assert await one.truncate([(each, 4) for each in sequences[::2]]) == [None] * 6
+        [child] = await sequences[0].fork()
+        grandchild = child.child()
+        [left, right] = await one.forward([child.item([7]), grandchild.item([8])])
+        assert isinstance(left, Answer) and isinstance(right, Answer)
+        assert await one.release([*sequences, child, grandchild]) == [None] * 14
+
+
+@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+async def test_batches_over_three_executors_of_which_two_die_are_those_of_one(session: bool) -> None:
+    connect = partial(ExecutorClient, session=session)
+
+    async def batches(
+        client: ExecutorClient | FleetClient, death: Callable[[Sequence[Any]], None] = lambda _: None
+    ) -> list[Any]:
+        """Outcomes of batches of every kind, with a death before the second and one before the third."""
+        sequences, scored = [client.sequence() for _ in range(9)], Greedy(logprob=True)
+        outcomes = await client.batch_prefill([each.item([*PROMPT, at], scored) for at, each in enumerate(sequences)])
+        for kind in range(3):
+            tokens = [each.token if isinstance(each, Answer) else 9 for each in outcomes[-9:]]
+            tokens[5] = 999_999
+            if kind < 2:
+                death(sequences)
+            if kind == 1:
+                rollbacks = [(each, 3 + at % 4) for at, each in enumerate(sequences)]
+                assert await client.truncate(rollbacks) == [None] * 9
+            items = [each.item([token], scored) for each, token in zip(sequences, tokens, strict=True)]
+            outcomes += await client.batch_decode(items)
+        assert [each.length for each in sequences] == [3 + at % 4 + 2 * (at != 5) for at in range(9)]
+        assert await client.release(sequences) == [None] * 9
+        outcomes.append(await client.score(PROMPT, first=3))
+        return [
+            (each.tokens.tolist(), each.logprobs.tolist(), each.length) if isinstance(each, Answer) else type(each)
+            for each in outcomes
+        ]
+
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(identity()) for _ in range(3)]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies), connect=connect))
+        await until(one, lambda: len(one.members.serving) == 3)
+
+        def death(sequences: Sequence[FleetSequence]) -> None:
+            [dead] = [each for each in proxies if each.target == owner(sequences[0]).target]
+            dead.upstream = "127.0.0.1:1"
+            dead.reset_all()
+
+        found = await batches(one, death)
+        assert len(one.members.there) == 1
+        async with identity() as alone, connect(alone.target) as client:
+            assert found == await batches(client)
+
+
+async def test_masks_are_registered_where_they_are_needed() -> None:
+    async with fleet() as (one, _):
+        mask = np.zeros(one.info.model.vocab_size, bool)
+        mask[[17]] = True
+        output = Greedy(mask=await one.register_token_mask(mask))
+        sequences = [one.sequence() for _ in range(4)]
+        answers = await one.forward([each.item(PROMPT, output) for each in sequences])
+        assert [each.token for each in answers if isinstance(each, Answer)] == [17] * 4
+        assert len({owner(each) for each in sequences}) == 2
+        await one.release(sequences)

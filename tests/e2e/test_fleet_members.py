@@ -1,0 +1,207 @@
+"""Who is one of a fleet's executors, by names and files too, and which of them gets a new sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from ferrum_rpc.client import PrefixEvents, PrefixIndex
+from ferrum_rpc.client.fleet import Candidate, FleetClient, LongestPrefix, Members, resolving
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted, TransportError
+from tests.e2e.fleets import PROMPT, fleet, fleet_of, identity, owner, until
+from tests.faults import waiting
+from tests.faults.proxy import proxied
+
+
+class Lookups:
+    """Looks names up as ``lookup`` does, and counts it."""
+
+    def __init__(self, lookup: Callable[[str], Awaitable[list[str] | None]]) -> None:
+        self._lookup = lookup
+        self._count = 0
+
+    async def __call__(self, name: str) -> list[str] | None:
+        found = await self._lookup(name)
+        self._count += 1
+        return found
+
+    async def again(self) -> None:
+        """Wait for one that has begun by now, if any, and another behind it."""
+        before = self._count
+        await waiting.until(lambda: self._count >= before + 2)
+
+
+async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -> None:
+    async with fleet() as (one, _):
+        prompt = list(range(100, 180))
+        async with one.sequence() as first:
+            await first.prefill(prompt)
+            there = owner(first)
+            await waiting.until(lambda: there.index is not None and there.index.match(prompt) >= 76)
+            await waiting.until(
+                lambda: there.pressure is not None and there.pressure.free_blocks < there.pressure.total_blocks
+            )
+            other = one.sequence()
+            await other.prefill([1, 2, 3])
+            assert owner(other) is not there, "the emptier one"
+            like = one.sequence()
+            assert (await like.prefill([*prompt, 1])).cached_tokens == 80
+            assert owner(like) is there
+            async with one.sequence(cache_salt=b"another's") as salted:
+                await salted.prefill([*prompt, 1])
+                assert owner(salted) is not there
+            await one.release([other, like])
+
+
+async def test_placement_is_whoever_chooses() -> None:
+    class ByFirstToken:
+        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
+            return sorted(candidates, key=lambda each: each.target)[prompt[0] % len(candidates)]
+
+    async with fleet(placement=ByFirstToken()) as (one, served):
+        targets = sorted(each.target for each in served)
+        for first in range(4):
+            async with one.sequence() as sequence:
+                await sequence.prefill([first, 9])
+                assert owner(sequence).target == targets[first % 2]
+
+
+async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> None:
+    class InTurn:
+        def __init__(self) -> None:
+            self.turn = itertools.count()
+
+        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
+            assert len(candidates) == 2
+            return sorted(candidates, key=lambda each: each.total_blocks)[next(self.turn) % 2]
+
+    async with (
+        identity(kv_blocks=8) as small,
+        identity() as large,
+        fleet_of(small.target, large.target, placement=InTurn()) as one,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        for item in (False, True):
+            sequence, refused = one.sequence(), 0
+            while sequence.length == 0:
+                try:
+                    if item:
+                        [answer] = await one.forward([sequence.item(range(60))])
+                        refused += isinstance(answer, KvBlocksExhausted)
+                    else:
+                        await sequence.prefill(range(60))
+                except KvBlocksExhausted:
+                    refused += 1
+            assert refused <= 1 and owner(sequence).target == large.target
+            await sequence.release()
+
+
+def candidate(target: str, **known: int) -> Candidate:
+    facts = {"cached_tokens": 0, "free_blocks": 100, "total_blocks": 100, "queued_items": 0, "queued_tokens": 0} | known
+    return Candidate(target=target, instance_id=target, block_size=4, max_batch_items=64, **facts)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "chosen"),
+    [
+        ({}, {}, "left"),
+        ({}, {"cached_tokens": 20}, "right"),
+        ({"free_blocks": 99}, {}, "right"),
+        ({"queued_items": 3}, {}, "right"),
+        ({}, {"cached_tokens": 20, "free_blocks": 40}, "left"),
+        ({}, {"cached_tokens": 40, "free_blocks": 15, "queued_items": 40}, "left"),
+        ({"cached_tokens": 16, "free_blocks": 5}, {"queued_items": 300}, "right"),
+    ],
+)
+def test_the_longest_prefix_is_weighed_against_room_and_queue(
+    left: dict[str, int], right: dict[str, int], chosen: str
+) -> None:
+    found = LongestPrefix().choose([0] * 40, [candidate("left", **left), candidate("right", **right)])
+    assert found.target == chosen
+
+
+def test_an_index_forgets_what_entered_first() -> None:
+    index = PrefixIndex(b"f" * 32, 4, most=3)
+    hashes = list(index.hashes(range(30)))
+    index.apply(PrefixEvents(1, "i", tuple((each, True) for each in hashes), anew=True, gap=False))
+    assert len(index) == 3 and index.found(hashes) == 0 and index.found(hashes[-3:]) == 12
+
+
+async def test_a_name_is_resolved_again_and_again() -> None:
+    async with identity() as first, identity() as second:
+        found: list[str] | None = [first.target]
+
+        async def lookup(name: str) -> list[str] | None:
+            assert name == "dns:///executors:50051"
+            return found
+
+        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(lookup)):
+            async with fleet_of("dns:///executors:50051", resolve_every_s=0.05) as one:
+                stays = one.sequence()
+                await stays.prefill(PROMPT)
+                found = None  # it does not resolve for a while
+                await lookups.again()
+                assert len(one.members.serving) == 1
+                found = [second.target]
+                await until(one, lambda: [each.target for each in one.members.serving] == [second.target])
+                await stays.decode(1)
+                assert owner(stays).target == first.target, "it is served as long as its owner answers"
+                async with one.sequence() as newcomer:
+                    await newcomer.prefill(PROMPT)
+                    assert owner(newcomer).target == second.target
+                await owner(stays).end("as if it were")
+                await stays.decode(1)
+                assert owner(stays).target == second.target
+                await stays.release()
+                await until(one, lambda: len(one.members.there) == 1)
+
+
+async def test_localhost_resolves() -> None:
+    async with identity() as served, fleet_of(f"dns:///localhost:{served.target.rpartition(':')[2]}") as one:
+        assert [each.info.instance_id for each in one.members.there] == [served.server.state.handles.instance_id]
+
+
+async def test_a_file_of_targets_is_read_again_and_again(tmp_path: Path) -> None:
+    async with identity() as first, identity() as second:
+        path = tmp_path / "targets"
+        path.write_text(f"# two\n{first.target}\n")
+        with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(resolving.lookup)):
+            async with fleet_of(f"file:{path}", resolve_every_s=0.05) as one:
+                path.write_text(f"{first.target}\n\n {second.target}\n")
+                await until(one, lambda: len(one.members.serving) == 2)
+                path.unlink()
+                await lookups.again()
+                assert len(one.members.serving) == 2
+
+
+async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> None:
+    async with (
+        identity() as served,
+        identity(layers=3) as other,
+        proxied(served.target) as proxy,
+        fleet_of(served.target, proxy.target) as one,
+        fleet_of(served.target) as two,
+    ):
+        two.members._listed("", [served.target, other.target])
+        await waiting.until(lambda: one.members.troubles and two.members.troubles)
+        assert len(one.members.there) == len(two.members.there) == 1
+        assert "same executor" in next(iter(one.members.troubles.values())).message
+        assert "it serves identity" in two.members.troubles[other.target].message
+
+
+async def test_where_nobody_answers_it_says_why() -> None:
+    async with Members(["127.0.0.1:1"]) as members:
+        await waiting.until(lambda: bool(members.troubles))
+        with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences.*refused"):
+            await members.some(Deadline.after(0.0))
+    with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences"):
+        async with FleetClient(["127.0.0.1:1"], timeout_s=0.05):
+            pass
+    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",), ("file:",)):
+        with pytest.raises(InvalidRequest):
+            FleetClient(targets)
