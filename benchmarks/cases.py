@@ -87,7 +87,8 @@ class Cell:
     """``batch`` sequences of ``context`` tokens that take a step (decode), or ``context`` tokens of a new one
     (prefill). ``target`` and ``goal``: tokens a second through gRPC, of performance work; nothing passes or fails.
     ``most``: timed steps of a round, at most. ``output``: a name of `OUTPUTS`. ``shared``: tokens with which every new
-    sequence of a prefill begins. ``draw``: tells the tokens of decode rounds apart."""
+    sequence of a prefill begins. ``draw``: tells the tokens of decode rounds apart. ``callers``: how many have those
+    sequences between them; each sends a step when its last is answered."""
 
     kind: Literal["prefill", "decode"]
     batch: int
@@ -98,13 +99,14 @@ class Cell:
     output: str = "greedy"
     shared: int = 0
     draw: int = 0
+    callers: int = 1
 
     @property
     def name(self) -> str:
         """``decode b8 @256``."""
         if self.kind == PREFILL:
             return f"prefill {self.context}" + f", {self.shared} of them seen" * (self.shared > 0)
-        return f"decode b{self.batch} @{self.context}"
+        return f"decode {'+'.join([f'b{self.batch // self.callers}'] * self.callers)} @{self.context}"
 
     @property
     def spec(self) -> OutputSpec:

@@ -73,7 +73,9 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
     tokens, known = cell.tokens_per_step, cell.shared
     rows = cell.batch  # one row of logits each, of a prefill too
     seen = cell.context * cell.batch if cell.kind == DECODE else _pairs(cell.context) - _pairs(known)
-    read = (linear + head) * ELEMENT + kv_token * (cell.context * cell.batch if cell.kind == DECODE else known)
+    read = (linear + head) * ELEMENT * cell.callers + kv_token * (
+        cell.context * cell.batch if cell.kind == DECODE else known
+    )
     flop = 2 * (linear * (tokens - known) + head * rows + 2 * spec.layers * spec.heads * spec.head_dim * seen)
     memory_s, product_s = read / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
