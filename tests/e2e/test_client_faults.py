@@ -35,6 +35,7 @@ from tests.serving import Gate, Served, serve_identity
 from tests.wiring import until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+BOTH_WAYS = pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
 PATIENT = ResendPolicy(times=20, backoff_s=0)
 LEASE_CALLS = ("AcquireLease", "KeepAlive", "RevokeLease")
 
@@ -382,16 +383,17 @@ async def test_an_executor_that_keeps_failing_is_not_hammered() -> None:
 # --- deadlines, cancellation, closing -------------------------------------------------------------------------------
 
 
-async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_same_call_settles() -> None:
+@BOTH_WAYS
+async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_same_call_settles(session: bool) -> None:
     gate = Gate("forward")
     async with (
         serve_identity(stage=gate) as served,
-        ExecutorClient(served.target) as client,
+        ExecutorClient(served.target, session=session) as client,
         client.sequence() as sequence,
     ):
         await sequence.prefill(PROMPT)
         with pytest.raises(DeadlineExceeded):
-            await (await gate.hold(sequence.decode(7, timeout_s=1.0)))
+            await (await gate.hold(sequence.decode(7, timeout_s=0.2)))
         assert sequence.in_doubt
         gate.open()
         answer = await sequence.decode(7)
@@ -426,11 +428,12 @@ async def test_a_creation_cancelled_during_its_step_leaves_nothing_behind(batch:
         await served.check()
 
 
-async def test_a_sequence_goes_on_after_a_cancelled_call() -> None:
+@BOTH_WAYS
+async def test_a_sequence_goes_on_after_a_cancelled_call(session: bool) -> None:
     gate = Gate("forward")
     async with (
         serve_identity(stage=gate) as served,
-        ExecutorClient(served.target) as client,
+        ExecutorClient(served.target, session=session) as client,
         client.sequence() as sequence,
     ):
         await sequence.prefill(PROMPT)
@@ -485,7 +488,7 @@ async def test_the_next_call_waits_for_the_end_of_a_cancelled_one_instead_of_cal
         assert (await sequence.decode(7)).length == len(PROMPT) + 1
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@BOTH_WAYS
 async def test_closing_the_client_ends_a_call_in_flight_with_an_error_and_not_a_cancellation(session: bool) -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
@@ -557,19 +560,20 @@ async def test_a_client_that_wants_tls_does_not_speak_to_a_server_without() -> N
             await client.info()
 
 
-async def test_a_peer_that_falls_silent_is_noticed_without_any_deadline() -> None:
-    options = [("grpc.keepalive_time_ms", 200), ("grpc.keepalive_timeout_ms", 200), ("grpc.http2.ping_timeout_ms", 200)]
+@BOTH_WAYS
+async def test_a_peer_that_falls_silent_is_noticed_without_any_deadline(session: bool) -> None:
+    options: dict[str, Any] = {"timeout_s": None, "keepalive_time_s": 0.2, "keepalive_timeout_s": 0.2}
     async with (
         serve_identity() as served,
         tcp_proxied(served.target) as relay,
-        ExecutorClient(
-            relay.target, timeout_s=None, channel_options=options, resend=NEVER_RESEND, release_timeout_s=0.1
-        ) as client,
+        ExecutorClient(relay.target, session=session, resend=NEVER_RESEND, release_timeout_s=0.1, **options) as client,
     ):
         sequence = client.sequence()
         await sequence.prefill(PROMPT)
         relay.weather.silent = True
+        began = asyncio.get_running_loop().time()
         async with asyncio.timeout(60):  # the test's own patience; without keepalive this call would never end
             with pytest.raises(TransportError):
                 await sequence.decode(1)
+        assert asyncio.get_running_loop().time() - began < 10, "promised: 2 * (0.2 + 0.2) + 0.5 s, on an idle machine"
         assert sequence.in_doubt

@@ -44,7 +44,7 @@ from ferrum_rpc.errors import (
     TruncateBeyondLength,
 )
 from ferrum_rpc.wire.rows import rows_from_proto
-from tests.e2e.test_client_faults import counters, hold_and_cancel, play
+from tests.e2e.test_client_faults import counters, play
 from tests.faults.proxy import TcpProxy, proxied
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import until
@@ -344,20 +344,6 @@ async def test_a_life_of_lost_connections_is_the_life_without(seed: int) -> None
         await served.check()
 
 
-async def test_a_peer_that_falls_silent_is_noticed_without_any_deadline() -> None:
-    patience = {"timeout_s": None, "keepalive_time_s": 0.2, "keepalive_timeout_s": 0.2, "release_timeout_s": 0.1}
-    async with world(resend=NEVER_RESEND, client=patience) as (_, proxy, client):
-        sequence = client.sequence()
-        await sequence.prefill(PROMPT)
-        proxy.weather.silent = True
-        began = asyncio.get_running_loop().time()
-        async with asyncio.timeout(60):  # the test's own patience; without keepalive this call would never end
-            with pytest.raises(TransportError):
-                await sequence.decode(1)
-        assert asyncio.get_running_loop().time() - began < 10, "promised: 2 * (0.2 + 0.2) + 0.5 s, on an idle machine"
-        assert sequence.in_doubt
-
-
 async def test_after_a_restart_old_handles_say_so_and_a_rebuilt_sequence_goes_on_the_same() -> None:
     async with (
         serve_identity(positional=True) as second,
@@ -403,30 +389,6 @@ async def test_a_step_that_is_cancelled_before_it_began_never_does(monkeypatch: 
         await running
         assert (await second.decode(3)).length == len(PROMPT) + 1, "its sequence is as it was"
         assert (await counters(served))[1] == 2 * len(PROMPT) + 2
-
-
-async def test_a_sequence_goes_on_after_a_cancelled_call_that_had_begun() -> None:
-    gate = Gate("forward")
-    async with world(stage=gate) as (served, _, client), client.sequence() as sequence:
-        await sequence.prefill(PROMPT)
-        await hold_and_cancel(gate, sequence.decode(7))
-        again = asyncio.ensure_future(sequence.decode(7))
-        await asyncio.sleep(0)
-        gate.open()
-        assert (await again).length == len(PROMPT) + 1
-        assert (await counters(served))[1] == len(PROMPT) + 1
-
-
-async def test_a_deadline_that_passes_during_the_step_leaves_a_fate_that_the_same_call_settles() -> None:
-    gate = Gate("forward")
-    async with world(stage=gate) as (served, _, client), client.sequence() as sequence:
-        await sequence.prefill(PROMPT)
-        with pytest.raises(DeadlineExceeded):
-            await (await gate.hold(sequence.decode(7, timeout_s=0.2)))
-        assert sequence.in_doubt
-        gate.open()
-        assert (await sequence.decode(7)).length == sequence.length == len(PROMPT) + 1
-        assert (await counters(served))[1] == len(PROMPT) + 1
 
 
 async def test_a_step_that_has_not_begun_by_its_deadline_never_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,18 +59,6 @@ async def test_a_stream_yields_what_single_calls_give_and_leaves_its_last_token_
         assert await taken(sequence, seen[-1:], max_tokens=4) == expected[8:], "it goes on with the token not fed"
 
 
-async def test_a_stream_ends_before_a_stop_token_and_does_not_feed_it(client: ExecutorClient) -> None:
-    expected = await by_hand(client, 12)
-    end = next(token for token in expected if token != expected[0])
-    first = expected.index(end)
-    async with client.sequence() as sequence:
-        assert await taken(sequence, PROMPT, stop=[end]) == expected[:first]
-        assert sequence.length == len(PROMPT) + first
-    async with client.sequence() as sequence:
-        assert await taken(sequence, PROMPT, stop={expected[0]}) == []
-        assert sequence.length == len(PROMPT)
-
-
 async def test_without_a_bound_a_stream_ends_where_the_models_word_or_the_context_ends_it(
     client: ExecutorClient,
 ) -> None:
