@@ -40,7 +40,7 @@ class Watcher(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Post:
+class Worker:
     """A driver at an executor, while that is there. ``first``: prompts only, what follows goes on elsewhere.
     ``coming``: requests on their way there."""
 
@@ -70,10 +70,10 @@ class Front:
         self._patience = Patience(patience_s)
         self._run = Run(())
         self._waiting: deque[Request] = deque()
-        self._posts: list[Post] = []
+        self._workers: list[Worker] = []
         self._placed = False
-        self._moves: dict[Request, Post] = {}
-        self._targets: dict[Request, tuple[Post, Sequence]] = {}
+        self._moves: dict[Request, Worker] = {}
+        self._targets: dict[Request, tuple[Worker, Sequence]] = {}
         self._changed = asyncio.Event()
 
     async def run(self, requests: ListOf[Request]) -> Run:
@@ -111,16 +111,16 @@ class Front:
     # --- who is there -----------------------------------------------------------------------------------------------
 
     async def _watch(self, members: Members, *, first: bool) -> None:
-        """A post at each executor, as long as it is there."""
+        """A worker at each executor, as long as it is there."""
         known: set[Member] = set()
         nobody_since = time.monotonic()
         while True:
             since, there = members.changes, members.there
             for member in set(there) - known:
-                self._tasks.create_task(self._man(Post(member, self._make(member, first), first), members))
+                self._tasks.create_task(self._run_worker(Worker(member, self._make(member, first), first), members))
             known = set(there)
-            for post in self._posts:
-                post.driver.leaving = post.member.draining
+            for worker in self._workers:
+                worker.driver.leaving = worker.member.draining
             self._notify()
             if self._watcher is not None:
                 every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
@@ -134,63 +134,63 @@ class Front:
             except TimeoutError:
                 raise ExecutorGone(f"no executor at {', '.join(members.targets)} for {self._patience_s:g} s") from None
 
-    async def _man(self, post: Post, members: Members) -> None:
+    async def _run_worker(self, worker: Worker, members: Members) -> None:
         """Drive until everything is done or the executor is gone."""
-        post.driver.patience = self._patience
+        worker.driver.patience = self._patience
         self._patience.renew()
-        driving = asyncio.create_task(self._drive(post))
-        gone = asyncio.create_task(post.member.ended())
+        driving = asyncio.create_task(self._drive(worker))
+        gone = asyncio.create_task(worker.member.ended())
         try:
             await asyncio.wait({driving, gone}, return_when=asyncio.FIRST_COMPLETED)
             if driving.done() and isinstance(driving.exception(), ExecutorGone | ExecutorError):
-                await members.look(post.member)
+                await members.look(worker.member)
         finally:
             for task in (driving, gone):
                 task.cancel()
             await asyncio.wait({driving, gone})
-        self._run.executors_lost += post.member.gone
+        self._run.executors_lost += worker.member.gone
         error = None if driving.cancelled() else driving.exception()
-        if error is not None and not post.member.gone:
+        if error is not None and not worker.member.gone:
             raise error
 
-    async def _drive(self, post: Post) -> None:
-        driver = post.driver
-        async with driver.serving(self._run, deque(), self._waiting, hands_over=post.first):
+    async def _drive(self, worker: Worker) -> None:
+        driver = worker.driver
+        async with driver.serving(self._run, deque(), self._waiting, hands_over=worker.first):
             board = driver.board
-            self._posts.append(post)
+            self._workers.append(worker)
             self._notify()
             try:
                 while self._run.left:
                     changed = self._changed
-                    if post.member.draining:
-                        self._leave(post)
+                    if worker.member.draining:
+                        self._leave(worker)
                     if await driver.step():
                         self._notify()
-                    elif self._stuck(post):
+                    elif self._stuck(worker):
                         await driver.idle()
                         self._notify()
                     else:
                         await changed.wait()
             finally:
-                self._posts.remove(post)
+                self._workers.remove(worker)
                 for request in [*board.running, *board.moving, *board.waiting]:
-                    self._give_back(post, request)
+                    self._give_back(worker, request)
                 self._notify()
 
-    def _give_back(self, post: Post, request: Request) -> None:
+    def _give_back(self, worker: Worker, request: Request) -> None:
         """It is computed anew, here or elsewhere."""
         self._run.rebuilds += request.cached > 0
         request.rebuilds += request.cached > 0
-        post.driver.board.requeue(request)
+        worker.driver.board.requeue(request)
 
-    def _leave(self, post: Post) -> None:
+    def _leave(self, worker: Worker) -> None:
         """The executor drains: what has not begun waits for another one, and what has goes on elsewhere, few at a time;
         the others are served here meanwhile. Where there is nobody else, all are."""
-        board = post.driver.board
-        if any(each.member.serving for each in self._posts if each.first == post.first):
+        board = worker.driver.board
+        if any(each.member.serving for each in self._workers if each.first == worker.first):
             for request in list(board.waiting):
                 board.requeue(request)
-        if not post.first and any(each.member.serving for each in self._posts if not each.first):
+        if not worker.first and any(each.member.serving for each in self._workers if not each.first):
             room = MOVES_AT_ONCE - len(board.moving)
             for request in sorted(board.running, key=lambda each: each.index)[: max(0, room)]:
                 if request.cached:
@@ -202,10 +202,10 @@ class Front:
     # --- who goes where ---------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Of those that wait, the oldest first, while there is room. The first ones when all are manned, so that not
+        """Of those that wait, the oldest first, while there is room. The first ones when all have begun, so that not
         the first driver has them all."""
         first, members = self._prefill is not None, self._prefill or self._decode
-        takers = [each for each in self._posts if each.first == first and each.member.serving]
+        takers = [each for each in self._workers if each.first == first and each.member.serving]
         if not self._placed and len(takers) < len(members.serving):
             return
         self._placed = True
@@ -222,40 +222,40 @@ class Front:
                 self._waiting.popleft()
                 self._chosen(members, free, request).driver.board.waiting.append(request)
 
-    def _fitting(self, posts: list[Post], holder: Driver, request: Request) -> list[Post]:
+    def _fitting(self, workers: list[Worker], holder: Driver, request: Request) -> list[Worker]:
         """Those whose whole cache has room for all that it may become, or if there is none, for what it is. Where there
         is none of these either it ends, at the driver that has it or would have had it."""
         for length in (len(request.prompt) + request.max_new_tokens, request.known):
-            fit = [each for each in posts if each.driver.pool.blocks(length) <= each.driver.pool.total]
-            if fit or not posts:
+            fit = [each for each in workers if each.driver.pool.blocks(length) <= each.driver.pool.total]
+            if fit or not workers:
                 return fit
         if request in self._waiting:
             self._waiting.remove(request)
-        holder.give_up(request, max((each.driver.pool for each in posts), key=lambda each: each.total))
+        holder.give_up(request, max((each.driver.pool for each in workers), key=lambda each: each.total))
         return []
 
     @staticmethod
-    def _chosen(members: Members, posts: list[Post], request: Request) -> Post:
-        salt = None if posts[0].driver.cache_mode is CacheMode.BYPASS else b""
-        chosen = members.choose([each.member for each in posts], [*request.prompt, *request.generated], salt)
-        return next(each for each in posts if each.member is chosen)
+    def _chosen(members: Members, workers: list[Worker], request: Request) -> Worker:
+        salt = None if workers[0].driver.cache_mode is CacheMode.BYPASS else b""
+        chosen = members.choose([each.member for each in workers], [*request.prompt, *request.generated], salt)
+        return next(each for each in workers if each.member is chosen)
 
-    def _stuck(self, post: Post) -> bool:
+    def _stuck(self, worker: Worker) -> bool:
         """Whether no other work of ours changes that nothing can be done there."""
-        board, takes = post.driver.board, post.first == (self._prefill is not None)
+        board, takes = worker.driver.board, worker.first == (self._prefill is not None)
         if board.waiting:
             return not board.moving
-        if board.running or board.moving or not post.member.serving:
+        if board.running or board.moving or not worker.member.serving:
             return False
-        ready = not post.first and not self._moves and any(each.driver.board.moving for each in self._posts)
+        ready = not worker.first and not self._moves and any(each.driver.board.moving for each in self._workers)
         return ready or (takes and bool(self._waiting))
 
     # --- moves ------------------------------------------------------------------------------------------------------
 
     def _begin_moves(self) -> None:
         """Those that there is room for, the oldest requests first."""
-        takers = [each for each in self._posts if not each.first and each.member.serving]
-        for source in list(self._posts):
+        takers = [each for each in self._workers if not each.first and each.member.serving]
+        for source in list(self._workers):
             board, under_way = source.driver.board, sum(each is source for each in self._moves.values())
             for request in sorted(board.moving, key=lambda each: each.index):
                 if request in self._moves or not (fit := self._fitting(takers, source.driver, request)):
@@ -273,7 +273,7 @@ class Front:
                 under_way += 1
                 self._begin_move(request, source, self._chosen(self._decode, free, request))
 
-    def _begin_move(self, request: Request, here: Post, there: Post) -> None:
+    def _begin_move(self, request: Request, here: Worker, there: Worker) -> None:
         begun = self._targets.pop(request, None)
         target = begun[1] if begun is not None and begun[0] is there else there.driver.board.new_sequence()
         if begun is not None and begun[1] is not target:
@@ -283,7 +283,7 @@ class Front:
         source = here.driver.board.sequence(request)
         self._tasks.create_task(self._move(request, (here, source), (there, target)))
 
-    async def _move(self, request: Request, come_from: tuple[Post, Sequence], go_to: tuple[Post, Sequence]) -> None:
+    async def _move(self, request: Request, come_from: tuple[Worker, Sequence], go_to: tuple[Worker, Sequence]) -> None:
         (here, source), (there, target), began = come_from, go_to, time.monotonic()
         board = here.driver.board
         try:
@@ -291,7 +291,7 @@ class Front:
         except (ExecutorError, SequenceMisuseError) as error:
             await self._not_moved(request, here, there, target, error)
         else:
-            if request not in board.moving or there not in self._posts:  # one of the two is gone
+            if request not in board.moving or there not in self._workers:  # one of the two is gone
                 await _released(target)
                 if request in board.moving:
                     self._give_back(here, request)
@@ -307,9 +307,14 @@ class Front:
             self._notify()
 
     async def _not_moved(
-        self, request: Request, here: Post, there: Post, target: Sequence, error: ExecutorError | SequenceMisuseError
+        self,
+        request: Request,
+        here: Worker,
+        there: Worker,
+        target: Sequence,
+        error: ExecutorError | SequenceMisuseError,
     ) -> None:
-        if request not in here.driver.board.moving or there not in self._posts:  # one of the two is gone
+        if request not in here.driver.board.moving or there not in self._workers:  # one of the two is gone
             await _released(target)
         elif isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
             self._targets[request] = there, target
