@@ -119,8 +119,9 @@ class ModelSettings:
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
     tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks that share every layer of the model")
     pipeline_parallel: int = Field(default=1, ge=1, le=64, description="stages that have some of its layers each")
-    rank_transport: Literal["auto", "shared-memory", "gloo"] = Field(
-        default="auto", description="how ranks exchange rows; shared memory within a machine, gloo beyond"
+    rank_transport: Literal["auto", "shared-memory", "gloo", "nccl"] = Field(
+        default="auto",
+        description="how ranks exchange rows; on GPUs nccl, else shared memory on a machine, gloo beyond",
     )
     trust_rank_network: bool = Field(
         default=False, description="let ranks talk to other machines, unencrypted: the network must be trusted"

@@ -20,7 +20,8 @@ from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.cuda.select import select_compute, select_depth
+from ferrum_rpc.engine.cuda.compute import StagedCompute
+from ferrum_rpc.engine.cuda.select import graphs_chosen, obstacle, select_compute, select_depth, stage_compute
 from ferrum_rpc.engine.fingerprint import of_checkpoint, of_identity
 from ferrum_rpc.engine.hf_check import check_parity
 from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
@@ -46,6 +47,7 @@ from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
+from ferrum_rpc.sampling.parted import Part
 
 
 def build_runner(
@@ -95,6 +97,15 @@ class Sharing(NamedTuple):
     ranks: Ranks
     setup: Setup
 
+    def part(self, vocabulary: int) -> Part | None:
+        """See `Groups.part`."""
+        assert self.ranks.groups is not None  # noqa: S101 - made before the model
+        return self.ranks.groups.part(self.setup, vocabulary)
+
+
+def _named(config: ModelSettings, parts: Parts) -> str:
+    return config.path if isinstance(parts.model, IdentityModel) else parts.model.checkpoint.name
+
 
 def _fingerprint(parts: Parts, quantize: str) -> bytes:
     if isinstance(parts.model, IdentityModel):
@@ -107,10 +118,9 @@ def _fingerprint(parts: Parts, quantize: str) -> bytes:
 def _assemble(
     config: ModelSettings, parts: Parts, model: Model, stage: Stage | None, sharing: Sharing | None = None
 ) -> TorchRunner:
-    device, choices = parts.device, list(parts.choices)
-    named = config.path if isinstance(parts.model, IdentityModel) else parts.model.checkpoint.name
+    device, choices, cuda = parts.device, list(parts.choices), parts.device.type == "cuda"
     info = replace(
-        model.info(config.name or named),
+        model.info(config.name or _named(config, parts)),
         max_context=parts.max_context,
         kv_bytes_per_token=parts.slot_bytes_of_all,
         fingerprint=_fingerprint(parts, config.quantize),
@@ -125,7 +135,7 @@ def _assemble(
         where = Path(config.path).absolute()
         info = replace(info, folder=str(where if where.is_dir() else where.parent))
     block_bytes = parts.slot_bytes * config.block_size
-    left = max(0, free_memory(device) // (sharing.setup.neighbours if sharing else 1) - adapter_bytes(config))
+    left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
     blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
     choices.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore
@@ -152,27 +162,27 @@ def _assemble(
         loras, adapters = _adapters(config, model, info.fingerprint, choices, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
     compute, depth = Compute(model, attention, loras), 1
+    blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
     if sharing:
-        assert sharing.ranks.groups is not None  # noqa: S101 - made before the model
-        part = sharing.ranks.groups.part(sharing.setup, info.vocab_size)
-        compute = RankedCompute(model, attention, sharing.ranks, sharing.setup.shard, kv.tokens, part=part, loras=loras)
+        own = stage_compute(model, attention, loras, sharing.part(info.vocab_size))
+        compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.tokens)
         depth = config.pipeline_parallel
-        choices += _say_ranks(config, sharing)
+        choices += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
         sharing.ranks.judge()
     if isinstance(model, HfModel):
         choices.append(check_parity(model, compute, store, info.max_context))
-    cuda = device.type == "cuda"
-    if cuda:
+    if cuda and not sharing:
         choice, compute = select_compute(
             model,
             attention,
             graphs=config.cuda_graphs,
             max_sequences=config.max_sequences,
-            blocks_per_sequence=min(blocks, -(-info.max_context // config.block_size)),
+            blocks_per_sequence=blocks_per_sequence,
             loras=loras,
         )
         overlap, depth = select_depth(compute, config.overlap)
-        choices += (choice, overlap, (f"sampling={compute.sampler.name}", compute.sampler.reason))
+        choices += choice, overlap
+    choices += [(f"sampling={compute.sampler.name}", compute.sampler.reason)] if cuda else []
     return TorchRunner(
         model,
         kv,
@@ -201,9 +211,25 @@ def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]
     for name, count in (("tensor_parallel", config.tensor_parallel), ("pipeline_parallel", config.pipeline_parallel)):
         if count > 1:
             chosen.append((f"{name}={count}", "requested"))
-    reason = "requested" if config.rank_transport != "auto" else "what ranks on these machines can use"
     threads = f"of {config.ranks} ranks, {setup.neighbours} on this machine"
-    return [*chosen, (f"rank_transport={setup.transport}", reason), (f"threads={setup.threads}", threads)]
+    return [*chosen, (f"rank_transport={setup.transport}", setup.reason), (f"threads={setup.threads}", threads)]
+
+
+def _record(
+    compute: RankedCompute, own: Compute, config: ModelSettings, setup: Setup, blocks_per_sequence: int
+) -> list[tuple[str, str]]:
+    """Record decode steps on all ranks where that can be. What was chosen, and why."""
+    if setup.settings.device == "cpu" and not setup.recordable:
+        return []
+    why = obstacle(own, config.cuda_graphs)
+    if why is None and not setup.recordable:
+        why = f"what ranks say by {setup.transport} passes through the hosts' memory"
+    chosen = "cuda_graphs=off", why or ""
+    if why is None:
+        compute.record(config.max_sequences, blocks_per_sequence)
+        assert isinstance(own, StagedCompute) and own.graphs is not None  # noqa: S101 - or that has raised
+        chosen = graphs_chosen(own.graphs, adapters=own.loras is not None)
+    return [chosen, ("overlap=off", "ranks wait for each other in the middle of a step")]
 
 
 def _adapters(

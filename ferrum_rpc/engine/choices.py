@@ -216,8 +216,6 @@ def _choose_pretrained(
         choices.append((f"weights={','.join(kinds).lower()}", reason))
     if isinstance(spec, HfSpec):
         return _choose_borrowed(config, checkpoint, spec, dtype, choices)
-    if device.type != "cpu":
-        refuse_ranks(config, "a model on a GPU")
     whole, ops = spec.for_context(config.max_context), None
     shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
     spec = shard.of(whole)

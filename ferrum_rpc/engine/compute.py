@@ -47,6 +47,7 @@ class Compute:
         self, model: Model, attention: AttentionBackend, loras: Loras | None = None, part: Part | None = None
     ) -> None:
         self.loras = loras
+        self.part = part
         self.model = model
         self.attention = attention
         self.sampler = select_sampler(model.device, part)
@@ -162,6 +163,9 @@ class Compute:
         """What penalties count, and the words of the masks of the span's rows; None where there are none."""
         history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens]) if kind.penalised else None
         return history, self.masks.of(kind, rows) if kind.masks else None
+
+    def forget_graphs(self) -> None:
+        """Replay nothing any more that was recorded."""
 
     def recover(self) -> None:
         """A step has failed: end what is left of it, before the cache is put back. Raises `DeviceLost`."""

@@ -78,10 +78,10 @@ class KvStore:
         self.keys: list[Tensor] = [pair[KEY] for pair in pairs]
         self.values: list[Tensor] = [pair[VALUE] for pair in pairs]
         self.staging: Tensor | None = None
-        """Where blocks pass on their way between a device and the host, uint8 [block_bytes], page-locked: one copy a
-        buffer, at the speed of the bus. None where the memory is the host's."""
+        """Where blocks pass on their way between a device and the host, uint8 [own_block_bytes], page-locked: one copy
+        a buffer, at the speed of the bus. None where the memory is the host's."""
         if device.type == "cuda":
-            self.staging = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+            self.staging = torch.empty(self.own_block_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2], where the store is), in all layers. All reads
@@ -127,9 +127,14 @@ class KvStore:
                 rows.index_copy_(0, slots, torch.from_numpy(joined.copy()).view(rows.dtype).to(rows.device))
 
     @property
+    def own_block_bytes(self) -> int:
+        """Of a block, in all layers that are here."""
+        return sum(each[:, :, 0].nbytes for each in self.buffers)
+
+    @property
     def block_bytes(self) -> int:
         """Of a block, in all layers."""
-        return sum(each[:, :, 0].nbytes for each in self.buffers)
+        return self.own_block_bytes
 
     def read_block(self, block: int) -> npt.NDArray[np.uint8]:
         """The content of a block in all layers, uint8 [block_bytes], on the host."""

@@ -34,7 +34,7 @@ from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
 from ferrum_rpc.sampling.parted import Part, PartedSampler
 from ferrum_rpc.sampling.rows import Request, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
-from tests.away import pretended
+from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask, words_of
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
@@ -81,7 +81,7 @@ class World:
             with torch.inference_mode():
                 if not self._on_device:
                     return call(sampler, own)
-                with pretended() as device:
+                with fake_device() as device:
                     return tree_map_only(Tensor, Tensor.cpu, call(sampler, own.to(device)))
 
         for group in self.groups:

@@ -28,7 +28,7 @@ from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.gloo import UNDER_WAY, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
 from ferrum_rpc.distributed.staged import StagedGroup
-from tests.away import pretended
+from tests.fake_device import fake_device
 
 SHARED, GLOO = "shared memory", "gloo"
 REASON = shared_memory.available()
@@ -140,7 +140,7 @@ def test_rows_of_a_device_pass_through_the_host(groups: list[Group]) -> None:
     size = len(groups)
 
     def play(group: Group) -> None:
-        with pretended() as device:
+        with fake_device() as device:
             staged = StagedGroup(group, device)
             rows = torch.full((3, 5), 1.0 + group.rank, dtype=torch.bfloat16).to(device)
             staged.all_reduce(rows)

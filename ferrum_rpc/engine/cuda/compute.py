@@ -20,11 +20,11 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Layout, Staging
-from ferrum_rpc.core import Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import Model, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
+from ferrum_rpc.sampling.parted import Part
 from ferrum_rpc.sampling.transfer import to_device
 
 
@@ -32,26 +32,26 @@ class StagedCompute(Compute):
     """Forward passes of ``model`` over what ``attention`` reads and writes. ``graphs``: what replays steps whose shapes
     it has recorded; set by the caller, as it is made of `run_layers`."""
 
-    def __init__(self, model: Model, attention: StagedAttention, loras: Loras | None = None) -> None:
-        super().__init__(model, attention, loras)
+    def __init__(
+        self, model: Model, attention: StagedAttention, loras: Loras | None = None, part: Part | None = None
+    ) -> None:
+        super().__init__(model, attention, loras, part)
         self.late = model.device.type == "cuda"
         self.staged = attention
         self.graphs: Graphs | None = None
         self._staging = Staging(model.device)
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
+    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         """The rows are valid until the next step."""
-        tokens = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
-        adapters = self.adapters_of(spans)
         if self.graphs is not None and adapters is None:
-            hidden = self.graphs.forward(tokens, geometry)
+            hidden = self.graphs.forward(packed, geometry)
             if hidden is not None:
                 return hidden
         capacity, planned = self.staged.draft(geometry)
         inputs = ((np.int64, geometry.tokens),) * STEP_INPUTS
         layout = Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))
         sections = self._staging.open(layout)
-        self._staging.send(layout, [tokens, geometry.positions, geometry.slots, *planned])
+        self._staging.send(layout, [packed, geometry.positions, geometry.slots, *planned])
         return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]), adapters)
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
@@ -64,6 +64,9 @@ class StagedCompute(Compute):
             return attention.attend(layer, query, plan)
 
         return self.model.forward(StepInputs(tokens, positions, adapters), attend)
+
+    def forget_graphs(self) -> None:
+        self.graphs = None
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         """Nothing waits."""

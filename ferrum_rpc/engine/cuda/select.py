@@ -8,12 +8,15 @@ from __future__ import annotations
 import structlog
 
 from ferrum_rpc.attention.backend import AttentionBackend, StagedAttention
+from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape
+from ferrum_rpc.errors import InvalidRequest, counted
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.model import HfModel
 from ferrum_rpc.models.lora import Loras
+from ferrum_rpc.sampling.parted import Part
 
 OFF = "off"
 
@@ -35,17 +38,12 @@ def select_compute(
     ``graphs`` is ``auto`` or ``off``. Graphs of decode steps are recorded here, which takes seconds for a large model;
     ``capture`` records them (default: CUDA's). Raises what means that the device is gone.
     """
-    if not isinstance(attention, StagedAttention):
-        reason = f"plans of attention={attention.name} have no fixed size"
-        return (f"cuda_graphs={OFF}", reason), Compute(model, attention, loras)
-    attention.warm_up()
-    compute = StagedCompute(model, attention, loras)
-    if graphs == OFF or isinstance(model, HfModel):
-        reason = "requested" if graphs == OFF else "the layers of transformers may wait for the device"
-        return (f"cuda_graphs={OFF}", reason), compute
+    compute = stage_compute(model, attention, loras)
+    if (why := obstacle(compute, graphs)) is not None or not isinstance(compute, StagedCompute):
+        return (f"cuda_graphs={OFF}", why or ""), compute
     compute.graphs = Graphs(
         compute.run_layers,
-        attention,
+        compute.staged,
         capture or CudaCapture(model.device),
         model.device,
         most_spans=min(MOST_SPANS, max_sequences),
@@ -53,7 +51,44 @@ def select_compute(
         on_failure=_warn,
     )
     compute.graphs.record(tokens=1)
-    return _choice(compute.graphs, adapters=loras is not None), compute
+    return graphs_chosen(compute.graphs, adapters=loras is not None), compute
+
+
+def stage_compute(
+    model: Model, attention: AttentionBackend, loras: Loras | None = None, part: Part | None = None
+) -> Compute:
+    """What computes over ``attention``, without any graph yet."""
+    if not isinstance(attention, StagedAttention):
+        return Compute(model, attention, loras, part)
+    attention.warm_up()
+    return StagedCompute(model, attention, loras, part)
+
+
+def obstacle(compute: Compute, graphs: str) -> str | None:
+    """Why nothing is to be recorded; None where it is."""
+    if not isinstance(compute, StagedCompute):
+        return f"plans of attention={compute.attention.name} have no fixed size"
+    if graphs == OFF:
+        return "requested"
+    return "the layers of transformers may wait for the device" if isinstance(compute.model, HfModel) else None
+
+
+def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: int) -> None:
+    """Record decode steps, as the other ranks do at the same time: each runs its part of every shape, and what ranks
+    say to each other is recorded with it. So a rank that cannot cannot go on alone: raises InvalidRequest, or
+    GroupAborted where it was another."""
+    assert isinstance(compute, StagedCompute)  # noqa: S101 - `obstacle` looked
+    compute.graphs = Graphs(
+        compute.run_layers,
+        compute.staged,
+        CudaCapture(compute.model.device),
+        compute.model.device,
+        most_spans=min(MOST_SPANS, max_sequences),
+        blocks_per_span=blocks_per_sequence,
+        most_tokens=1,  # others are recorded in the middle of work
+        on_failure=_refuse,
+    )
+    compute.graphs.record(tokens=1)
 
 
 def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
@@ -65,7 +100,8 @@ def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
     return ("overlap=2", "a step is begun while the device computes the one before it"), 2
 
 
-def _choice(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
+def graphs_chosen(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
+    """What was chosen, and why."""
     spans = sorted(shape.spans for shape in graphs.recorded)
     if not spans:
         return f"cuda_graphs={OFF}", f"recording failed: {graphs.closed}"
@@ -75,6 +111,16 @@ def _choice(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
     if adapters:
         reason += "; steps with adapters are not replayed"
     return f"cuda_graphs={len(spans)}", reason
+
+
+def _refuse(shape: Shape, error: Exception) -> None:
+    if isinstance(error, GroupAborted):
+        raise error
+    raise InvalidRequest(
+        f"a decode step of {counted(shape.spans, 'sequence')} could not be recorded ({type(error).__name__}: {error}); "
+        "serve with --cuda-graphs off",
+        field="cuda_graphs",
+    ) from error
 
 
 def _warn(shape: Shape, error: Exception) -> None:

@@ -17,41 +17,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention.backend import AttentionBackend
-from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows, Sample, Span, TokenArray
+from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute, packed_tokens
+from ferrum_rpc.engine.cuda.select import record_on_ranks
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Ranks
+from ferrum_rpc.engine.ranks.setup import Groups
+from ferrum_rpc.errors import DeviceLost, ExecutorError
 from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
-from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.lora import Loras
+from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.parted import Part
+from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import Request
-from ferrum_rpc.sampling.transfer import Mark
+from ferrum_rpc.sampling.transfer import Mark, to_device
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class RankedCompute(Compute):
-    """``shard`` is this rank's part, ``part`` that of the vocabulary; ``tokens_of``: see `Compute.select`."""
+    """``own`` computes this rank's part, which is ``shard``; ``tokens_of``: see `Compute.select`. What is told of a
+    step lies on the host, masks too."""
 
     look_every_s = LOOK_EVERY_S
 
     def __init__(
         self,
-        model: Model,
-        attention: AttentionBackend,
+        own: Compute,
         ranks: Ranks,
         shard: Shard,
         tokens_of: Callable[[int], TokenArray],
-        *,
-        part: Part | None,
-        loras: Loras | None = None,
     ) -> None:
-        super().__init__(model, attention, loras, part)
+        super().__init__(own.model, own.attention, own.loras, own.part)
+        self.masks = Masks(torch.device("cpu"))
         self.late = self.in_stages = shard.stages > 1
-        self._ranks, self._tokens_of = ranks, tokens_of
+        self._own, self._ranks, self._tokens_of = own, ranks, tokens_of
+        self._recorded: tuple[int, int] | None = None
         self._others = range(1, shard.ranks * shard.stages)
         self._wanted: tuple[list[Request], list[int], list[int]] = [], [], []
         self._serial = 0
@@ -63,6 +64,21 @@ class RankedCompute(Compute):
     def others(self) -> list[int]:
         """The processes of the other ranks, in their order."""
         return self._ranks.processes
+
+    def record(self, spans: int, blocks: int) -> None:
+        """Record decode steps on all ranks at once, with what they say to each other; see `record_on_ranks`. Raises
+        InvalidRequest where one cannot."""
+        self._recorded = spans, blocks
+        others = self._ranks.order("record", spans, blocks)
+        try:
+            record_on_ranks(self._own, spans, blocks)
+        except GroupAborted:
+            self._ranks.collect(others)  # raises what another failed of
+            raise
+        except BaseException:
+            self._ranks.give_up()
+            raise
+        self._ranks.collect(others)
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Also tells the others which rows will be wanted: a second message would be waited for."""
@@ -79,6 +95,9 @@ class RankedCompute(Compute):
             self._ranks.tell("step", packed, geometry, requests, adapted)
         return self.run(packed, geometry, self.adapters_at(adapted, len(packed)))
 
+    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
+        return self._own.run(packed, geometry, adapters)
+
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
     ) -> tuple[list[Rows | None], list[int]]:
@@ -87,17 +106,32 @@ class RankedCompute(Compute):
         if requests and self.late:
             self._awaited = Awaited(self._ranks, self._serial, wanted, rows)
         elif requests:
-            for index, answer in zip(wanted, self.rows(hidden, requests), strict=True):
+            for index, answer in zip(wanted, self.rows(hidden, at_hand(requests, self._own)), strict=True):
                 rows[index] = answer
         return rows, drafts
 
     def mark(self) -> Mark:
         awaited, self._awaited = self._awaited, None
-        return super().mark() if awaited is None else awaited
+        if awaited is not None:
+            return awaited
+        assert self._ranks.groups is not None  # noqa: S101 - there was a step
+        return super().mark() if self._on_host else Together(self.model.device, self._ranks.groups)
 
     def recover(self) -> None:
+        """Graphs that have what ranks say in them are of groups that are no more, and are recorded anew."""
         self._awaited = None
+        self._ranks.give_up()
+        self._own.forget_graphs()
         self._ranks.recover()
+        if self._recorded is not None:
+            try:
+                self.record(*self._recorded)
+            except (GroupAborted, ExecutorError) as error:
+                self.check_alive()
+                raise DeviceLost(f"the ranks could not begin anew: {error}") from error
+
+    def to_device(self, *arrays: Int64Array) -> list[Tensor]:
+        return self._own.to_device(*arrays)
 
     def check_alive(self) -> None:
         self._ranks.check_alive()
@@ -106,12 +140,46 @@ class RankedCompute(Compute):
         self._ranks.close()
 
 
+def at_hand(requests: Sequence[Request], compute: Compute) -> Sequence[Request]:
+    """Requests as they were told, with masks where ``compute`` has its rows."""
+    device = compute.model.device
+    if device.type == "cpu":
+        return requests
+    there: dict[int, Tensor] = {}
+
+    def brought(words: Tensor) -> Tensor:
+        if id(words) not in there:
+            there[id(words)] = to_device(words, device)
+        return there[id(words)]
+
+    return [
+        each
+        if each.masks is None
+        else each._replace(masks=[words if words is None else brought(words) for words in each.masks])
+        for each in requests
+    ]
+
+
 def _seeded(request: Request) -> Request:
     """Where any seed will do, all ranks have the same."""
     kind = request.kind
     if not isinstance(kind, Sample) or kind.seed is not None:
         return request
     return request._replace(kind=replace(kind, seed=random.getrandbits(64)))
+
+
+class Together(Mark):
+    """The end of a step on this rank's device. Where ranks gave a step up meanwhile, what came of it is nothing."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, device: torch.device, groups: Groups) -> None:
+        super().__init__(device)
+        self._groups = groups
+
+    def wait(self) -> None:
+        super().wait()
+        self._groups.check()
 
 
 class Awaited(Mark):
@@ -153,15 +221,15 @@ class RankedStore(KvStore):
         self._ranks, self._shard, self._kv_heads = ranks, shard, kv_heads
         self._stages = [Shard(0, shard.ranks, stage, shard.stages).layers(count) for stage in range(shard.stages)]
         self._numbers = 0
-        self._block_bytes = [super().block_bytes, *ranks.ask("equip", num_blocks, block_size)]
+        self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size)]
 
     def copy_blocks(self, pairs: Tensor) -> None:
-        self._ranks.tell("copy_blocks", pairs.numpy())
+        self._ranks.tell("copy_blocks", pairs.cpu().numpy())
         super().copy_blocks(pairs)
 
     def save(self, slots: Tensor) -> Saved:
         self._numbers += 1
-        self._ranks.tell("save", self._numbers, slots.numpy())
+        self._ranks.tell("save", self._numbers, slots.cpu().numpy())
         saved = super().save(slots)
         saved.number = self._numbers
         return saved
@@ -172,7 +240,7 @@ class RankedStore(KvStore):
 
     def read(self, slots: Tensor, layer: int, width: int) -> tuple[Bytes, ...]:
         layer, owners = self._owners(layer)
-        others = self._ranks.order("read", slots.numpy(), layer, width, to=[each for each in owners if each])
+        others = self._ranks.order("read", slots.cpu().numpy(), layer, width, to=[each for each in owners if each])
         found = [super().read(slots, layer, width)] if 0 in owners else []
         found += self._ranks.collect(others)
         heads = len(slots), self._kv_heads // len(owners), -1
@@ -191,7 +259,7 @@ class RankedStore(KvStore):
             if first + rank == 0:
                 super().write(slots, layer, width, own)
             else:
-                self._ranks.tell("write", slots.numpy(), layer, width, own, to=[first + rank])
+                self._ranks.tell("write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
 
     @property
     def block_bytes(self) -> int:

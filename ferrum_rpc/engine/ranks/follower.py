@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
@@ -22,7 +23,10 @@ from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.choices import Parts, choose_parts
 from ferrum_rpc.engine.compute import AdaptedRows, Compute
+from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
+from ferrum_rpc.engine.ranks.compute import at_hand
 from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Line
+from ferrum_rpc.engine.ranks.placing import CUDA, cuda_devices
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.errors import ExecutorError, StepFailed
 from ferrum_rpc.kv.store import KvStore, Saved
@@ -76,10 +80,16 @@ class Follower:
 
     # --- what rank 0 asks for ---------------------------------------------------------------------------------------
 
+    def devices(self) -> list[str]:
+        """The CUDA devices that this process sees."""
+        return cuda_devices()
+
     def prepare(self, setup: Setup) -> None:
         """Choose how its part is computed."""
         if threading.current_thread() is threading.main_thread():  # this process is ours
             torch.set_num_threads(setup.threads)
+        if setup.settings.device == CUDA:
+            torch.cuda.set_device(setup.seat % torch.cuda.device_count())
         self._setup, self._depth = setup, setup.settings.pipeline_parallel
         self._parts = choose_parts(setup.settings, rank=setup.number)
 
@@ -95,7 +105,7 @@ class Follower:
         assert self._setup is not None and self._groups is not None  # noqa: S101
         self._kv, attention = make_cache(self._parts, self._model, blocks, block_size)
         part = self._groups.part(self._setup, self._model.info("").vocab_size)
-        self._compute = Compute(self._model, attention, part=part)
+        self._compute = stage_compute(self._model, attention, part=part)
         return self._kv.block_bytes
 
     def take_adapters(self, fingerprint: bytes) -> None:
@@ -119,12 +129,18 @@ class Follower:
             why = getattr(error, "strerror", None) or type(error).__name__
             return StepFailed(f"the load of an adapter failed ({why}); nothing changed")
 
+    def record(self, spans: int, blocks: int) -> None:
+        """Record decode steps, as all ranks do at once; see `record_on_ranks`."""
+        assert self._compute is not None  # noqa: S101 - equipped before
+        record_on_ranks(self._compute, spans, blocks)
+
     def halt(self) -> None:
         """Answered once nothing is under way here."""
 
     def renew(self, epoch: int) -> None:
         """Forget what failed."""
-        assert self._groups is not None  # noqa: S101
+        assert self._groups is not None and self._compute is not None  # noqa: S101 - there was a step
+        self._compute.forget_graphs()
         self._groups.renew(epoch)
         self._failed, self._epoch = False, epoch
 
@@ -136,18 +152,21 @@ class Follower:
         adapted: Sequence[AdaptedRows],
     ) -> list[Rows] | None:
         """Its part of a step, and of the rows that are wanted of it; these, where its stage has them."""
-        assert self._compute is not None and self._setup is not None  # noqa: S101 - equipped before
+        assert self._compute is not None and self._setup is not None and self._groups is not None  # noqa: S101
+        rows = None
         self._reach("plan")
         self._reach("forward")
         hidden = self._compute.run(packed, geometry, self._compute.adapters_at(adapted, len(packed)))
-        if not requests or not self._setup.shard.last:
-            return None
-        self._reach("select")
-        return self._compute.rows(hidden, requests)
+        if requests and self._setup.shard.last:
+            self._reach("select")
+            rows = self._compute.rows(hidden, at_hand(requests, self._compute))
+        self._compute.mark().wait()  # what fails on a device fails this step
+        self._groups.check()
+        return rows
 
     def save(self, number: int, slots: Int64Array) -> None:
         """See `KvStore.save`. As many are kept as there may be steps under way."""
-        self._saved[number] = self._cache.save(torch.from_numpy(slots))
+        self._saved[number] = self._cache.save(self._at_hand(slots))
         while len(self._saved) > self._depth:
             del self._saved[min(self._saved)]
 
@@ -158,15 +177,15 @@ class Follower:
 
     def copy_blocks(self, pairs: Int64Array) -> None:
         """See `KvStore.copy_blocks`."""
-        self._cache.copy_blocks(torch.from_numpy(pairs))
+        self._cache.copy_blocks(self._at_hand(pairs))
 
     def read(self, slots: Int64Array, layer: int, width: int) -> Any:
         """See `KvStore.read`."""
-        return self._cache.read(torch.from_numpy(slots), layer, width)
+        return self._cache.read(self._at_hand(slots), layer, width)
 
     def write(self, slots: Int64Array, layer: int, width: int, parts: Any) -> None:
         """See `KvStore.write`."""
-        self._cache.write(torch.from_numpy(slots), layer, width, parts)
+        self._cache.write(self._at_hand(slots), layer, width, parts)
 
     def read_block(self, block: int) -> Any:
         """See `KvStore.read_block`."""
@@ -183,6 +202,10 @@ class Follower:
         assert self._kv is not None  # noqa: S101
         return self._kv
 
+    def _at_hand(self, integers: Int64Array) -> Tensor:
+        assert self._compute is not None  # noqa: S101 - equipped before
+        return self._compute.to_device(integers)[0]
+
     def _reach(self, stage: str) -> None:
         if self._stage is not None:
             self._stage(stage)
@@ -195,6 +218,8 @@ class Follower:
         else:
             try:
                 answer = getattr(self, method)(*arguments)
+            except torch.AcceleratorError:  # every later call would fail too: rank 0 hears of this process's end
+                raise
             except Exception as error:
                 answer = error
                 self._failed = True

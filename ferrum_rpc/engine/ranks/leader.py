@@ -109,6 +109,12 @@ class Ranks:
         """`order`, then `collect`."""
         return self.collect(self.order(method, *arguments, to=to))
 
+    def give_up(self) -> None:
+        """End what any rank waits for in the middle of a step."""
+        assert self.groups is not None  # noqa: S101 - there was a step
+        self.groups.abort()
+        self.tell(ABORT)
+
     def recover(self) -> None:
         """A step has failed somewhere: end what ranks wait for, and begin anew. Raises `DeviceLost`."""
         assert self.groups is not None  # noqa: S101 - there was a step
@@ -117,8 +123,7 @@ class Ranks:
             failure, self._failure = self._failure, ""
         if failure:
             log.error("rank_failed", error=failure, action="nothing: its step was undone on all ranks")
-        self.groups.abort()
-        self.tell(ABORT)
+        self.give_up()
         self.ask("halt")
         self.tell("renew", self._epoch)
         try:

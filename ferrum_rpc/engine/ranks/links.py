@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,10 +29,10 @@ import structlog
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.engine.ranks.leader import Member, Ranks
 from ferrum_rpc.engine.ranks.messages import JOIN_S, Line
-from ferrum_rpc.engine.ranks.setup import GLOO, SHARED_MEMORY, Setup
+from ferrum_rpc.engine.ranks.placing import CUDA, Found, choose_kind, cuda_devices, place
+from ferrum_rpc.engine.ranks.setup import Setup
 from ferrum_rpc.engine.ranks.world import World, is_loopback
 from ferrum_rpc.errors import InvalidRequest
 
@@ -215,21 +214,18 @@ def set_up(
     on_close: Callable[[float], object] = lambda seconds: None,
 ) -> tuple[Ranks, Setup, Store]:
     """Tell each rank what it is. ``address``: where the others find rank 0; empty where all are on its machine."""
-    machines = Counter([machine(), *(each.machine for each in members)])
-    transport = settings.rank_transport
-    if transport == "auto":
-        transport = SHARED_MEMORY if len(machines) == 1 and shared_memory.available() is None else GLOO
     ranks = Ranks(members, on_close)
-    prepared = []
-    for each in members:
-        setup = Setup(settings, each.number, transport, each.address, machines[each.machine])
-        prepared += ranks.order("prepare", setup, to=[each.number])
     try:
-        ranks.collect(prepared)
+        devices: list[list[str]] = [[]] * settings.ranks
+        if choose_kind(settings.device) == CUDA:
+            devices = [cuda_devices(), *ranks.ask("devices")]
+        places = [(machine(), address), *((each.machine, each.address) for each in members)]
+        setup, *others = place(settings, [Found(*each, its) for each, its in zip(places, devices, strict=True)])
+        ranks.collect([serial for each in others for serial in ranks.order("prepare", each, to=[each.number])])
     except BaseException:
         ranks.close()
         raise
-    return ranks, Setup(settings, 0, transport, address, machines[machine()]), store
+    return ranks, setup, store
 
 
 def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:

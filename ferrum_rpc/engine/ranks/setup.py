@@ -15,6 +15,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
 from ferrum_rpc.distributed.group import Group
+from ferrum_rpc.distributed.nccl import NcclGroup
+from ferrum_rpc.distributed.staged import StagedGroup
 from ferrum_rpc.engine.choices import Parts
 from ferrum_rpc.engine.ranks.messages import JOIN_S
 from ferrum_rpc.kv.store import KvStore
@@ -25,23 +27,35 @@ from ferrum_rpc.sampling.parted import Part
 
 SHARED_MEMORY: Final = "shared-memory"
 GLOO: Final = "gloo"
+NCCL: Final = "nccl"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What rank 0 tells rank ``number``. ``transport`` is `SHARED_MEMORY` or `GLOO`, ``address`` the one by which
-    others reach this rank, for gloo; ``neighbours``: how many ranks are on its machine, itself among them."""
+    """What rank 0 tells rank ``number``. ``transport`` carries rows (`SHARED_MEMORY`, `GLOO` or `NCCL`, ``reason`` says
+    why), ``host`` what is told of them from host to host (one of the former two); ``address``: by which others reach
+    this rank, for gloo. ``neighbours``: how many ranks are on its machine, itself among them; ``seat``: which of these
+    it is; ``sharers``: how many of all compute in the same memory, of a machine or of a GPU."""
 
     settings: ModelSettings
     number: int
     transport: str
+    host: str
+    reason: str
     address: str
     neighbours: int
+    seat: int
+    sharers: int
 
     @property
     def shard(self) -> Shard:
         """Its part."""
         return Shard.at(self.number, self.settings.tensor_parallel, self.settings.pipeline_parallel)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether steps with what ranks say in them can be CUDA graphs: nothing of it passes through a host."""
+        return self.transport == NCCL
 
     @property
     def threads(self) -> int:
@@ -50,17 +64,24 @@ class Setup:
 
 
 class Groups:
-    """Those of one rank: of ``all`` ranks, and of those that share its layers, which may be the same, or none."""
+    """Those of one rank: of ``all`` ranks, and of those that share its layers, which may be the same, or none. The
+    latter have another for what lies on the host, which may be the same too."""
 
     def __init__(self, setup: Setup, store: Store) -> None:
         shard, size = setup.shard, setup.settings.ranks
         store.set_timeout(datetime.timedelta(seconds=JOIN_S))
         self.all = _join(setup, PrefixStore("all", store), setup.number, size)
         self.stage: Group | None = None
+        self._each: list[Group] = [self.all]
         if shard.stages == 1:
             self.stage = self.all
         elif shard.ranks > 1:
             self.stage = _join(setup, PrefixStore(f"stage{shard.stage}", store), shard.rank, shard.ranks)
+            self._each.append(self.stage)
+        self._host = self.stage.host if isinstance(self.stage, StagedGroup) else self.stage
+        if setup.transport == NCCL and shard.ranks > 1:
+            self._host = _join_hosts(setup, PrefixStore(f"hosts{shard.stage}", store), shard.rank, shard.ranks)
+            self._each.append(self._host)
 
     def place(self, setup: Setup) -> Place:
         """Where the rank stands."""
@@ -74,13 +95,18 @@ class Groups:
     def part(self, setup: Setup, vocabulary: int) -> Part | None:
         """Which of so many tokens the rank has; None: all, or no head."""
         shard = setup.shard
-        if self.stage is None or shard.ranks == 1 or not shard.last:
+        if self._host is None or shard.ranks == 1 or not shard.last:
             return None
-        return Part(self.stage, shard.token_width(vocabulary), vocabulary)
+        return Part(self._host, shard.token_width(vocabulary), vocabulary)
 
     def each(self) -> list[Group]:
         """Every one once."""
-        return [self.all] if self.stage is None or self.stage is self.all else [self.all, self.stage]
+        return self._each
+
+    def check(self) -> None:
+        """Raise where what was queued on the device may not have been carried out; see `Group.check`."""
+        for group in self.each():
+            group.check()
 
     def abort(self) -> None:
         """End what waits in any."""
@@ -99,7 +125,16 @@ class Groups:
 
 
 def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
-    if setup.transport == SHARED_MEMORY:
+    """A group for tensors where the model is."""
+    device = torch.device(setup.settings.device)
+    if setup.transport == NCCL:
+        return NcclGroup(store, rank, size, device)
+    host = _join_hosts(setup, store, rank, size)
+    return host if device.type == "cpu" else StagedGroup(host, device)
+
+
+def _join_hosts(setup: Setup, store: Store, rank: int, size: int) -> Group:
+    if setup.host == SHARED_MEMORY:
         return shared_memory.join(store, rank, size)
     return GlooGroup(store, rank, size, host=setup.address or LOOPBACK)
 

@@ -1,0 +1,211 @@
+"""Ranks as on GPUs, as far as a host shows it: staged steps, recorded with what ranks say to each other in them.
+
+Ranks are threads here. A recording runs again when it is replayed (`Rerun`), so what it says is said again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+pytest.importorskip("triton")
+
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanResult, Step
+from ferrum_rpc.engine import choices
+from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.cuda import select
+from ferrum_rpc.engine.cuda.graphs import buckets
+from ferrum_rpc.engine.ranks.follower import Follower
+from ferrum_rpc.engine.ranks.setup import Setup
+from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
+from tests.checkpoints import make_checkpoint
+from tests.kernels.fixtures import PlannedTorch
+from tests.kernels.rerun import Rerun
+from tests.ranks import World
+
+CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
+SEQUENCES = 4
+ONE_AT_A_TIME = threading.RLock()
+
+
+class Interpreted(TritonPagedAttention):
+    """Triton's interpreter is one for a process."""
+
+    def warm_up(self) -> None:
+        with ONE_AT_A_TIME:
+            super().warm_up()
+
+    def write(self, *arguments: Any) -> None:
+        with ONE_AT_A_TIME:
+            super().write(*arguments)
+
+    def attend(self, *arguments: Any) -> torch.Tensor:
+        with ONE_AT_A_TIME:
+            return super().attend(*arguments)
+
+
+class Captures:
+    """What all ranks record, in the place of CUDA's. The ``fails``-th raises."""
+
+    def __init__(self) -> None:
+        self.made: list[Rerun] = []
+        self.fails: int | None = None
+
+    def __call__(self, device: torch.device) -> Rerun:
+        self.made.append(Rerun(ValueError("no") if len(self.made) + 1 == self.fails else None, nth=2))
+        return self.made[-1]
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[Any]:
+    with structlog.testing.capture_logs() as logs:
+        yield logs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    found = Captures()
+    monkeypatch.setattr(select, "CudaCapture", found)
+    monkeypatch.setattr(Setup, "recordable", True)
+    monkeypatch.setattr(choices, "select_backend", lambda *_: ("planned", "asked for here", PlannedTorch))
+    return found
+
+
+def settings_of(checkpoint: Path, cut: tuple[int, int] = (1, 1), **others: Any) -> ModelSettings:
+    tensor, pipeline = cut
+    return ModelSettings(
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        block_size=4,
+        kv_blocks=40,
+        max_context=64,
+        max_sequences=SEQUENCES,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        **others,
+    )
+
+
+def texts_of(runner: TorchRunner, steps: int, first: int = 0) -> list[list[int]]:
+    """Three sequences, of which one is drawn: their prompts, then a token a step."""
+    kinds = [Greedy(), Sample(seed=4, top_k=20), Greedy()]
+    texts = [[*prompt] for prompt in PROMPTS]
+    fed = [0] * len(texts)
+    with torch.inference_mode():
+        for _ in range(steps):
+            spans = [
+                Span(first + s, np.array(text[at:], np.int32), at, OutputSpec(Positions.LAST, kind), create=at == 0)
+                for s, (text, at, kind) in enumerate(zip(texts, fed, kinds, strict=True))
+            ]
+            for s, outcome in enumerate(runner.forward(Step(tuple(spans))).outcomes):
+                assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
+                fed[s] = len(texts[s])
+                texts[s].append(int(outcome.rows.block["token_ids"][outcome.rows.first]))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("cut", "backend", "steps"),
+    [*((cut, PlannedTorch, 12) for cut in CUTS.values()), (CUTS["tensor"], Interpreted, 4)],
+    ids=[*CUTS, "tensor, kernels"],
+)
+def test_replayed_on_ranks_tokens_are_those_of_one(
+    *,
+    checkpoint: Path,
+    cut: tuple[int, int],
+    backend: Any,
+    steps: int,
+    captures: Captures,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = texts_of(build_runner(settings_of(checkpoint)), steps)
+    monkeypatch.setattr(choices, "select_backend", lambda *_: ("planned", "asked for here", backend))
+    with closing(World(settings_of(checkpoint, cut))) as world:
+        chosen = dict(world.runner.device.choices)
+        assert texts_of(world.runner, steps) == expected
+    assert chosen[f"cuda_graphs={len(buckets(SEQUENCES))}"] and "in the middle" in chosen["overlap=off"]
+    assert world.runner.depth == cut[1]
+    assert [each.recordings for each in captures.made] == [len(buckets(SEQUENCES))] * cut[0] * cut[1]
+    assert [each.replays for each in captures.made] == [steps - 1] * cut[0] * cut[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+def test_after_a_failed_step_all_ranks_record_anew(
+    checkpoint: Path, cut: tuple[int, int], victim: int, captures: Captures
+) -> None:
+    failing = False
+
+    def stage(name: str) -> None:
+        if failing and name == "forward":
+            raise ValueError(name)
+
+    expected = texts_of(build_runner(settings_of(checkpoint)), 5)
+    with closing(World(settings_of(checkpoint, cut), *([stage] if victim == 0 else [None, {1: stage}]))) as world:
+        assert texts_of(world.runner, 5) == expected
+        failing = True
+        with pytest.raises(StepFailed):
+            texts_of(world.runner, 1, first=10)
+        failing = False
+        world.runner.check()
+        assert texts_of(world.runner, 5, first=20) == expected
+    old, new = captures.made[:2], captures.made[2:]
+    assert [each.replays for each in (*old, *new)] == [4] * 4
+    assert [each.recordings for each in new] == [len(buckets(SEQUENCES))] * 2
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_rank_that_cannot_record_ends_the_start(checkpoint: Path, which: int, captures: Captures) -> None:
+    """Rank 0 or another, after one recording of each."""
+    captures.fails = which
+    with pytest.raises(InvalidRequest, match=r"could not be recorded \(ValueError: no\).*--cuda-graphs off") as refusal:
+        World(settings_of(checkpoint, CUTS["tensor"]))
+    assert refusal.value.field == "cuda_graphs"
+
+
+def test_graphs_are_not_recorded_where_nobody_wants_them(checkpoint: Path, captures: Captures) -> None:
+    with closing(World(settings_of(checkpoint, CUTS["tensor"], cuda_graphs="off"))) as world:
+        assert dict(world.runner.device.choices)["cuda_graphs=off"] == "requested"
+    assert captures.made == []
+
+
+def test_a_rank_whose_device_is_lost_ends(
+    checkpoint: Path, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process would: its thread does."""
+    lost, run = False, Follower.run
+
+    def run_quietly(follower: Follower) -> None:
+        with suppress(torch.AcceleratorError):
+            run(follower)
+
+    monkeypatch.setattr(Follower, "run", run_quietly)
+
+    def stage(name: str) -> None:
+        if lost and name == "forward":
+            raise torch.AcceleratorError("an illegal memory access")
+
+    world = World(settings_of(checkpoint, CUTS["tensor"]), stages={1: stage})
+    texts_of(world.runner, 2)
+    lost = True
+    with pytest.raises(DeviceLost, match="thread 1"):
+        texts_of(world.runner, 1, first=10)
+    world.runner.close()

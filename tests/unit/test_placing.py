@@ -1,0 +1,164 @@
+"""Where ranks compute and how they talk, as a table; and what they do with integers and masks of a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import Greedy
+from ferrum_rpc.distributed import nccl, shared_memory
+from ferrum_rpc.engine.ranks import placing
+from ferrum_rpc.engine.ranks.compute import RankedStore, at_hand
+from ferrum_rpc.engine.ranks.placing import Found, place
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.kv.store import CacheSpec
+from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.sampling.rows import Request
+from tests.fake_device import OnFakeDevice, fake_device
+
+NO_NCCL = "no NCCL here"
+
+
+@pytest.fixture(autouse=True)
+def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(nccl, "available", lambda: None)
+    monkeypatch.setattr(shared_memory, "available", lambda: None)
+
+
+def found(*ranks: str) -> list[Found]:
+    """``machine:device,device`` of each rank."""
+    pairs = [rank.partition(":") for rank in ranks]
+    return [Found(machine, f"at {machine}", devices.split(",") if devices else ()) for machine, _, devices in pairs]
+
+
+def setups(requested: str, kind: str, *ranks: str) -> list[Any]:
+    many: Any = {"device": kind, "rank_transport": requested, "tensor_parallel": len(ranks)}
+    return list(place(ModelSettings("model", **many), found(*ranks)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "requested", "transport", "host", "reason", "seats", "sharers"),
+    [
+        (("a", "a"), "auto", "shared-memory", "shared-memory", "can use", [0, 1], [2, 2]),
+        (("a", "b", "a"), "auto", "gloo", "gloo", "can use", [0, 0, 1], [2, 1, 2]),
+        (("a", "a"), "gloo", "gloo", "gloo", "requested", [0, 1], [2, 2]),
+        (("a:x,y", "a:x,y"), "auto", "nccl", "shared-memory", "a GPU of its own", [0, 1], [1, 1]),
+        (("a:x,y", "a:x,y"), "nccl", "nccl", "shared-memory", "requested", [0, 1], [1, 1]),
+        (("a:x", "a:y"), "auto", "nccl", "shared-memory", "a GPU of its own", [0, 1], [1, 1]),
+        (("a:x,y", "b:z,w", "a:x,y", "b:z,w"), "auto", "nccl", "gloo", "of its own", [0, 0, 1, 1], [1, 1, 1, 1]),
+        (("a:x,y", "b:z"), "gloo", "gloo", "gloo", "requested; rows pass", [0, 0], [1, 1]),
+        (("a:x", "a:x"), "auto", "shared-memory", "shared-memory", "ranks 0 and 1 have one GPU", [0, 1], [2, 2]),
+        (("a:x,y",) * 3, "auto", "shared-memory", "shared-memory", "ranks 0 and 2 have", [0, 1, 2], [2, 1, 2]),
+        (("a:x", "b:x"), "auto", "gloo", "gloo", "ranks 0 and 1 have one GPU", [0, 0], [2, 2]),
+    ],
+)
+def test_ranks_are_placed(
+    *,
+    ranks: tuple[str, ...],
+    requested: str,
+    transport: str,
+    host: str,
+    reason: str,
+    seats: list[int],
+    sharers: list[int],
+) -> None:
+    kind = "cuda" if ":" in ranks[0] else "cpu"
+    made = setups(requested, kind, *ranks)
+    assert {(each.transport, each.host) for each in made} == {(transport, host)}
+    assert reason in made[0].reason
+    assert [each.seat for each in made] == seats and [each.sharers for each in made] == sharers
+    assert [each.number for each in made] == list(range(len(ranks)))
+    assert all(each.address == f"at {rank[0]}" for each, rank in zip(made, ranks, strict=True))
+    assert {each.recordable for each in made} == {transport == "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "requested", "kind", "field", "words"),
+    [
+        (("a", "a"), "nccl", "cpu", "rank_transport", "compute on CPUs"),
+        (("a:x", "a:x"), "nccl", "cuda", "rank_transport", "ranks 0 and 1 have one GPU"),
+        (("a:x", "b"), "auto", "cuda", "device", "rank 1 finds no CUDA device"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(
+    ranks: tuple[str, ...], requested: str, kind: str, field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        setups(requested, kind, *ranks)
+    assert refusal.value.field == field
+
+
+def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "available", lambda: NO_NCCL)
+    made = setups("auto", "cuda", "a:x,y", "a:x,y")
+    assert made[0].transport == "shared-memory" and NO_NCCL in made[0].reason
+    with pytest.raises(InvalidRequest, match=NO_NCCL):
+        setups("nccl", "cuda", "a:x,y", "a:x,y")
+
+
+def test_all_ranks_take_the_kind_of_device_that_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert {each.settings.device for each in setups("auto", "auto", "a:x,y", "a:x,y")} == {kind}
+        assert placing.choose_kind("cpu") == "cpu"
+
+
+class Told:
+    """`Ranks` of one other, which has a cache as large."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Any, ...]] = []
+
+    def tell(self, *message: Any, to: object = None) -> None:
+        self.messages.append(message)
+
+    def order(self, *message: Any, to: object = None) -> list[int]:
+        self.messages.append(message)
+        return []
+
+    def ask(self, *message: Any) -> list[Any]:
+        return [1000]
+
+    def collect(self, serials: list[int]) -> list[Any]:
+        return []
+
+
+def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
+    told: Any = Told()
+    with torch.inference_mode(), fake_device() as device:
+        layers = [CacheSpec(1, 8, torch.float32)] * 2
+        store = RankedStore(layers, 6, 4, device, ranks=told, shard=Shard(0, 2), count=2, kv_heads=2)
+        assert store.block_bytes == store.own_block_bytes + 1000 and isinstance(store.keys[0], OnFakeDevice)
+        slots, pairs = torch.tensor([4, 9]).to(device), torch.tensor([[1, 3]]).to(device)
+        saved = store.save(slots)
+        store.copy_blocks(pairs)
+        store.restore(saved)
+        store.write(slots, 1, 8, [np.arange(2 * 2 * 8, dtype=np.float32).tobytes()] * 2)
+        keys, _ = store.read(slots, 1, 8)
+        assert keys.view(np.float32).reshape(2, 1, 8)[:, 0, 0].tolist() == [0, 16]
+    names = ["save", "copy_blocks", "restore", "write", "read"]
+    assert [message[0] for message in told.messages] == names
+    arrays = [each for message in told.messages for each in message if not isinstance(each, (str, int, list))]
+    assert len(arrays) == 4 and all(type(each) is np.ndarray for each in arrays)
+
+
+def test_masks_that_were_told_are_brought_to_the_device_once() -> None:
+    words = torch.zeros(3, dtype=torch.int32)
+    requests = [
+        Request(0, 2, Greedy(), masks=[words, None]),
+        Request(2, 1, Greedy(), masks=[words]),
+        Request(3, 1, Greedy()),
+    ]
+    with fake_device() as device:
+        compute: Any = SimpleNamespace(model=SimpleNamespace(device=device))
+        first, second, third = at_hand(requests, compute)
+        assert first.masks and second.masks and third.masks is None
+        assert isinstance(first.masks[0], OnFakeDevice) and first.masks[0] is second.masks[0] and first.masks[1] is None
+        compute.model.device = torch.device("cpu")
+        assert at_hand(requests, compute) is requests
