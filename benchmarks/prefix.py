@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
+from benchmarks import prefix_tables
 from benchmarks.cases import BLOCK_SIZE, DECODE, IDENTITY, PREFILL, SEED, Cell
 from benchmarks.compare import Figures, Round, Unsupported, contest
 from benchmarks.engines.grpc import TIMEOUT_S, Client, executor
@@ -451,7 +451,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
-    finish(run(parse(argv)), tables.show_prefix)
+    finish(run(parse(argv)), prefix_tables.show_all)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks import tables
+from benchmarks import prefix_tables, tables
 from benchmarks.tables import TEXTS, Table
 
 
@@ -205,7 +205,7 @@ def collectives(name: str, result: Any) -> str:
 def prefix(name: str, result: Any) -> str:
     """One run of `benchmarks.prefix`."""
     parts = [TEXTS["prefix"]]
-    for part, table in tables.prefix(result).items():
+    for part, table in prefix_tables.every(result).items():
         if table.rows:
             parts += [TEXTS["prefix_parts"][part], table.markdown(), "", _legend(part), ""]
     left_out = [f"- {side} was left out: {reason}" for side, reason in result["left_out"].items()]
