@@ -109,12 +109,8 @@ def item_from_proto(
     if item.needs:
         _check_needs(item.needs, capabilities)
     fork = has_create and item.create.fork
-    if fork and (not has_handle or has_follow):
-        raise InvalidRequest("a fork takes the handle of its parent, and follows nothing", field="create.fork")
-    if has_handle and has_create and not fork:
-        raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
-    if not has_handle and item.HasField("truncate_to") and item.truncate_to != 0:
-        raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
+    if has_create or (not has_handle and item.HasField("truncate_to")):
+        _check_creation(item, has_handle, fork)
     output = output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST)
     try:
         if count == 1:  # in a third of the time of np.array
@@ -140,6 +136,16 @@ def item_from_proto(
             _follow_from_proto(item, shape) if has_follow else None,
         ),
     )
+
+
+def _check_creation(item: forward_pb2.ForwardItem, has_handle: bool, fork: bool) -> None:
+    """Refuse an item that makes a sequence in a way in which none is made."""
+    if fork and (not has_handle or item.HasField("follow")):
+        raise InvalidRequest("a fork takes the handle of its parent, and follows nothing", field="create.fork")
+    if has_handle and not fork:
+        raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
+    if not has_handle and item.truncate_to != 0:
+        raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
 
 
 def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
