@@ -2,6 +2,8 @@
 
     cells        prefill 8k, decode b1 @1k and b64 @2k of the Qwen3-8B shape, in process and through gRPC in turn,
                  beside the limits that the device had in the same run; then transformers, static cache and compiled
+    ranks        prefill 2k, decode b1 and b8 @1k of the same shape on two ranks beside one, in turn; with one device
+                 they share it, and NCCL is not run
     attention    the attention kernels alone, beside SDPA and `varlen_attn`
     tests        `tests/kernels` and `tests/gpu`, which have waited for a GPU
 
@@ -32,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import machine, tables
-from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS
-from benchmarks.compare import Round, alternate, ratio
+from benchmarks.cases import BLOCK_SIZE, DECODE, GPU_CELLS, PREFILL, QUICK_CELLS, Cell
+from benchmarks.compare import Round, alternate, contest, ratio
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
@@ -43,7 +45,16 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.logs import configure_logging
 
-PARTS: Final = ("cells", "attention", "tests")
+PARTS: Final = ("cells", "ranks", "attention", "tests")
+QUICK_PARTS: Final = PARTS[:2]
+ONE_RANK: Final = "1 rank"
+TRANSPORT: Final = "rank_transport="
+RANK_SIDES: Final[dict[str, dict[str, Any]]] = {
+    ONE_RANK: {},
+    "tensor 2": {"tensor_parallel": 2},
+    "pipeline 2": {"pipeline_parallel": 2},
+}
+RANK_CELLS: Final = (Cell(PREFILL, 1, 2048), Cell(DECODE, 1, 1024), Cell(DECODE, 8, 1024))
 SUITES: Final = ("tests/kernels", "tests/gpu")
 STATIC: Final = "transformers static, compiled"
 LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
@@ -87,6 +98,29 @@ async def cells(here: Contest, device: str) -> None:
         peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.spec.vocab_size))
         if peer is not None:
             await here.play([cell for cell in options.cells if cell.batch == 1], {REFERENCE: session, STATIC: peer})
+
+
+async def ranks(here: Contest, device: str) -> None:
+    """Two ranks beside one, all loaded at once. A step at a time: of two stages one waits for the other."""
+    options, told = here.options, dict[str, str]()
+    cells_, names = (QUICK_CELLS, [*RANK_SIDES][:2]) if options.quick else (RANK_CELLS, [*RANK_SIDES])
+    async with AsyncExitStack() as stack:
+        sides = {}
+        for name in names:
+            opening = Inside.open(here.folder, cells_, 1, device, dtype="bfloat16", **RANK_SIDES[name])
+            side = await here.open(stack, name, opening)
+            if isinstance(side, Inside):
+                sides[name] = side
+                told |= {choice: why for choice, why in side.runner.device.choices if choice.startswith(TRANSPORT)}
+        found = [await contest(cell, sides, ONE_RANK, options.rounds, options.round_seconds) for cell in cells_]
+    [(transport, why)] = told.items()
+    transport = transport.removeprefix(TRANSPORT)
+    nccl = (
+        "rows travelled by NCCL" if transport == "nccl" else f"NCCL was not run: rows travelled by {transport} ({why})"
+    )
+    here.record.save(
+        two_ranks={"transport": transport, "said": nccl, "cells": [each | {"roof": None} for each in found]}
+    )
 
 
 # --- the kernels alone ------------------------------------------------------------------------------------------------
@@ -232,10 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     runs: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
         "cells": partial(cells, here, device),
+        "ranks": partial(ranks, here, device),
         "attention": run_attention,
         "tests": run_tests,
     }
-    for part in PARTS if not options.quick else ("cells",):
+    for part in PARTS if not options.quick else QUICK_PARTS:
         if part in options.only:
             try:
                 asyncio.run(runs[part]())

@@ -15,6 +15,8 @@ def cells(name: str, result: Any) -> str:
     kind = result["benchmark"]
     parts = [TEXTS[kind], *_table(tables.cells(result.get("cells", ())), "" if kind == "peers" else "cells")]
     parts += _table(tables.outputs(result.get("outputs", ())), "outputs")
+    if "two_ranks" in result:
+        parts += [*_table(tables.cells(result["two_ranks"]["cells"])), f"- two ranks: {result['two_ranks']['said']}"]
     parts += [*_table(tables.parts(result)), *_table(tables.attention(result))]
     for suite, found in result.get("tests", {}).items():
         counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))

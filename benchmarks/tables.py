@@ -181,10 +181,18 @@ def limit_line(result: Mapping[str, Any]) -> str:
 def show_suite(result: Mapping[str, Any]) -> None:
     """All of it on the terminal."""
     print()
-    for table in (cells(result.get("cells", ())), outputs(result.get("outputs", ())), parts(result)):
+    shared = result.get("two_ranks", {"cells": (), "said": ""})
+    for table in (
+        cells(result.get("cells", ())),
+        cells(shared["cells"]),
+        outputs(result.get("outputs", ())),
+        parts(result),
+    ):
         if table.rows:
             show(table)
             print()
+    if shared["said"]:
+        print(shared["said"])
     print(limit_line(result))
 
 

@@ -35,6 +35,7 @@ from tests.kernels.rerun import Rerun
 from tests.ranks import World
 
 CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels take no tensors of a CPU")
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
 SEQUENCES = 4
 ONE_AT_A_TIME = threading.RLock()
@@ -124,7 +125,10 @@ def texts_of(runner: TorchRunner, steps: int, first: int = 0) -> list[list[int]]
 
 @pytest.mark.parametrize(
     ("cut", "backend", "steps"),
-    [*((cut, PlannedTorch, 12) for cut in CUTS.values()), (CUTS["tensor"], Interpreted, 4)],
+    [
+        *((cut, PlannedTorch, 12) for cut in CUTS.values()),
+        pytest.param(CUTS["tensor"], Interpreted, 4, marks=INTERPRETED),
+    ],
     ids=[*CUTS, "tensor, kernels"],
 )
 def test_replayed_on_ranks_tokens_are_those_of_one(

@@ -12,7 +12,7 @@ from benchmarks import gpu, report, tables, targets
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
-from benchmarks.gpu import LOADS, run_suite
+from benchmarks.gpu import LOADS, ONE_RANK, run_suite
 from benchmarks.machine import ROOT
 
 
@@ -32,10 +32,14 @@ def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path, quick_run):
     for cell in found["cells"]:
         assert set(cell["sides"]) == {REFERENCE, INSIDE} and cell["roof"]["tokens_per_s"] > 0
         assert cell["sides"][INSIDE]["same_tokens"] == cell["sides"][REFERENCE]["same_tokens"]
+    shared = found["two_ranks"]
+    assert [set(cell["sides"]) for cell in shared["cells"]] == [{ONE_RANK, "tensor 2"}] * len(QUICK_CELLS)
+    assert shared["transport"] in {"shared-memory", "gloo"} and shared["said"].startswith("NCCL was not run")
     with pytest.raises(ValueError, match="rehearsed"):
         report.document([("gpu-check.json", found)])
     page = report.document([("gpu-check.json", found | {"benchmark": "gpu"})])
-    for row in tables.cells(found["cells"]).rows:
+    assert shared["said"] in page
+    for row in [*tables.cells(found["cells"]).rows, *tables.cells(shared["cells"]).rows]:
         assert "| " + " | ".join(row) + " |" in page
 
 
