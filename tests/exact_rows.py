@@ -27,6 +27,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Within the rounding of one result of its type, and float32's own errors."""
+    eps = torch.finfo(actual.dtype).eps
+    rtol = 0.51 * eps if eps > 1e-4 else 16 * eps
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=4e-6)
+
+
 def variant(spec: ModelSpec, name: str) -> ModelSpec:
     return replace(spec, **VARIANTS[name])
 

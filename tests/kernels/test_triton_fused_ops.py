@@ -17,6 +17,7 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 from tests import exact_rows
 from tests.checkpoints import TINY
+from tests.exact_rows import close
 
 SPEC = replace(
     ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -34,13 +35,6 @@ TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.f
 
 def draw(device, *shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def close(actual, expected):
-    """Within the rounding of one result of its type, and float32's own errors."""
-    eps = torch.finfo(actual.dtype).eps
-    rtol = 0.51 * eps if eps > 1e-4 else 16 * eps
-    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=4e-6)
 
 
 @TYPES

@@ -17,6 +17,7 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from tests import exact_rows
 from tests.checkpoints import TINY
+from tests.exact_rows import close
 
 CPU = torch.device("cpu")
 SPEC = replace(
@@ -40,12 +41,6 @@ def every_way(dtype, spec=SPEC):
 
 def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(actual, expected):
-    """Within the rounding of one result of its type, and float32's own errors."""
-    eps = torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.double(), expected, rtol=0.51 * eps if eps > 1e-3 else 16 * eps, atol=4e-6)
 
 
 @TYPES

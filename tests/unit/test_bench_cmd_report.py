@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ferrum_rpc.bench.display import progress, progress_line, show
-from ferrum_rpc.bench.options import Workload
 from ferrum_rpc.bench.report import report
 from ferrum_rpc.bench.stats import Stats
-from ferrum_rpc.core import Greedy, StepTiming
+from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import KvBlocksExhausted, QueueFull
+from tests.unit.test_bench_cmd_arrivals import workload as any_workload
 
-
-def workload(**changes: Any) -> Workload:
-    values: dict[str, Any] = {
-        "way": "unary",
-        "batch": 4,
-        "in_flight": 2,
-        "single": False,
-        "context": 8,
-        "prompt_tokens": 8,
-        "output": Greedy(),
-        "steps": 100,
-        "seconds": None,
-        "warmup": 5,
-        "rate": None,
-        "arrivals": "fixed",
-        "seed": 0,
-    }
-    return Workload(**{**values, **changes})
+workload = partial(any_workload, batch=4, in_flight=2, single=False, steps=100, warmup=5)
 
 
 def measured(steps: int) -> Stats:
