@@ -18,7 +18,7 @@ from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
-from ferrum_rpc.client.masks import Masks
+from ferrum_rpc.client.masks import TokenMasks
 from ferrum_rpc.client.pace import RunPace
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
@@ -44,7 +44,7 @@ class Connection:
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
         self.context = context
         self.leases = leases
-        self.masks = Masks(context)
+        self.masks = TokenMasks(context)
         self.transport = transport
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()

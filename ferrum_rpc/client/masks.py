@@ -50,7 +50,7 @@ class KnownMasks:
             self._bytes -= len(self._words.popitem(last=False)[1])
 
 
-class Masks:
+class TokenMasks:
     """The masks of one client, which are among those ``known``."""
 
     def __init__(self, context: Context) -> None:

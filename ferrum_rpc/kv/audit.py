@@ -12,12 +12,12 @@ import numpy as np
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
 from ferrum_rpc.kv.prefix import PrefixCache
-from ferrum_rpc.kv.sequence import SequenceState
+from ferrum_rpc.kv.sequence import SequenceBlocks
 from ferrum_rpc.kv.table import blocks_for
 from ferrum_rpc.prefix_hash import chained
 
 
-def check(pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: PrefixCache, block_size: int) -> None:
+def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: PrefixCache, block_size: int) -> None:
     """Raise `CacheCorrupt` unless
 
     - every block is held as often as its reference count says, and free and held blocks partition the usable ones;
@@ -44,7 +44,7 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceState], prefixes: Pre
         _check_published(sequence, state, prefixes, block_size)
 
 
-def _check_size(sequence: int, state: SequenceState, block_size: int) -> None:
+def _check_size(sequence: int, state: SequenceBlocks, block_size: int) -> None:
     blocks = blocks_for(state.length, block_size)
     if state.open is not None:
         blocks = max(blocks, blocks_for(state.open.end, block_size))
@@ -52,7 +52,7 @@ def _check_size(sequence: int, state: SequenceState, block_size: int) -> None:
         raise CacheCorrupt(f"sequence {sequence} of {state.length} tokens has {len(state.table)} blocks, not {blocks}")
 
 
-def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_size: int) -> None:
+def _check_private(sequence: int, state: SequenceBlocks, pool: BlockPool, block_size: int) -> None:
     private = list(state.spares)
     if state.open is not None:
         private += state.open.table[(state.open.start + state.open.cached) // block_size :].tolist()
@@ -67,7 +67,7 @@ def _check_private(sequence: int, state: SequenceState, pool: BlockPool, block_s
             raise CacheCorrupt(f"sequence {sequence} was promised {wanted} spare blocks and has {len(state.spares)}")
 
 
-def _check_published(sequence: int, state: SequenceState, prefixes: PrefixCache, block_size: int) -> None:
+def _check_published(sequence: int, state: SequenceBlocks, prefixes: PrefixCache, block_size: int) -> None:
     table = state.table.view(len(state.table)).tolist()
     if state.root is None:
         if any(prefixes.hash_of(block) is not None for block in table):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.pool import BlockPool
-from ferrum_rpc.kv.sequence import SequenceState
+from ferrum_rpc.kv.sequence import SequenceBlocks
 from ferrum_rpc.kv.table import blocks_for
 
 
@@ -23,10 +23,10 @@ class Capacity:
         self._pool = pool
         self._block_size = block_size
         self._withdraw = withdraw
-        self.promised: dict[SequenceState, None] = {}
+        self.promised: dict[SequenceBlocks, None] = {}
         """Those that were promised something, and perhaps some that are promised nothing any more."""
 
-    def begin(self, state: SequenceState, start: int, tokens: int) -> None:
+    def begin(self, state: SequenceBlocks, start: int, tokens: int) -> None:
         """Promise ``tokens`` tokens from ``start`` on, for which spares are there."""
         state.promised_from, state.promised_tokens = start, tokens
         if tokens:
@@ -43,24 +43,24 @@ class Capacity:
             )
         return blocks
 
-    def promise(self, state: SequenceState, tokens: int) -> None:
+    def promise(self, state: SequenceBlocks, tokens: int) -> None:
         """Hold spares for the next ``tokens`` tokens, in place of an earlier promise. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.length, tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
         self.begin(state, state.length, tokens)
         self._give_back(state, wanted)
 
-    def keep(self, state: SequenceState) -> None:
+    def keep(self, state: SequenceBlocks) -> None:
         """More blocks may have become shared: hold spares for them. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
 
-    def trim(self, state: SequenceState) -> None:
+    def trim(self, state: SequenceBlocks) -> None:
         """Blocks may be shared no more: give back the spares that were held for them."""
         if state.promised_tokens:
             self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
-    def lacking_to_hold(self, state: SequenceState, start: int, table: int, end: int, spares: int) -> int:
+    def lacking_to_hold(self, state: SequenceBlocks, start: int, table: int, end: int, spares: int) -> int:
         """Blocks that the pool must give so that writes up to ``end`` find theirs, once a step has written from
         ``start`` on and left ``table`` blocks; ``spares``: those that it does not use. What the step gives up comes
         back."""
@@ -70,19 +70,19 @@ class Capacity:
         shared = self._pool.count_shared(state.table.view(min(state.shared, start // size))[lowest:])
         return max(0, blocks_for(end, size) - table - given_up + shared - spares)
 
-    def hold(self, state: SequenceState, start: int, end: int) -> None:
+    def hold(self, state: SequenceBlocks, start: int, end: int) -> None:
         """Promise writes from ``start`` up to ``end`` until `end_hold`, besides what was promised before."""
         state.before_hold = state.promised_from, state.promised_tokens
         self.begin(state, *self._promise_with(state, start, end))
 
-    def undo_hold(self, state: SequenceState, taken: int) -> None:
+    def undo_hold(self, state: SequenceBlocks, taken: int) -> None:
         """It never was: its last ``taken`` spares go back."""
         self._pool.release(state.spares[len(state.spares) - taken :])
         del state.spares[len(state.spares) - taken :]
         assert state.before_hold is not None  # noqa: S101 - it holds
         (state.promised_from, state.promised_tokens), state.before_hold = state.before_hold, None
 
-    def end_hold(self, state: SequenceState) -> None:
+    def end_hold(self, state: SequenceBlocks) -> None:
         """Only what was promised before stays, counted from the lowest length since."""
         if state.before_hold is not None:
             (_, state.promised_tokens), state.before_hold = state.before_hold, None
@@ -91,7 +91,7 @@ class Capacity:
             else:
                 self._give_back(state, 0)
 
-    def resize(self, state: SequenceState, lowest: int, length: int) -> None:
+    def resize(self, state: SequenceBlocks, lowest: int, length: int) -> None:
         """Set the length, ``lowest`` having been the least on the way, and make the spares fit the promise again.
 
         Blocks that the sequence gave up are in the pool by now, so that they can come back as spares.
@@ -111,7 +111,7 @@ class Capacity:
         self._give_back(state, wanted)
 
     @staticmethod
-    def _promise_with(state: SequenceState, start: int, end: int) -> tuple[int, int]:
+    def _promise_with(state: SequenceBlocks, start: int, end: int) -> tuple[int, int]:
         """From where, and of how many tokens, a promise is that covers the present one and writes up to ``end``, once
         ``start`` has been a length."""
         if not state.promised_tokens:
@@ -119,7 +119,7 @@ class Capacity:
         lowest = min(state.promised_from, start)
         return lowest, max(state.promised_tokens, end - lowest)
 
-    def _spares_for(self, state: SequenceState, start: int, tokens: int) -> int:
+    def _spares_for(self, state: SequenceBlocks, start: int, tokens: int) -> int:
         """Blocks that the sequence needs beyond its own to be written from ``start`` on, up to ``tokens`` tokens: those
         that it has not, and a copy of each that is shared. It may go back to ``start`` and write all of it again, so
         what a fork published there, and holds no more, is published no more: another that found it would share it."""
@@ -135,7 +135,7 @@ class Capacity:
                 self._withdraw(block)
         return absent + self._pool.count_shared(held)
 
-    def _give_back(self, state: SequenceState, wanted: int) -> None:
+    def _give_back(self, state: SequenceBlocks, wanted: int) -> None:
         """Spares beyond ``wanted`` are free again, e.g. when the fork that shared the last block is gone."""
         surplus = state.spares[wanted:]
         del state.spares[wanted:]

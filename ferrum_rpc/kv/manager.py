@@ -39,7 +39,7 @@ from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
 from ferrum_rpc.kv.prefix import PrefixCache, Tier
-from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceState
+from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
@@ -65,7 +65,7 @@ class KvManager:
         self._pool = BlockPool(num_blocks, order)
         self._prefixes = PrefixCache(self._pool, block_size, fingerprint)
         self._capacity = Capacity(self._pool, block_size, self._prefixes.withdraw)
-        self._sequences: dict[int, SequenceState] = {}
+        self._sequences: dict[int, SequenceBlocks] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps
 
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
@@ -132,7 +132,7 @@ class KvManager:
     def _open(  # noqa: PLR0917 - once a span: keywords cost time
         self,
         sequence: int,
-        state: SequenceState,
+        state: SequenceBlocks,
         start: int,
         end: int,
         found: Sequence[int],
@@ -281,7 +281,7 @@ class KvManager:
         at = state.length if at is None else at
         self._check_within(state, at)
         shared = state.table.view(blocks_for(at, self.block_size))
-        forked = SequenceState(
+        forked = SequenceBlocks(
             BlockTable(shared),
             at,
             state.history.fork(at),
@@ -364,7 +364,7 @@ class KvManager:
         ``most`` of them, which are returned with what must be written to them. ``prefix``: see `reserve`."""
         state = self._sequences.get(sequence)
         if state is None:
-            state = SequenceState()
+            state = SequenceBlocks()
             if prefix is not None:
                 self._prefixes.begin(state, prefix)
         if state.root is None or state.open is not None or start != state.length:
@@ -457,30 +457,30 @@ class KvManager:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _known(self, sequence: int) -> SequenceState:
+    def _known(self, sequence: int) -> SequenceBlocks:
         state = self._sequences.get(sequence)
         if state is None:
             raise KvMisuse(f"sequence {sequence} does not exist")
         return state
 
-    def _idle(self, sequence: int) -> SequenceState:
+    def _idle(self, sequence: int) -> SequenceBlocks:
         state = self._sequences.get(sequence) or self._known(sequence)
         if state.open is not None:
             raise KvMisuse(f"sequence {sequence} has an open reservation")
         return state
 
-    def _opened(self, reservation: Reservation) -> SequenceState:
+    def _opened(self, reservation: Reservation) -> SequenceBlocks:
         state = self._sequences.get(reservation.sequence) or self._known(reservation.sequence)
         if state.open is not reservation:
             raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
         return state
 
-    def _made(self, sequence: int, parent: int | None, length: int, prefix: PrefixUse | None) -> SequenceState:
+    def _made(self, sequence: int, parent: int | None, length: int, prefix: PrefixUse | None) -> SequenceBlocks:
         """A new sequence, of the first tokens of ``parent`` where one is named; without, it is not there yet."""
         if sequence in self._sequences:
             raise KvMisuse(f"sequence {sequence} exists already")
         if parent is None:
-            state = SequenceState()
+            state = SequenceBlocks()
             if prefix is not None:
                 self._prefixes.begin(state, prefix)
             return state
@@ -488,7 +488,7 @@ class KvManager:
         return self._sequences[sequence]
 
     @staticmethod
-    def _check_within(state: SequenceState, length: int) -> None:
+    def _check_within(state: SequenceBlocks, length: int) -> None:
         if length < 0:
             raise KvMisuse(f"a length of {length}")
         if length > state.length:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ferrum_rpc.core import BlockChange, PrefixUse, TokenArray
 from ferrum_rpc.kv.pool import BlockPool, Int32Array
-from ferrum_rpc.kv.sequence import NEVER, SequenceState
+from ferrum_rpc.kv.sequence import NEVER, SequenceBlocks
 from ferrum_rpc.prefix_hash import chained, root_of
 
 MOST_CHANGES: Final = 1 << 16
@@ -58,13 +58,13 @@ class PrefixCache:
 
     # --- a sequence -------------------------------------------------------------------------------------------------
 
-    def begin(self, state: SequenceState, use: PrefixUse) -> None:
+    def begin(self, state: SequenceBlocks, use: PrefixUse) -> None:
         """A new sequence finds blocks here, and publishes its own where it is to."""
         state.root = state.chain = root_of(use.fingerprint or self._fingerprint, use.salt, use.adapter)
         state.adapter = use.adapter
         state.publish_at = self._size if use.publishes else NEVER
 
-    def find(self, state: SequenceState, prompt: TokenArray) -> tuple[list[int], list[bytes]]:
+    def find(self, state: SequenceBlocks, prompt: TokenArray) -> tuple[list[int], list[bytes]]:
         """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
         those of ``prompt`` behind them; and the content of what the tier has behind those. For a sequence that uses the
         cache."""
@@ -89,7 +89,7 @@ class PrefixCache:
             loaded.append(content)
         return found, loaded
 
-    def fetch(self, state: SequenceState, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
+    def fetch(self, state: SequenceBlocks, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind what is published: up to ``most``, of those that
         are free. Returns them with their content, which must be written there. For a sequence that uses the cache."""
         size, length, pool = self._size, state.length, self._pool
@@ -122,7 +122,7 @@ class PrefixCache:
         pool.release(held)
         return fetched
 
-    def publish(self, state: SequenceState) -> None:
+    def publish(self, state: SequenceBlocks) -> None:
         """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``."""
         size = self._size
         blocks = (state.promised_from if state.promised_tokens else state.length) // size
@@ -146,7 +146,7 @@ class PrefixCache:
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
 
-    def went_back(self, state: SequenceState, length: int) -> None:
+    def went_back(self, state: SequenceBlocks, length: int) -> None:
         """The sequence had ``length`` tokens, or has them now: its chain is no longer."""
         first = length // self._size
         if state.root is None or first >= state.chained:

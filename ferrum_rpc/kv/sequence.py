@@ -65,7 +65,7 @@ class Reservation:
 
 
 @dataclass(slots=True, eq=False)
-class SequenceState:
+class SequenceBlocks:
     """One live sequence: ``length`` tokens in the blocks of ``table``, whose ids are in ``history``.
 
     ``spares`` are blocks without content that only this sequence may use. They keep a promise: all writes up to

@@ -62,7 +62,7 @@ from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED, Transaction
 
 CHOOSING: Final = (Greedy, Sample)
@@ -521,7 +521,7 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
         if entry is not None:
             state.replay.finish(entry, outcome)
     except Exception as error:
-        state.supervisor.note(Background.CALLBACK, error)
+        state.supervisor.note(BackgroundTask.CALLBACK, error)
         return fail_item(state, each, refused=refused)
     return outcome
 

@@ -17,7 +17,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.moving import layout_of
-from ferrum_rpc.service.nixl import Reader
+from ferrum_rpc.service.nixl import ChunkReader
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 from ferrum_rpc.service.replay import scope_of
@@ -65,7 +65,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             answer, header = pb.ImportKvResponse(), frame.header
             found = await self._abandon(caller, header) if header.abandon else self._find(caller, header)
             if isinstance(found, Import):
-                with found.stream(), closing(Reader(state.nixl)) as reader:
+                with found.stream(), closing(ChunkReader(state.nixl)) as reader:
                     await found.begin()
                     handle = await found.receive(context.read, reader)
                 answer.next_token = found.next_token

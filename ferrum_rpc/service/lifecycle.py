@@ -20,7 +20,7 @@ from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.records import Ending, SequenceRecord
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 
 log = structlog.get_logger("ferrum_rpc.lifecycle")
 
@@ -123,7 +123,7 @@ class Drain:
             sessions=len(self._sessions),
             action="let schedulers move on: new sequences are refused, owned ones are served until the grace is over",
         )
-        self._task = self._state.supervisor.start(Background.DRAIN, self._run)
+        self._task = self._state.supervisor.start(BackgroundTask.DRAIN, self._run)
 
     async def _run(self) -> None:
         state = self._state

@@ -39,12 +39,12 @@ class Registered:
     """A mask of one caller. ``uses``: calls in flight that name it."""
 
     id: bytes
-    owner: Owner
+    owner: CallerMasks
     uses: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
+class CallerMasks:
     """One caller's masks by id; ``idle`` are those without uses, the one that was used least recently first."""
 
     account: Account
@@ -58,7 +58,7 @@ class MaskTable:
     def __init__(self, limits: Limits, submit: Callable[[Operation], None]) -> None:
         self._most = limits.max_token_masks
         self._submit = submit
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[str, CallerMasks] = {}
         self._holders: Counter[bytes] = Counter()  # by id: how many callers have registered it
         self._count = 0
         self._on_way: Counter[str] = Counter()  # by caller: masks that the engine has not taken yet
@@ -78,7 +78,7 @@ class MaskTable:
             return known
         check_words(words, vocab_size, field)
         dropped = self._make_room(account, owner)
-        owner = self._owners.setdefault(name, Owner(account))  # it may have gone with its last mask
+        owner = self._owners.setdefault(name, CallerMasks(account))  # it may have gone with its last mask
         mask = owner.masks[mask_id] = owner.idle[mask_id] = Registered(mask_id, owner)
         account.held[Resource.TOKEN_MASKS] += 1
         self._count += 1
@@ -127,13 +127,13 @@ class MaskTable:
         if not mask.uses and mask.owner.masks.get(mask.id) is mask:
             mask.owner.idle[mask.id] = mask
 
-    def _make_room(self, account: Account, mine: Owner | None) -> list[bytes]:
+    def _make_room(self, account: Account, mine: CallerMasks | None) -> list[bytes]:
         """Let one mask go if another needs its place. Returns what the engine has to drop."""
         most = min(self._most, account.most[Resource.TOKEN_MASKS])
         if self._on_way[account.caller.name] >= max(most, ON_WAY) or self._on_way.total() >= max(self._most, ON_WAY):
             raise _full(f"{self._on_way.total()} token masks are on their way to the engine", most)
         held = 0 if mine is None else len(mine.masks)
-        victim: Owner | None
+        victim: CallerMasks | None
         if held >= account.most[Resource.TOKEN_MASKS]:
             victim = mine
         elif self._count >= self._most:

@@ -17,12 +17,12 @@ from ferrum_rpc.core import HandleRef, PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.nixl import Reader, Staging
+from ferrum_rpc.service.nixl import ChunkReader, StagedChunks
 from ferrum_rpc.service.records import Adapter, SequenceRecord
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import Layout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
+from ferrum_rpc.wire.transfer import CacheLayout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
 
 CHUNK_BYTES: Final = 512 << 10
 """Of the tensors of a chunk: a message of the default limit has room for one."""
@@ -34,11 +34,11 @@ INLINE_BYTES: Final = 64 << 10
 """Checksums of more are computed beside the event loop."""
 
 
-def layout_of(state: ServerState, adapter: Adapter | None = None) -> Layout:
+def layout_of(state: ServerState, adapter: Adapter | None = None) -> CacheLayout:
     """That of the caches of sequences with an adapter, or without. Raises `NotSupported`."""
     if adapter is None:
-        return Layout.of(state.model)
-    return Layout.of(state.model, adapter.name, adapter.fingerprint)
+        return CacheLayout.of(state.model)
+    return CacheLayout.of(state.model, adapter.name, adapter.fingerprint)
 
 
 class Moving:
@@ -49,7 +49,7 @@ class Moving:
     record: SequenceRecord
     ended: ExecutorError | None = None
 
-    def __init__(self, state: ServerState, layout: Layout) -> None:
+    def __init__(self, state: ServerState, layout: CacheLayout) -> None:
         self._state = state
         self._layout = layout
 
@@ -65,7 +65,7 @@ class Moving:
                 if take is not None:
                     take(result)
             except Exception as error:
-                self._state.supervisor.note(Background.CALLBACK, error)
+                self._state.supervisor.note(BackgroundTask.CALLBACK, error)
                 result = InternalError(FAILED)
             if not answered.done():
                 answered.set_result(result)
@@ -84,7 +84,7 @@ class Moving:
             self.record.touch()
 
     async def _frames(
-        self, first: int, length: int, size: int, staging: Staging | None = None
+        self, first: int, length: int, size: int, staging: StagedChunks | None = None
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
         """The chunks of the tokens ``first .. length``, of ``size`` tokens each, and the trailer: as many frames at a
         time as are read by one operation, with the first token of those chunks. With ``staging`` one at a time: their
@@ -134,7 +134,7 @@ class Incoming(Moving, ABC):
             while left > 0 and (fetched := await self._ask(command)):
                 left -= fetched
 
-    async def receive(self, read: Callable[[], Awaitable[Any]], reader: Reader | None = None) -> HandleRef | None:
+    async def receive(self, read: Callable[[], Awaitable[Any]], reader: ChunkReader | None = None) -> HandleRef | None:
         """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of
         the sequence, or None where something is missing. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
         digest, before = sha256() if self.digests else None, self.next_token
@@ -165,7 +165,7 @@ class Incoming(Moving, ABC):
         return None
 
     async def _take(
-        self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: Reader | None
+        self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: ChunkReader | None
     ) -> tuple[int, int]:
         """Check a chunk and write it. Returns its tokens, which have to be those of ``layer`` 0 of its ``group``."""
         tokens, parts = chunk_from_proto(self._layout, chunk)
@@ -192,7 +192,7 @@ class Incoming(Moving, ABC):
         await self._write(layer, start, end, parts)
         return start, end
 
-    async def _read(self, reader: Reader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
+    async def _read(self, reader: ChunkReader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
         """The parts of a chunk that the stream does not bring."""
         if reader is None:
             raise InvalidRequest("a chunk has no data", field="chunk.remote")
@@ -218,7 +218,7 @@ class Incoming(Moving, ABC):
 
 
 def _chunks(  # noqa: PLR0917
-    layout: Layout, digest: Any, layers: Sequence[int], start: int, end: int, pieces: Sequence[tuple[Any, ...]]
+    layout: CacheLayout, digest: Any, layers: Sequence[int], start: int, end: int, pieces: Sequence[tuple[Any, ...]]
 ) -> list[bytes]:
     """The frames of what was read of the positions ``start .. end``. They go into the digest."""
     return [

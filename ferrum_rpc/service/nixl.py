@@ -282,7 +282,7 @@ def offered(nixl: Nixl | None, transport: pb.KvTransport) -> Nixl:
     return nixl
 
 
-class Staging:
+class StagedChunks:
     """The chunks of one export that were not read yet, of ``size`` bytes at most each. Raises `QueueFull`, and
     `NotSupported` where not one has room."""
 
@@ -352,7 +352,7 @@ class Staging:
             raise self._ended
 
 
-class Reader:
+class ChunkReader:
     """Reads the chunks of one import from its exporter. ``nixl``: None where that is not offered."""
 
     def __init__(self, nixl: Nixl | None) -> None:

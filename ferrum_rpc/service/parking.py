@@ -39,9 +39,9 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, checksum, layout_of
 from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import FILE_MAGIC, Layout
+from ferrum_rpc.wire.transfer import FILE_MAGIC, CacheLayout
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -102,7 +102,7 @@ class Park(Moving):
 
     renews: ClassVar[bool] = False
 
-    def __init__(self, state: ServerState, layout: Layout, record: SequenceRecord, *, claimed: bool) -> None:
+    def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord, *, claimed: bool) -> None:
         super().__init__(state, layout)
         self.record = record
         self._claimed, self._used = claimed, record.used
@@ -122,7 +122,7 @@ class Park(Moving):
         except ExecutorError as error:
             return error
         except Exception as error:
-            state.supervisor.note(Background.PARK, error)
+            state.supervisor.note(BackgroundTask.PARK, error)
             return InternalError(FAILED)
         finally:
             if self._claimed:
@@ -201,7 +201,7 @@ class _Return(Incoming):
     digests: ClassVar[bool] = False  # chunks that the prefix cache has are not read; each has a checksum
     _begun = False
 
-    def __init__(self, state: ServerState, layout: Layout, record: SequenceRecord) -> None:
+    def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord) -> None:
         super().__init__(state, layout)
         self.record = record
 
@@ -275,7 +275,7 @@ class _Return(Incoming):
         if isinstance(error, ExecutorError):
             state.counters.kv_exhausted += isinstance(error, KvBlocksExhausted)
             return error
-        state.supervisor.note(Background.PARK, error)
+        state.supervisor.note(BackgroundTask.PARK, error)
         return InternalError(FAILED)
 
 

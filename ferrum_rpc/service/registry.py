@@ -23,7 +23,7 @@ from ferrum_rpc.service.bodies import Bodies
 from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, refuse
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.framing import serializing
-from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
+from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, UnfoldingBudget, check
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
@@ -60,8 +60,8 @@ class Registry(grpc.GenericRpcHandler):
 
         self._calls = calls
         self._guard = guard
-        self._budget = Budget.of(limits)
-        self.budgets: dict[Any, Budget] = {}
+        self._budget = UnfoldingBudget.of(limits)
+        self.budgets: dict[Any, UnfoldingBudget] = {}
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
         self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
         self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)

@@ -51,7 +51,7 @@ class Scope(dict[str, "Entry"]):
     in its ``owner``'s part, for as long as it has any."""
 
     __slots__ = ("key", "owner")
-    owner: Owner
+    owner: CallerAnswers
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -87,7 +87,7 @@ class Entry:
         self.waiters = tuple([each for each in self.waiters if each is not waiter])
 
 
-class Owner:
+class CallerAnswers:
     """One caller's part of the log: its scopes, the least recently used first; the ring of its answers with rows begins
     and ends at ``rows``, and they take ``bytes``."""
 
@@ -108,7 +108,7 @@ class ReplayLog:
         self._budget = budget
         self._max_answers = entries
         self._answers = 0
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[str, CallerAnswers] = {}
         self.bytes = 0
         self.replays = 0
 
@@ -131,7 +131,7 @@ class ReplayLog:
             name = scope.key[0]
             owner = self._owners.get(name)
             if owner is None:
-                owner = self._owners[name] = Owner()
+                owner = self._owners[name] = CallerAnswers()
             owner.scopes[scope.key] = scope
             scope.owner = owner
         entry = scope[request_id] = Entry(scope, request_id, fingerprint)

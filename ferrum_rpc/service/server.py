@@ -47,8 +47,8 @@ from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
-from ferrum_rpc.service.supervisor import Background
-from ferrum_rpc.wire.unfolding import Budget
+from ferrum_rpc.service.supervisor import BackgroundTask
+from ferrum_rpc.wire.unfolding import UnfoldingBudget
 
 log = structlog.get_logger("ferrum_rpc.server")
 
@@ -162,7 +162,7 @@ class ExecutorServer:
         server.add_generic_rpc_handlers((registry,))
         acceptors = Acceptors(server, registry.handlers)
         supervisor = self.state.supervisor
-        rejected = partial(supervisor.count, Background.CERTIFICATES)
+        rejected = partial(supervisor.count, BackgroundTask.CERTIFICATES)
         self.port = open_port(server, self._host, self.port, self._security, rejected)
         self._server = server
         supervisor.on_change = self.health.update
@@ -171,7 +171,7 @@ class ExecutorServer:
         await server.start()
         acceptors.start()
         engine.start()
-        supervisor.every(Background.HEARTBEAT, LOOK_EVERY_S, partial(self.health.look, engine))
+        supervisor.every(BackgroundTask.HEARTBEAT, LOOK_EVERY_S, partial(self.health.look, engine))
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
@@ -217,9 +217,9 @@ class ExecutorServer:
         """The guard that the settings need; None where callers need no credentials. Raises `SecurityError`."""
         security, supervisor, tokens = self._security, self.state.supervisor, None
         if security.tokens is not None:
-            tokens = TokenFile(security.tokens, failed=partial(supervisor.count, Background.TOKENS))
+            tokens = TokenFile(security.tokens, failed=partial(supervisor.count, BackgroundTask.TOKENS))
             # a file that cannot be used is logged at once, and not at the next call
-            supervisor.every(Background.TOKENS, TOKENS_EVERY_S, tokens.refresh)
+            supervisor.every(BackgroundTask.TOKENS, TOKENS_EVERY_S, tokens.refresh)
         return Guard(tokens, security.operators) if security.asks else None
 
     async def ready(self) -> Described:
@@ -258,11 +258,13 @@ class ExecutorServer:
 
     def _on_ready(self, runner: Described) -> None:
         self.state.serve(runner.info, runner.device)
-        self._methods.budgets[kv_transfer_pb2.ImportKvRequest] = Budget.of(self._limits, runner.info.max_context)
+        self._methods.budgets[kv_transfer_pb2.ImportKvRequest] = UnfoldingBudget.of(
+            self._limits, runner.info.max_context
+        )
         # not before: while torch is imported the loop is late, and there is nothing to sweep
-        self.state.supervisor.every(Background.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
+        self.state.supervisor.every(BackgroundTask.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
         if self.state.parked.offered and self._limits.kv_park_idle_s:
-            self.state.supervisor.every(Background.PARK, IDLE_TURN_S, self.idle_parking.turn)
+            self.state.supervisor.every(BackgroundTask.PARK, IDLE_TURN_S, self.idle_parking.turn)
         self.health.update()
         if not self._ready.done():
             self._ready.set_result(runner)

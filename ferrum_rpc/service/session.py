@@ -29,9 +29,9 @@ from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.records import RETRY_AFTER_S, Ending, Lease, Resource
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.session_kv import SessionKv, Step
+from ferrum_rpc.service.session_kv import PendingFrame, SessionKv
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.info import SCHEMA_REVISION, duration, seconds
@@ -74,8 +74,8 @@ class Session:
             state, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
-        self._open: dict[int, Step] = {}
-        self._ended: deque[Step] = deque()
+        self._open: dict[int, PendingFrame] = {}
+        self._ended: deque[PendingFrame] = deque()
         self._chosen: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
         self._wants_tokens = False
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
@@ -115,7 +115,7 @@ class Session:
 
     async def _serve(self, welcome: Answer) -> None:
         self._state.sessions += 1
-        writer = self._state.supervisor.start(Background.SESSION, self._answer_ended, self._writer_failed)
+        writer = self._state.supervisor.start(BackgroundTask.SESSION, self._answer_ended, self._writer_failed)
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
@@ -208,7 +208,7 @@ class Session:
             case "release":
                 await self._begin(step, self._cache.release, frame.release)
             case "keep_alive":
-                await self._answer(Step(step, reply=self._on_keep_alive), leaving=False)
+                await self._answer(PendingFrame(step, reply=self._on_keep_alive), leaving=False)
             case "cancel":
                 self._cancel(frame.cancel)
             case "close":
@@ -229,7 +229,7 @@ class Session:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, number: int, begin: Callable[[Step, Any], None], request: Any) -> None:
+    async def _begin(self, number: int, begin: Callable[[PendingFrame, Any], None], request: Any) -> None:
         """Begin a step in the turn of the event loop that read its frame, without a task of its own: ``begin`` sets its
         ``calls``, which have claimed their sequences, and its ``reply``. What it raises is the answer; so is a refusal
         where too many steps are in flight."""
@@ -248,7 +248,7 @@ class Session:
             )
             await self._write(self._refusal(number, refusal))
             return
-        step = self._open[number] = Step(number)
+        step = self._open[number] = PendingFrame(number)
         try:
             begin(step, request)
         except Exception as error:
@@ -259,7 +259,7 @@ class Session:
         if not step.calls:
             self._one_ended(step, 0)
 
-    def _one_ended(self, step: Step, index: int) -> None:
+    def _one_ended(self, step: PendingFrame, index: int) -> None:
         step.waits -= 1
         if step.parts is not None:
             step.parts.append(index)
@@ -278,7 +278,7 @@ class Session:
             runs.setdefault(index if item is None else item, (first, []))[1].append(token)
         self._wake_writer()
 
-    def _begin_forward(self, step: Step, request: session_pb2.SessionForward) -> None:
+    def _begin_forward(self, step: PendingFrame, request: session_pb2.SessionForward) -> None:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
         check_room(self._state, self._account, messages)
@@ -321,7 +321,7 @@ class Session:
         return rows.frames(response.step_id)
 
     def _on_part(
-        self, request: session_pb2.SessionForward, calls: Sequence[ForwardCall], step: Step, response: Answer
+        self, request: session_pb2.SessionForward, calls: Sequence[ForwardCall], step: PendingFrame, response: Answer
     ) -> Iterable[Answer]:
         """The items that have ended since the last part."""
         ended, step.parts = step.parts or [], []
@@ -391,7 +391,7 @@ class Session:
             except grpc.aio.BaseError as error:  # the stream is over
                 log.debug("session_tokens_not_written", step=number, error=repr(error))
 
-    async def _answer(self, step: Step, leaving: bool = True, more: bool = False) -> None:
+    async def _answer(self, step: PendingFrame, leaving: bool = True, more: bool = False) -> None:
         """Write the answer of a step that has ended, the frames of its rows ahead of it. ``leaving``: it counted as in
         flight. ``more``: it is a part, and not the last. The step refers to its reply no more after the last: rows that
         are written part by part must not stay until then."""

@@ -32,7 +32,7 @@ refuses the frame."""
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class PendingFrame:
     """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``parts``: those that have and are not
     answered, where it is answered in parts; None where it is answered as a whole. ``give_back`` gives back the room of
     large answers."""
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionKv:
-    """The cache as one session sees it: each method begins a `Step`, or raises what refuses the frame.
+    """The cache as one session sees it: each method begins a `PendingFrame`, or raises what refuses the frame.
     ``refused(outcomes)`` counts and logs the refusals among a frame's outcomes; ``origin`` marks the sequences that the
     session makes."""
 
@@ -56,7 +56,7 @@ class SessionKv:
     origin: object
     refused: Callable[[list[Any]], object]
 
-    def truncate(self, step: Step, request: session_pb2.SessionTruncate) -> None:
+    def truncate(self, step: PendingFrame, request: session_pb2.SessionTruncate) -> None:
         """Roll back, each handle to a length of its own."""
         if len(request.handles) != len(request.lengths):
             raise InvalidRequest("`lengths` has one for every handle", field="lengths")
@@ -67,17 +67,17 @@ class SessionKv:
         ]
         step.calls, step.reply = calls, partial(self._answer, calls, ())
 
-    def release(self, step: Step, request: session_pb2.SessionRelease) -> None:
+    def release(self, step: PendingFrame, request: session_pb2.SessionRelease) -> None:
         handles, any_version = self._handles(request), request.any_version
         calls = [release(self.state, each, any_version=any_version, caller=self.caller) for each in handles]
         step.calls, step.reply = calls, partial(self._answer, calls, handles)
 
-    def fork(self, step: Step, request: session_pb2.SessionFork) -> None:
+    def fork(self, step: PendingFrame, request: session_pb2.SessionFork) -> None:
         lease_id, origin = request.lease_id, self.origin
         call = fork(self.state, *fork_from_proto(request), caller=self.caller, lease_id=lease_id, origin=origin)
         step.calls, step.reply = (call,), partial(self._forked, call)
 
-    def reserve(self, step: Step, request: session_pb2.SessionReserve) -> None:
+    def reserve(self, step: PendingFrame, request: session_pb2.SessionReserve) -> None:
         call = reserve(self.state, handle_from_proto(request.handle), request.tokens, caller=self.caller)
         step.calls, step.reply = (call,), partial(self._answer, (call,), ())
 

@@ -19,7 +19,7 @@ RESTART_AFTER_S: Final = 0.1
 STUCK_AFTER: Final = 3
 
 
-class Background(enum.StrEnum):
+class BackgroundTask(enum.StrEnum):
     """What runs in the background; the value is its name in the metrics."""
 
     SWEEP = "sweep"
@@ -39,9 +39,9 @@ class Supervisor:
     changed."""
 
     def __init__(self) -> None:
-        self.failures: dict[str, int] = dict.fromkeys((each.value for each in Background), 0)
+        self.failures: dict[str, int] = dict.fromkeys((each.value for each in BackgroundTask), 0)
         self.on_change: Callable[[], object] = lambda: None
-        self._in_a_row: dict[Background, int] = {}
+        self._in_a_row: dict[BackgroundTask, int] = {}
         self._periodic: list[asyncio.Task[None]] = []
 
     @property
@@ -49,7 +49,7 @@ class Supervisor:
         """Whether a task that the server cannot do without fails again and again."""
         return any(count >= STUCK_AFTER for count in self._in_a_row.values())
 
-    def every(self, task: Background, seconds: float, turn: Callable[[], object]) -> asyncio.Task[None]:
+    def every(self, task: BackgroundTask, seconds: float, turn: Callable[[], object]) -> asyncio.Task[None]:
         """Call ``turn`` every so many seconds, until cancelled or `stop`. The server cannot do without it."""
 
         async def run() -> None:
@@ -76,7 +76,7 @@ class Supervisor:
 
     def start(
         self,
-        task: Background,
+        task: BackgroundTask,
         run: Callable[[], Awaitable[None]],
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> asyncio.Task[None]:
@@ -104,11 +104,11 @@ class Supervisor:
         try:
             run(*arguments)
         except Exception as error:
-            self.note(Background.CALLBACK, error)
+            self.note(BackgroundTask.CALLBACK, error)
             return False
         return True
 
-    def note(self, task: Background, error: BaseException) -> None:
+    def note(self, task: BackgroundTask, error: BaseException) -> None:
         """Log and count a failure."""
         self.count(task)
         log.error(
@@ -118,7 +118,7 @@ class Supervisor:
             action="report this stack trace: it is a bug in the executor; the task goes on",
         )
 
-    def count(self, task: Background) -> None:
+    def count(self, task: BackgroundTask) -> None:
         """It failed, and the reason is logged. Called by any thread, of one task by one at a time."""
         self.failures[task.value] += 1
 
@@ -127,4 +127,4 @@ class Supervisor:
         if error is None:
             loop.default_exception_handler(context)
         else:
-            self.note(Background.CALLBACK, error)
+            self.note(BackgroundTask.CALLBACK, error)

@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 from ferrum_rpc.errors import InternalError
 from ferrum_rpc.service.replay import Entry, Outcome, Waiter
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 
 FAILED: Final = "the executor failed internally; its log says more"
 
@@ -58,7 +58,7 @@ class Transaction(ABC, Generic[T]):
             take(*result)
         except Exception as error:
             supervisor, failure = self._state.supervisor, InternalError(FAILED)
-            supervisor.note(Background.CALLBACK, error)
+            supervisor.note(BackgroundTask.CALLBACK, error)
             supervisor.attempt(self.fail, failure)
             if not self.ended:
                 self.end(failure)

@@ -23,13 +23,13 @@ from ferrum_rpc.service.admission import check_length, with_adapter
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
 from ferrum_rpc.service.moving import Incoming, Moving, layout_of
-from ferrum_rpc.service.nixl import Staging, offered
+from ferrum_rpc.service.nixl import StagedChunks, offered
 from ferrum_rpc.service.records import Account, Adapter, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.items import handle_from_proto
-from ferrum_rpc.wire.transfer import Layout
+from ferrum_rpc.wire.transfer import CacheLayout
 
 
 class Export(Moving):
@@ -37,9 +37,9 @@ class Export(Moving):
 
     _copied = False
     _closed = False
-    _staging: Staging | None = None
+    _staging: StagedChunks | None = None
 
-    def __init__(self, state: ServerState, account: Account, layout: Layout) -> None:
+    def __init__(self, state: ServerState, account: Account, layout: CacheLayout) -> None:
         super().__init__(state, layout)
         self.record = record = state.handles.mint(account.caller.name)
         record.account, record.busy, record.origin, record.cut = account, True, self, self._cut
@@ -50,7 +50,7 @@ class Export(Moving):
         handle, first = handle_from_proto(request.handle), request.first_token
         size = self._tokens_of_a_chunk(request.chunk_tokens)
         if request.transport:
-            self._staging = Staging(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
+            self._staging = StagedChunks(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
         if first > length:
@@ -116,7 +116,7 @@ class Import(Incoming):
     def __init__(  # noqa: PLR0917
         self,
         state: ServerState,
-        layout: Layout,
+        layout: CacheLayout,
         caller: Caller,
         tokens: TokenArray,
         options: CreateOptions,

@@ -36,7 +36,7 @@ ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CacheLayout:
     """What every cache of a model is made of, or of a model with an adapter. ``dtype``: one of the contract's."""
 
     model_fingerprint: bytes
@@ -47,7 +47,7 @@ class Layout:
     adapter: str = ""
 
     @classmethod
-    def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> Layout:
+    def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> CacheLayout:
         """That of the model that is loaded, with an adapter where there is one, and then with its ``fingerprint``.
         Raises `NotSupported` for a cache that the contract cannot say."""
         dtype = DTYPES.get(model.kv_dtype)
@@ -129,7 +129,7 @@ def import_options(header: kv_transfer_pb2.ImportKvHeader) -> CreateOptions:
 
 
 def chunk_to_proto(  # noqa: PLR0917
-    layout: Layout, layer: int, first_token: int, tokens: int, parts: tuple[Any, ...], crc32c: int
+    layout: CacheLayout, layer: int, first_token: int, tokens: int, parts: tuple[Any, ...], crc32c: int
 ) -> bytes:
     """The frame of an export with a chunk of so many tokens. ``parts``: uint8 [bytes] each."""
     named = [
@@ -140,7 +140,7 @@ def chunk_to_proto(  # noqa: PLR0917
 
 
 def remote_chunk_to_proto(  # noqa: PLR0917
-    layout: Layout, layer: int, first_token: int, tokens: int, remote: kv_transfer_pb2.KvRemote, crc32c: int
+    layout: CacheLayout, layer: int, first_token: int, tokens: int, remote: kv_transfer_pb2.KvRemote, crc32c: int
 ) -> bytes:
     """The same of a chunk whose data are read from elsewhere."""
     chunk = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c, remote=remote)
@@ -149,7 +149,7 @@ def remote_chunk_to_proto(  # noqa: PLR0917
     return kv_transfer_pb2.ExportKvResponse(chunk=chunk).SerializeToString()
 
 
-def chunk_from_proto(layout: Layout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
+def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
     """How many tokens a chunk has, and its parts, which are empty where they are to be read from elsewhere. Raises
     `InvalidRequest` where they are not what the layout says."""
     tokens = chunk.keys.shape[0] if chunk.keys.shape else 0

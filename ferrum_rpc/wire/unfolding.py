@@ -31,14 +31,14 @@ _PACKABLE: Final = frozenset(range(1, 19)) - {9, 10, 11, 12}
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class UnfoldingBudget:
     """What a message may unfold into: ``fields`` in all its parts together, ``elements`` of its lists of numbers."""
 
     fields: int
     elements: int
 
     @classmethod
-    def of(cls, limits: Limits, max_context: int = 0) -> Budget:
+    def of(cls, limits: Limits, max_context: int = 0) -> UnfoldingBudget:
         """What the largest call needs that the limits allow, and the header of an import of ``max_context`` tokens."""
         return cls(
             fields=FIELDS_PER_ITEM * (limits.max_batch_items + 8) + BIAS_FIELDS,
@@ -46,7 +46,7 @@ class Budget:
         )
 
 
-def check(data: bytes, message: Any, budget: Budget) -> None:
+def check(data: bytes, message: Any, budget: UnfoldingBudget) -> None:
     """Raise `InvalidRequest` where ``data``, which claims to be a ``message`` (a generated class), unfolds into more
     than the budget. Bytes that are no message at all pass: the parser says so."""
     if len(data) <= UNCOUNTED_BYTES:
@@ -82,7 +82,7 @@ def check(data: bytes, message: Any, budget: Budget) -> None:
                     raise InvalidRequest("the request is no message of this method")
 
 
-def _too_much(what: str, budget: Budget) -> InvalidRequest:
+def _too_much(what: str, budget: UnfoldingBudget) -> InvalidRequest:
     return InvalidRequest(
         f"the request has more than {what}; send fewer items and shorter lists (limits of GetInfo)",
         metadata={"max_fields": budget.fields, "max_elements": budget.elements},

@@ -18,7 +18,7 @@ from ferrum_rpc.service import supervisor
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
-from ferrum_rpc.service.supervisor import STUCK_AFTER, Background
+from ferrum_rpc.service.supervisor import STUCK_AFTER, BackgroundTask
 from tests.failing import Injected, failing
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.raw_session import raw_session
@@ -40,9 +40,9 @@ async def sweep(served: Served) -> bool:
     state = served.server.state
     lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
     with failing(state.leases, "due"):
-        task = state.supervisor.every(Background.SWEEP, EVERY_S, Sweeper(state).turn)
+        task = state.supervisor.every(BackgroundTask.SWEEP, EVERY_S, Sweeper(state).turn)
         try:
-            await until(lambda: state.supervisor.failures[Background.SWEEP] > 0)
+            await until(lambda: state.supervisor.failures[BackgroundTask.SWEEP] > 0)
             next(each for each in state.leases.due(float("inf")) if each.id == lease).expires = 0.0
             await until(lambda: not len(state.leases))
         finally:
@@ -54,10 +54,10 @@ async def heartbeat(served: Served) -> bool:
     """While the engine cannot be asked, health does not say SERVING; afterwards it does again."""
     server = served.server
     look = partial(server.health.look, server.state.engine)
-    task = server.state.supervisor.every(Background.HEARTBEAT, EVERY_S, look)
+    task = server.state.supervisor.every(BackgroundTask.HEARTBEAT, EVERY_S, look)
     try:
         with failing(server.state.engine, "trouble", math.inf):
-            await until(lambda: server.state.supervisor.failures[Background.HEARTBEAT] >= STUCK_AFTER)
+            await until(lambda: server.state.supervisor.failures[BackgroundTask.HEARTBEAT] >= STUCK_AFTER)
             told = await _serving(served)
         await until(lambda: not server.state.supervisor.stuck)
         return not told and await _serving(served)
@@ -114,13 +114,13 @@ async def completion(served: Served) -> bool:
     return [each.code() for each in failed] == [grpc.StatusCode.INTERNAL] and again.output.handle.seq_len == 2
 
 
-LOOPS: Final[dict[str, tuple[Background, Callable[[Served], Awaitable[bool]]]]] = {
-    "the sweep of leases": (Background.SWEEP, sweep),
-    "the look at the engine": (Background.HEARTBEAT, heartbeat),
-    "the drain": (Background.DRAIN, drain),
-    "an answer of a session": (Background.SESSION, writer),
-    "a session's writer": (Background.SESSION, writer_loop),
-    "the end of a call": (Background.CALLBACK, completion),
+LOOPS: Final[dict[str, tuple[BackgroundTask, Callable[[Served], Awaitable[bool]]]]] = {
+    "the sweep of leases": (BackgroundTask.SWEEP, sweep),
+    "the look at the engine": (BackgroundTask.HEARTBEAT, heartbeat),
+    "the drain": (BackgroundTask.DRAIN, drain),
+    "an answer of a session": (BackgroundTask.SESSION, writer),
+    "a session's writer": (BackgroundTask.SESSION, writer_loop),
+    "the end of a call": (BackgroundTask.CALLBACK, completion),
 }
 
 

@@ -12,7 +12,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine import choices
 from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.wire.transfer import Layout
+from ferrum_rpc.wire.transfer import CacheLayout
 
 TOKENS = np.arange(3, 33, dtype=np.int32)
 
@@ -44,8 +44,10 @@ def test_a_runner_with_a_cache_in_fp8(monkeypatch):
         assert 0.002 < np.sqrt(np.mean((answer - right) ** 2)) / right.std() < 0.05
 
     # moving: its parts are what the layout says, and no other cache has that layout
-    layout, layers = Layout.of(info), [0, 1]
-    assert layout.model_fingerprint == Layout.of(exact.info).model_fingerprint and layout != Layout.of(exact.info)
+    layout, layers = CacheLayout.of(info), [0, 1]
+    assert layout.model_fingerprint == CacheLayout.of(exact.info).model_fingerprint and layout != CacheLayout.of(
+        exact.info
+    )
     with ours.context():
         parts = ours.read_kv(1, 0, 20, layers)
     assert [[each.nbytes for each in layer] for layer in parts] == [[size for *_, size in layout.parts(20)]] * 2

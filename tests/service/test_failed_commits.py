@@ -22,7 +22,7 @@ from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, tru
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.replay import ReplayLog
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.status import error_from_status
 from tests.failing import failing
@@ -69,7 +69,7 @@ async def nothing_held(served: Served, failures: int = 1) -> None:
     assert all(entry.answer is not None and not entry.waiters for entry in entries)
     assert sum(entry.rows_bytes for entry in entries) == state.replay.bytes
     assert len(entries) == state.replay._answers
-    assert state.supervisor.failures[Background.CALLBACK] == failures
+    assert state.supervisor.failures[BackgroundTask.CALLBACK] == failures
 
 
 async def in_one_step(served: Served, gate: Gate, *requests: pb.BatchDecodeRequest) -> list[Any]:

@@ -15,7 +15,7 @@ import pytest_asyncio
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, types_pb2
 from ferrum_rpc.service import nixl
-from ferrum_rpc.wire.transfer import Layout
+from ferrum_rpc.wire.transfer import CacheLayout
 from tests.service.nixl import Fabric
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row
 from tests.serving import Served, serve_identity
@@ -45,7 +45,7 @@ async def servers() -> AsyncIterator[tuple[Fabric, Served, Served]]:
     fabric = Fabric()
     with mock.patch.object(nixl, "SLOT_BYTES", ROOM * CHUNK):
         async with serving(fabric) as source, serving(fabric) as target:
-            assert Layout.of(source.server.state.model).chunk_bytes(8) == CHUNK
+            assert CacheLayout.of(source.server.state.model).chunk_bytes(8) == CHUNK
             yield fabric, source, target
 
 

@@ -26,7 +26,7 @@ from ferrum_rpc.service.auth import CALLER, Guard, Security, TokenFile, parse
 from ferrum_rpc.service.bind import PortInUse, address, check_bind, is_loopback, open_port
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
-from ferrum_rpc.service.supervisor import Background
+from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.service.watched_file import SecurityError
 from tests.serving import LIMITS, serve_identity
@@ -207,17 +207,17 @@ async def test_what_a_server_cannot_use_of_its_files_is_counted(
     (tmp_path / "tokens").write_text("alice a-token\n")
     async with serve_identity(security=dataclasses.replace(files, tokens=tmp_path / "tokens")) as served:
         failures = served.server.state.supervisor.failures
-        assert (failures[Background.TOKENS], failures[Background.CERTIFICATES]) == (0, 0)
+        assert (failures[BackgroundTask.TOKENS], failures[BackgroundTask.CERTIFICATES]) == (0, 0)
         replace(tmp_path / "tokens", "alice a-token\nbob\n")  # logged when it is written, not at the next call
-        await until(lambda: failures[Background.TOKENS] == 1)
+        await until(lambda: failures[BackgroundTask.TOKENS] == 1)
         files.tls_cert.write_text("no certificate")
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
         for _ in range(2):
             with suppress(OSError):  # a client without a certificate; the server asked for its own before
                 await asyncio.open_connection("127.0.0.1", served.server.port, ssl=anybody)
-        assert failures[Background.CERTIFICATES] == 1
-        assert (failures[Background.TOKENS], failures[Background.CALLBACK]) == (1, 0)
+        assert failures[BackgroundTask.CERTIFICATES] == 1
+        assert (failures[BackgroundTask.TOKENS], failures[BackgroundTask.CALLBACK]) == (1, 0)
 
 
 # --- where to listen --------------------------------------------------------------------------------------------------

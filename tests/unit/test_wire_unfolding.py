@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, model_executor_pb2, session_pb2
-from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, Budget, check
+from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, UnfoldingBudget, check
 from tests.serving import LIMITS
 from tests.wiring import field
 
-BUDGET = Budget.of(LIMITS)
+BUDGET = UnfoldingBudget.of(LIMITS)
 MEGABYTE = 1 << 20
 
 
@@ -66,7 +66,7 @@ def test_the_largest_call_that_the_limits_allow_passes() -> None:
 
 
 def test_megabytes_in_one_field_cost_one_step() -> None:
-    check(field(1, field(6, b"r" * (8 * MEGABYTE))), Item, Budget(fields=2, elements=0))
+    check(field(1, field(6, b"r" * (8 * MEGABYTE))), Item, UnfoldingBudget(fields=2, elements=0))
 
 
 @given(st.binary(max_size=200), st.integers(0, 40))
@@ -75,6 +75,6 @@ def test_bytes_that_are_no_message_are_left_to_the_parser(noise: bytes, cut: int
     padding = field(15, b"p" * UNCOUNTED_BYTES)
     for data in (noise + padding, (padding + noise)[: len(padding) + cut], padding[:-cut] if cut else padding):
         try:
-            check(data, executor_control_pb2.ListSequencesRequest, Budget(fields=8, elements=8))
+            check(data, executor_control_pb2.ListSequencesRequest, UnfoldingBudget(fields=8, elements=8))
         except InvalidRequest:
             continue
