@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanResult, Step
+from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine import choices
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.cuda import select
@@ -174,6 +175,27 @@ def test_after_a_failed_step_all_ranks_record_anew(
     old, new = captures.made[:2], captures.made[2:]
     assert [each.replays for each in (*old, *new)] == [4] * 4
     assert [each.recordings for each in new] == [len(buckets(SEQUENCES))] * 2
+
+
+@pytest.mark.parametrize(("cut", "victim"), [((2, 1), 0), ((1, 2), 1)], ids=["tensor", "pipeline"])
+def test_what_a_device_did_after_its_group_was_given_up_counts_for_nothing(
+    checkpoint: Path, cut: tuple[int, int], victim: int, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing raises there until the device was waited for; by the rank that has the rows."""
+    expected = texts_of(build_runner(settings_of(checkpoint)), 5)
+    with closing(World(settings_of(checkpoint, cut))) as world:
+        assert texts_of(world.runner, 3) == [text[:-2] for text in expected]
+        groups = [world.runner.compute._ranks.groups, world.followers[0]._groups]  # type: ignore[attr-defined]
+
+        def check() -> None:
+            groups[victim].abort()
+            raise GroupAborted("given up")
+
+        with monkeypatch.context() as patch, pytest.raises(StepFailed):
+            patch.setattr(groups[victim], "check", check)
+            texts_of(world.runner, 1, first=10)
+        world.runner.check()
+        assert texts_of(world.runner, 5, first=20) == expected
 
 
 @pytest.mark.parametrize("which", [1, 2])

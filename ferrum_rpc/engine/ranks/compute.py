@@ -115,7 +115,7 @@ class RankedCompute(Compute):
         if awaited is not None:
             return awaited
         assert self._ranks.groups is not None  # noqa: S101 - there was a step
-        return super().mark() if self._on_host else Together(self.model.device, self._ranks.groups)
+        return Together(self.model.device, self._ranks.groups)
 
     def recover(self) -> None:
         """Graphs that have what ranks say in them are of groups that are no more, and are recorded anew."""
