@@ -21,7 +21,7 @@ from benchmarks.trips import SERVED, delayed
 from clients.scheduler.driver import Driver
 from clients.scheduler.policy import Budget
 from clients.scheduler.prompts import DEMO_PROMPTS
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from ferrum_rpc.client import ExecutorClient, Greedy
@@ -50,7 +50,7 @@ class Unwatched:
         pass
 
 
-async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int) -> Run:
+async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int) -> RunCounts:
     """The first ``batch`` demo prompts at once, ``tokens`` each."""
     drafter: Drafter | None = None
     if way.startswith(LOOKUP):
@@ -75,7 +75,7 @@ async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: 
     return run
 
 
-def points(taken: dict[tuple[str, float, int], list[Run]]) -> list[dict[str, Any]]:
+def points(taken: dict[tuple[str, float, int], list[RunCounts]]) -> list[dict[str, Any]]:
     """Medians of the rounds; ``of_single``: of the ratios to the same round's by single steps. ``per_trip``: tokens of
     a sequence with one trip, behind its prompt; ``accepted``: the share of drafted tokens."""
     found = []
@@ -97,11 +97,11 @@ def points(taken: dict[tuple[str, float, int], list[Run]]) -> list[dict[str, Any
     return found
 
 
-def _rate(run: Run) -> float:
+def _rate(run: RunCounts) -> float:
     return sum(len(each.generated) for each in run.requests) / run.wall_seconds
 
 
-def _per_trip(run: Run, prompts: int) -> float:
+def _per_trip(run: RunCounts, prompts: int) -> float:
     return run.decode_tokens / (run.sequences - prompts)
 
 
@@ -110,7 +110,7 @@ async def run(options: argparse.Namespace) -> Record:
     pair = ("identity", "identity") if options.model == "identity" else ("demo", "demo-draft")
     settings = {"model": pair[0], "draft": pair[1], **SERVED, "tokens": options.tokens, "run_tokens": RUN_TOKENS}
     record = Record("speculation", settings | {"rounds": options.rounds}, options.out)
-    taken: dict[tuple[str, float, int], list[Run]] = {}
+    taken: dict[tuple[str, float, int], list[RunCounts]] = {}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         ours, small = [await enter(executor(each, SERVED)) for each in pair]

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from clients.scheduler.policy import Feed
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Ending, Request, Stage
-from ferrum_rpc.client import CacheMode, ExecutorClient, Item, OutputSpec, Sequence
-from ferrum_rpc.client import Run as TokenRun
+from ferrum_rpc.client import CacheMode, ExecutorClient, Item, OutputSpec, Run, Sequence
 
 
 class Observer(Protocol):
@@ -34,7 +33,7 @@ class Board:
     def __init__(
         self,
         client: ExecutorClient,
-        run: Run,
+        run: RunCounts,
         observer: Observer,
         cache_mode: CacheMode,
         *,
@@ -65,7 +64,7 @@ class Board:
         """One that is empty."""
         return self._client.sequence(cache_mode=self._cache_mode)
 
-    def item(self, feed: Feed, output: OutputSpec, run: TokenRun | None = None, follows: Item | None = None) -> Item:
+    def item(self, feed: Feed, output: OutputSpec, run: Run | None = None, follows: Item | None = None) -> Item:
         """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
         item in flight, and feeds what that chooses."""
         request = feed.request

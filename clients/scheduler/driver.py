@@ -18,7 +18,7 @@ from dataclasses import replace
 from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
 from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone, Patience
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
 from clients.scheduler.speculation import Drafter, Speculation
@@ -34,9 +34,9 @@ from ferrum_rpc.client import (
     Item,
     OutputSpec,
     Positions,
+    Run,
     Sample,
 )
-from ferrum_rpc.client import Run as TokenRun
 from ferrum_rpc.errors import (
     ChainBroken,
     ContextLengthExceeded,
@@ -94,13 +94,13 @@ class Driver:
             self._speculation = Speculation(drafter, most, runs=self._run_tokens > 0)
         self._single = False  # for a step: blocks were short
         self._steps_a_trip = 1
-        self._run = Run(())
+        self._run = RunCounts(())
         self._hands_over = False
         self.leaving = False  # what runs here is about to go on elsewhere: no long runs
 
-    async def run(self, requests: ListOf[Request]) -> Run:
+    async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
-        run, waiting = Run(requests), deque(requests)
+        run, waiting = RunCounts(requests), deque(requests)
         async with self.serving(run, waiting, waiting):
             while run.left:
                 if not await self.step():
@@ -109,7 +109,7 @@ class Driver:
 
     @asynccontextmanager
     async def serving(
-        self, run: Run, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
+        self, run: RunCounts, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
     ) -> AsyncIterator[None]:
         """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in `Board`.
         ``hands_over``: requests go on elsewhere after their first token."""
@@ -204,12 +204,12 @@ class Driver:
         """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
         than a trip, which all wait for."""
         self.board.admit(step.admitted)
-        runs = dict[Request, TokenRun]()
+        runs = dict[Request, Run]()
         if pool is not None:
             chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self._max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
-            runs = {request: TokenRun(count, self._stops) for request, count in found.items()}
+            runs = {request: Run(count, self._stops) for request, count in found.items()}
         items = [self.board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
         results, _ = await asyncio.gather(self._send(items), self.board.let_go())
@@ -282,7 +282,7 @@ class Driver:
         """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
         items = dict[Request, Item]()
         for request, count in chain.extend(requests).items():
-            feed, run = Feed(request, 1), TokenRun(count, self._stops)
+            feed, run = Feed(request, 1), Run(count, self._stops)
             follows = None if behind is None else behind[request]
             items[request] = self.board.item(feed, self._output(feed, last=True), run, follows)
         ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []

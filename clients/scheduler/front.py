@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from clients.scheduler.driver import Driver
 from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request
 from ferrum_rpc.client import CacheMode, Sequence, SequenceMisuseError
 from ferrum_rpc.client.fleet import Member, Members
@@ -68,7 +68,7 @@ class Front:
         self._watcher = watcher
         self._patience_s = patience_s
         self._patience = Patience(patience_s)
-        self._run = Run(())
+        self._run = RunCounts(())
         self._waiting: deque[Request] = deque()
         self._workers: list[Worker] = []
         self._placed = False
@@ -76,10 +76,10 @@ class Front:
         self._targets: dict[Request, tuple[Worker, Sequence]] = {}
         self._changed = asyncio.Event()
 
-    async def run(self, requests: ListOf[Request]) -> Run:
+    async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Every request to its end. Raises `ExecutorGone`, and `LayoutMismatch` or `NotSupported` where prompts cannot
         move; whatever happens, no sequence is left behind."""
-        self._run, self._waiting, began = Run(requests), deque(requests), time.monotonic()
+        self._run, self._waiting, began = RunCounts(requests), deque(requests), time.monotonic()
         for request in requests:
             request.arrived = began
         try:

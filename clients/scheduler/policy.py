@@ -93,7 +93,7 @@ class Plan:
 
 def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> Plan:
     """The next step. ``running`` in any order, ``waiting`` in the order of admission."""
-    step = _Step(pool, budget, sorted(running, key=lambda each: each.index))
+    step = _Planner(pool, budget, sorted(running, key=lambda each: each.index))
     step.decodes()
     step.chunks()
     step.unblock()
@@ -121,7 +121,7 @@ def arrivals(
 
 
 @dataclass(slots=True)
-class _Step:
+class _Planner:
     """The ledger of one step in the making. ``kept`` are the running requests, oldest first."""
 
     pool: Pool

@@ -18,7 +18,7 @@ from clients.scheduler.front import Front
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.refusals import NOT_NOW, ExecutorGone, Patience
-from clients.scheduler.report import Run, summarise
+from clients.scheduler.report import RunCounts, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if run.failed else 0
 
 
-async def serve(options: Options) -> Run:
+async def serve(options: Options) -> RunCounts:
     """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
     async with AsyncExitStack() as stack:
         fleets = [

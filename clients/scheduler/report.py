@@ -11,7 +11,7 @@ from ferrum_rpc.client import ExecutorStatus, MethodCount, Pressure
 
 
 @dataclass(slots=True)
-class Run:
+class RunCounts:
     """Counts of one run. Times are seconds, as the scheduler saw them: the wire is part of them. ``left``: requests
     that have not ended. ``moves``: seconds of each move to another executor."""
 
@@ -83,7 +83,7 @@ class Summary:
     methods: list[tuple[str, int, int, int, int]] = field(default_factory=list)
 
 
-def summarise(run: Run, before: ExecutorStatus | None, after: ExecutorStatus | None) -> Summary:
+def summarise(run: RunCounts, before: ExecutorStatus | None, after: ExecutorStatus | None) -> Summary:
     """``before`` and ``after`` are the executor's own counts around the run."""
     first = [each.first_token - each.arrived for each in run.requests if each.first_token]
     generated = sum(len(each.generated) for each in run.requests)

@@ -29,7 +29,7 @@ _PATIENCE: Final = 4
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SentRun:
     """A run of ``tokens`` at most, in flight over a ``connection``."""
 
     item: Item
@@ -65,7 +65,7 @@ class Ahead:
         self._timeout_s = timeout_s
         self._most: int | None = None
         self.length = length
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[SentRun] = deque()
         self.unknown = False
         self.failed = False
 
@@ -105,7 +105,7 @@ class Ahead:
             deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)
         task = asyncio.get_running_loop().create_task(self._answer(item, deadline, connection))
         task.add_done_callback(_looked_at)
-        self.flights.append(Flight(item, count, connection, task))
+        self.flights.append(SentRun(item, count, connection, task))
 
     async def _answer(self, item: Item, deadline: Deadline, connection: Connection) -> Answer:
         began = time.monotonic()

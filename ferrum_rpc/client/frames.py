@@ -56,7 +56,7 @@ class FrameCapacity:
     hidden_size: int
 
 
-class Request(Generic[Result]):
+class StreamRequest(Generic[Result]):
     """What one caller waits for: the answer to ``items`` (`Forwarded`), or to a ``frame`` of another kind
     (`session_pb2.SessionResponse`). One item without a frame of its own may share one.
 
@@ -104,11 +104,11 @@ class Request(Generic[Result]):
         return self.size
 
 
-def group(waiting: Iterable[Request[Any]], capacity: FrameCapacity, now: float) -> list[Request[Any]]:
+def group(waiting: Iterable[StreamRequest[Any]], capacity: FrameCapacity, now: float) -> list[StreamRequest[Any]]:
     """The first that waits, and those behind it that fit into its frame: of other sequences, and with deadlines that
     are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again in a
     frame of its own. ``now`` is on `time.monotonic`."""
-    chosen: list[Request[Any]] = []
+    chosen: list[StreamRequest[Any]] = []
     sequences: set[bytes] = set()
     tokens = row_bytes = request_bytes = 0
     soonest = latest = 0.0
@@ -137,7 +137,7 @@ def group(waiting: Iterable[Request[Any]], capacity: FrameCapacity, now: float) 
     return chosen
 
 
-def frame_of(requests: Sequence[Request[Any]], now: float) -> Frame:
+def frame_of(requests: Sequence[StreamRequest[Any]], now: float) -> Frame:
     """One frame for all of them, with the earliest of their deadlines. ``now`` is on `time.monotonic`."""
     frame = requests[0].frame
     if frame is None:
@@ -157,7 +157,7 @@ _expires = operator.attrgetter("expires")
 
 
 def results_of(
-    requests: Sequence[Request[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
+    requests: Sequence[StreamRequest[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
 ) -> Sequence[session_pb2.SessionResponse | Forwarded | ExecutorError]:
     """The result of each of them, from the answer to their frame and the row frames that came before it."""
     if response.HasField("error"):
@@ -182,7 +182,7 @@ Parts = list[tuple[int, forward_pb2.ForwardOutput | ExecutorError]]
 """Outcomes of a frame's items, each with its place in the frame."""
 
 
-def part_of(requests: Sequence[Request[Any]], answer: session_pb2.SessionForwardAnswer) -> Parts:
+def part_of(requests: Sequence[StreamRequest[Any]], answer: session_pb2.SessionForwardAnswer) -> Parts:
     """What one part of an answer says of the items of a frame. Raises `TransportError` for the results of others."""
     items = [item for request in requests for item in request.items]
     places = [result.item_index for result in answer.results]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ferrum_rpc.client.context import Context, Metadata, Method
-from ferrum_rpc.client.frames import Frame, FrameCapacity, Request, Result
+from ferrum_rpc.client.frames import Frame, FrameCapacity, Result, StreamRequest
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import Lease, Leases
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline, SingleFlight, retry_while_starting
@@ -85,14 +85,14 @@ class SessionTransport(Transport):
             frame.forward.all_or_nothing = all_or_nothing
             if not all_or_nothing and any([item.goes_on for item in items]):  # noqa: C419 - half the time
                 frame.forward.apart = all(item.parent is None for item in items)  # one call makes many of one parent
-        request: Request[Forwarded] = Request(frame=frame, items=items, batch=not feed.single)
+        request: StreamRequest[Forwarded] = StreamRequest(frame=frame, items=items, batch=not feed.single)
         return self._context.call(self._submit, request, deadline)
 
     async def _operate(self, operations: Sequence[Operation], deadline: Deadline) -> Sequence[Operated]:
         frame = _frame_of(operations) if self._used else None
         if frame is None:
             return await super()._operate(operations, deadline)
-        request: Request[session_pb2.SessionResponse] = Request(frame=frame)
+        request: StreamRequest[session_pb2.SessionResponse] = StreamRequest(frame=frame)
         submit: Method[session_pb2.SessionResponse] = self._submit_single if len(operations) == 1 else self._submit
         answer = (await self._context.call(submit, request, deadline)).handles
         self._context.note_pressure(answer.pressure)
@@ -126,7 +126,7 @@ class SessionTransport(Transport):
 
     async def _submit(
         self,
-        request: Request[Result],
+        request: StreamRequest[Result],
         *,
         timeout: float | None,  # noqa: ASYNC109 - called as a stub's method is
         metadata: Metadata,
@@ -143,7 +143,7 @@ class SessionTransport(Transport):
                 return result
 
     async def _submit_single(
-        self, request: Request[session_pb2.SessionResponse], **attempt: Any
+        self, request: StreamRequest[session_pb2.SessionResponse], **attempt: Any
     ) -> session_pb2.SessionResponse:
         """One attempt of an operation on one handle, whose refusal is the call's."""
         response = await self._submit(request, **attempt)

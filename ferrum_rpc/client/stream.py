@@ -24,8 +24,8 @@ from ferrum_rpc.client.frames import (
     FrameCapacity,
     Kind,
     Parts,
-    Request,
     Result,
+    StreamRequest,
     frame_of,
     group,
     joined_parts,
@@ -58,7 +58,7 @@ class _Step:
 
     __slots__ = ("apart", "blocks", "cancelled", "kind", "parts", "requests", "rows", "sent")
 
-    def __init__(self, requests: Sequence[Request[Any]], sent: float, apart: bool) -> None:
+    def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
         self.requests = requests
         self.apart = apart
         self.parts: Parts = []  # of one request, and the blocks of their rows
@@ -90,7 +90,7 @@ class SessionStream:
         self._number = 0
         self._steps: dict[int, _Step] = {}
         self._most = 1
-        self._waiting: dict[Kind, OrderedDict[Request[Any], None]] = {kind: OrderedDict() for kind in Kind}
+        self._waiting: dict[Kind, OrderedDict[StreamRequest[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
         self._cancels: deque[session_pb2.SessionCancel] = deque()
         self._wake = asyncio.Event()
@@ -111,7 +111,7 @@ class SessionStream:
         self._most = max(1, welcome.steps_in_flight)
         return welcome
 
-    async def submit(self, request: Request[Result], deadline: Deadline) -> Result | None:
+    async def submit(self, request: StreamRequest[Result], deadline: Deadline) -> Result | None:
         """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
         and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
         if that has not begun; the items that share the step are sent again."""
@@ -146,7 +146,7 @@ class SessionStream:
 
     async def control(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
         """Send a frame that is no step, bounded by nothing, and wait for its answer."""
-        request: Request[session_pb2.SessionResponse] = Request(frame=frame, kind=Kind.CONTROL)
+        request: StreamRequest[session_pb2.SessionResponse] = StreamRequest(frame=frame, kind=Kind.CONTROL)
         answer = await self.submit(request, deadline)
         if answer is None:
             raise self._ended()
@@ -190,7 +190,7 @@ class SessionStream:
         if self._cancels:
             self._step_id += 1
             return Frame(step_id=self._step_id, cancel=self._cancels.popleft())
-        first: Request[Any] | None = None
+        first: StreamRequest[Any] | None = None
         for kind, waiting in self._waiting.items():
             if waiting and self._may_go(kind):
                 head = next(iter(waiting))
@@ -324,7 +324,7 @@ class SessionStream:
             self._requeue(step.requests, step.kind)
             self._wake.set()
 
-    def _requeue(self, requests: Sequence[Request[Any]], kind: Kind) -> None:
+    def _requeue(self, requests: Sequence[StreamRequest[Any]], kind: Kind) -> None:
         """Queue them again, before all others."""
         for request in reversed(requests):
             if not request.future.done():
@@ -355,7 +355,7 @@ class SessionStream:
         if self.over is None:
             self._set_timer(soonest)
 
-    def _expire(self, request: Request[Any]) -> None:
+    def _expire(self, request: StreamRequest[Any]) -> None:
         if request.step is None:
             late = DeadlineExceeded("no step of the session ended in time; nothing was sent")
         else:
@@ -368,7 +368,7 @@ class SessionStream:
         if request.step is None and steps and all(step.given_up for step in steps):
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
-    def _give_up(self, request: Request[Any]) -> None:
+    def _give_up(self, request: StreamRequest[Any]) -> None:
         """Its caller waits no longer: take its step back if that has not begun. Rows without a caller are dropped."""
         if request.step is None:
             self._waiting[request.kind].pop(request, None)

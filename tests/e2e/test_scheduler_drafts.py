@@ -13,7 +13,7 @@ from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import serve
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Ending, Request
 from clients.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
 from clients.scheduler.text import TokenizerError
@@ -64,7 +64,7 @@ async def speculate(
     stop: frozenset[int] = frozenset(),
     session: bool = True,
     run_tokens: int = 0,
-) -> Run:
+) -> RunCounts:
     async with ExecutorClient(target, session=session) as client:
         driver = Driver(
             client,

@@ -16,7 +16,7 @@ from clients.scheduler.front import Front
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample, transfer
 from ferrum_rpc.client.fleet import Member, Members
@@ -51,7 +51,7 @@ async def fleet(
     run_tokens: int = 0,
     session: bool = True,
     stop: frozenset[int] = STOP,
-) -> Run:
+) -> RunCounts:
     connect = partial(ExecutorClient, session=session)
 
     def driver(member: Member, prompts: bool) -> Driver:
@@ -78,7 +78,7 @@ async def fleet(
         return await Front(driver, *roles, patience_s=patience_s).run(work)
 
 
-async def disaggregate(prefill: str, decode: str, /, work: list[Request], **how: Any) -> Run:
+async def disaggregate(prefill: str, decode: str, /, work: list[Request], **how: Any) -> RunCounts:
     return await fleet([decode], [prefill], work, **how)
 
 

@@ -20,7 +20,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.refusals import ExecutorGone
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
@@ -75,7 +75,7 @@ async def schedule(
     patience_s: float = 30.0,
     session: bool = False,
     run_tokens: int = 0,
-) -> Run:
+) -> RunCounts:
     async with ExecutorClient(target, resend=resend, session=session) as client:
         info = await client.info()
         driver = Driver(

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.sections import speculation
 from benchmarks.speculation import DRAFT, SINGLE, WAYS, points, texts
-from clients.scheduler.report import Run
+from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request
 from ferrum_rpc.client import ExecutorClient
 from tests.serving import serve_identity
@@ -30,9 +30,9 @@ async def test_every_way_gives_texts_of_one_length(way: str) -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    def taken(*seconds: float) -> list[Run]:
+    def taken(*seconds: float) -> list[RunCounts]:
         request = Request(0, (1,), 8, generated=[0] * 8)
-        return [Run([request], sequences=5, decode_tokens=8, wall_seconds=each) for each in seconds]
+        return [RunCounts([request], sequences=5, decode_tokens=8, wall_seconds=each) for each in seconds]
 
     found = points({(SINGLE, 10.0, 1): taken(8.0, 4.0, 2.0), (DRAFT, 10.0, 1): taken(2.0, 2.0, 0.5)})
     assert [(each["of_single"], each["target"], each["per_trip"]) for each in found] == [

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrum_rpc.client.frames import FrameCapacity, Request
+from ferrum_rpc.client.frames import FrameCapacity, StreamRequest
 from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.stream import METHOD, SessionStream
@@ -129,7 +129,7 @@ async def opened() -> AsyncIterator[tuple[Executor, SessionStream]]:
         stream.end(TransportError("the test is over"))
 
 
-async def submitted(stream: SessionStream, request: Request[Any], within_s: float | None = None) -> Any:
+async def submitted(stream: SessionStream, request: StreamRequest[Any], within_s: float | None = None) -> Any:
     result = await stream.submit(request, Deadline.after(within_s))
     assert result is not None
     return result
@@ -139,7 +139,7 @@ async def step(stream: SessionStream, item_id: int = 0, within_s: float | None =
     """A forward frame of one's own."""
     item, frame = an_item(item_id), Frame()
     frame.forward.items.append(item.proto)
-    forwarded: Forwarded = await submitted(stream, Request(frame=frame, items=[item]), within_s)
+    forwarded: Forwarded = await submitted(stream, StreamRequest(frame=frame, items=[item]), within_s)
     return forwarded
 
 
@@ -161,7 +161,7 @@ def feeding(stream: SessionStream, item: Item, within_s: float | None = None) ->
     """An item that may share a frame; gives where it stands."""
 
     async def fed() -> int:
-        return stands_at(await submitted(stream, Request(items=[item]), within_s))
+        return stands_at(await submitted(stream, StreamRequest(items=[item]), within_s))
 
     return asyncio.ensure_future(fed())
 
@@ -322,7 +322,7 @@ async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: E
     async with opened() as (fake, stream):
         calls = [asyncio.create_task(step(stream)) for _ in range(SLOTS)]
         await fake.received("forward", SLOTS)
-        waiting = asyncio.create_task(stream.submit(Request(frame=Frame()), FOREVER))
+        waiting = asyncio.create_task(stream.submit(StreamRequest(frame=Frame()), FOREVER))
         await asyncio.sleep(0)
         fake.reply(end)
         for failure in await asyncio.gather(*calls, return_exceptions=True):
@@ -522,7 +522,7 @@ async def test_who_gives_up_while_waiting_was_never_sent() -> None:
 
 async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
     async with busy([]) as (fake, stream, _):
-        resent: Request[Any] = Request(items=[an_item(1)])
+        resent: StreamRequest[Any] = StreamRequest(items=[an_item(1)])
         resent.resent = True
         calls = [
             asyncio.ensure_future(submitted(stream, resent)),

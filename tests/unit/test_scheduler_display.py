@@ -12,7 +12,7 @@ from rich.console import Console
 from clients.scheduler import prompts
 from clients.scheduler.display import LiveDisplay, PlainDisplay, display_for
 from clients.scheduler.options import parse
-from clients.scheduler.report import Run, Summary, method_rows, summarise
+from clients.scheduler.report import RunCounts, Summary, method_rows, summarise
 from clients.scheduler.request import Ending, Request, Stage
 from clients.scheduler.text import ByteTokenizer
 from ferrum_rpc.client import Greedy, MethodCount, Pressure, Sample
@@ -130,7 +130,7 @@ def test_the_summary_tells_rates_latency_batches_and_every_rpc() -> None:
         request.arrived, request.first_token = 1.0, 1.1 + at / 10
         request.stage = Stage.FINISHED
         request.generated = [0] * 10
-    run = Run(done, wall_seconds=2.0, preemptions=4, rebuilds=1)
+    run = RunCounts(done, wall_seconds=2.0, preemptions=4, rebuilds=1)
     run.step(prompt=100, decode=2, sequences=4, seconds=0.5, executor_seconds=0.25)
     run.step(prompt=0, decode=30, sequences=2, seconds=0.25, executor_seconds=0.125)
     run.saw(Pressure(3, 4, 16, 0, 0, 0))
@@ -147,7 +147,7 @@ def test_the_summary_tells_rates_latency_batches_and_every_rpc() -> None:
 
 
 def test_a_run_of_nothing_has_a_summary_too() -> None:
-    figures = dict(summarise(Run(()), None, None).figures)
+    figures = dict(summarise(RunCounts(()), None, None).figures)
     assert figures["generated"] == "0 tokens, -"
     assert figures["time to first token"] == "-"
 
