@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Greedy
 from ferrum_rpc.distributed import nccl, shared_memory
-from ferrum_rpc.engine.ranks import placing
+from ferrum_rpc.distributed.group import GroupAborted
+from ferrum_rpc.engine.ranks import placing, setup
 from ferrum_rpc.engine.ranks.compute import RankedStore, at_hand
 from ferrum_rpc.engine.ranks.placing import Found, place
 from ferrum_rpc.errors import InvalidRequest
@@ -100,6 +102,16 @@ def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made[0].transport == "shared-memory" and NO_NCCL in made[0].reason
     with pytest.raises(InvalidRequest, match=NO_NCCL):
         setups("nccl", "cuda", "a:x,y", "a:x,y")
+
+
+def test_where_nccl_does_not_work_the_error_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise GroupAborted("rank 0 lost another: NCCL error: unhandled system error")
+
+    monkeypatch.setattr(setup, "NcclGroup", fail)
+    with pytest.raises(InvalidRequest, match=r"unhandled system error; --rank-transport gloo") as refusal:
+        setup.Groups(setups("auto", "cuda", "a:x,y", "a:x,y")[0], HashStore())
+    assert refusal.value.field == "rank_transport"
 
 
 def test_all_ranks_take_the_kind_of_device_that_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
-from ferrum_rpc.distributed.group import Group
+from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
 from ferrum_rpc.distributed.staged import StagedGroup
 from ferrum_rpc.engine.choices import Parts
 from ferrum_rpc.engine.ranks.messages import JOIN_S
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Pipe, Place
@@ -125,10 +126,14 @@ class Groups:
 
 
 def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
-    """A group for tensors where the model is."""
+    """A group for tensors where the model is. Raises InvalidRequest where NCCL does not work here."""
     device = torch.device(setup.settings.device)
     if setup.transport == NCCL:
-        return NcclGroup(store, rank, size, device)
+        try:
+            return NcclGroup(store, rank, size, device)
+        except GroupAborted as error:
+            message = f"{error}; --rank-transport gloo does without NCCL, more slowly, and NCCL_DEBUG=INFO tells more"
+            raise InvalidRequest(message, field="rank_transport") from error
     host = _join_hosts(setup, store, rank, size)
     return host if device.type == "cpu" else StagedGroup(host, device)
 
