@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.engine.ranks.links import CUT_S
 from tests.checkpoints import make_checkpoint
 from tests.faults.forking import fork
+from tests.faults.netns import missing, network
 from tests.faults.process import ServerProcess, environment
 from tests.faults.waiting import until
 
@@ -119,6 +124,39 @@ async def test_nothing_is_left_of_a_rank_0_that_was_killed(checkpoint: Path, tmp
         await process.kill()
         await until(lambda: not Path(f"/proc/{other}").exists() or _zombie(other), 10)
     assert not os.listdir(tmp_path)
+
+
+async def test_ranks_of_two_machines_write_the_text_of_one_and_notice_a_cut(checkpoint: Path) -> None:
+    """As far as one machine can be two: a network, process ids and a /proc of its own for the other rank."""
+    if reason := missing(("ip", "unshare")):
+        pytest.skip(reason)
+    alone = (*("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"), sys.executable, "-m", "ferrum_rpc.cli")
+    async with network() as net, AsyncExitStack() as stack:
+        ranks = world(0, free_port()) | {"MASTER_ADDR": net.here}
+        command = (*net.prefix, *alone, "rank", "--trust-rank-network")
+        other = ServerProcess(
+            await asyncio.create_subprocess_exec(
+                *command, env=environment() | ranks | {"RANK": "1"}, stderr=asyncio.subprocess.PIPE
+            )
+        )
+        stack.push_async_callback(other.kill)
+        both = serve(checkpoint, "--pipeline-parallel", "2", "--trust-rank-network")
+        first = await stack.enter_async_context(running(*both, **ranks))
+        one = await stack.enter_async_context(running(*serve(checkpoint)))
+        texts = [await text((await each.event("ready"))["target"]) for each in (first, one)]
+        assert texts[0] == texts[1]
+        assert "rank_transport=gloo" in {each.get("choice") for each in first.events}
+        began = time.monotonic()
+        await net.cut()
+        assert (await first.event("rank_lost"))["rank"] == 1
+        assert await first.ended() == 1
+        assert time.monotonic() - began < PROMPTLY_S
+        await other.ended(2 * CUT_S)
+
+
+async def text(target: str) -> list[int]:
+    async with ExecutorClient(target) as client:
+        return [token async for token in client.sequence().generate([1, 2, 3, 4], max_tokens=40)]
 
 
 def _zombie(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -17,11 +17,11 @@ class NoNetwork(RuntimeError):
     """There can be no namespace here; the message says why."""
 
 
-def missing() -> str | None:
+def missing(tools: Sequence[str] = TOOLS) -> str | None:
     """Why there can be no namespace here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    absent = [tool for tool in tools if shutil.which(tool) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
@@ -36,15 +36,21 @@ async def _run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class Network:
-    """The namespace ``name``, where ``host`` is; everything from and to it crosses one wire."""
+    """The namespace ``name``, where ``host`` is; everything from and to it crosses one wire, whose end here is
+    ``here``."""
 
     name: str
     host: str
+    here: str
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """Before a command that shall run inside."""
         return ("ip", "netns", "exec", self.name)
+
+    async def cut(self) -> None:
+        """Take the wire away."""
+        await _run("ip", "-n", self.name, "link", "set", "inside", "down")
 
     async def drop(self, percent: int) -> None:
         """Lose so many of 100 packets, each way. 100: the wire is cut; 0: it is whole."""
@@ -70,11 +76,11 @@ async def network() -> AsyncIterator[Network]:
     name, outside = f"ferrum{number}", f"ferrum{number}o"
     subnet = f"10.213.{number >> 4 & 0xFF}.{(number & 0xF) << 4}".rpartition(".")
     base, last = subnet[0], int(subnet[2])
-    net = Network(name, f"{base}.{last + 2}")
+    net = Network(name, f"{base}.{last + 2}", f"{base}.{last + 1}")
     await _run("ip", "netns", "add", name)
     try:
         await _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "inside", "netns", name)
-        await _run("ip", "addr", "add", f"{base}.{last + 1}/30", "dev", outside)
+        await _run("ip", "addr", "add", f"{net.here}/30", "dev", outside)
         await _run("ip", "link", "set", outside, "up")
         for command in (f"addr add {net.host}/30 dev inside", "link set inside up", "link set lo up"):
             await _run("ip", "-n", name, *command.split())

@@ -180,6 +180,8 @@ class Ranks:
                         self._changed.notify_all()
                 elif kind == "failed":
                     self._note_failure(member, *rest)
+        except TimeoutError:
+            self._lose(member, "it is out of reach")
         except (EOFError, OSError):
             self._lose(member, "its process has ended")
 

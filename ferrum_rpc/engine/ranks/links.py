@@ -41,6 +41,9 @@ log = structlog.get_logger("ferrum_rpc.ranks")
 COMMAND: Final = (sys.executable, "-m", "ferrum_rpc.rank")
 LOOK_S: Final = 0.2
 
+CUT_S: Final = 10.0
+"""What a rank that is not judged by its beats may be out of reach."""
+
 ANSWER_S: Final = 10.0
 """What somebody at the other end of a connection may take to say who it is."""
 
@@ -231,7 +234,7 @@ def set_up(
 def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:
     """Over a connection whose other end has shown that it knows the key, as this one has."""
     connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _notice_a_cut(connected)
     _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # who connects and says nothing keeps none of ours away
     connection = Connection(os.dup(connected.fileno()))
     steps = (deliver_challenge, answer_challenge)
@@ -240,6 +243,17 @@ def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:
     _wait_at_most(connected, 0.0)
     connected.close()
     return Line(connection)
+
+
+def _notice_a_cut(connected: socket.socket) -> None:
+    """Both ends learn within `CUT_S` that the network or the machine between them is gone, also while one of them loads
+    and says nothing: TCP by itself waits for a quarter of an hour. The system answers for a process that is stopped."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(CUT_S * 1e3))
 
 
 def _wait_at_most(connected: socket.socket, seconds: float) -> None:
