@@ -21,16 +21,20 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanResult, Step
+from ferrum_rpc.distributed.gloo import GlooGroup
 from ferrum_rpc.distributed.group import GroupAborted
+from ferrum_rpc.distributed.nccl import NcclGroup
 from ferrum_rpc.engine import choices
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.cuda import select
 from ferrum_rpc.engine.cuda.graphs import buckets
+from ferrum_rpc.engine.ranks import placing
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.setup import Setup
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
 from tests.checkpoints import make_checkpoint
+from tests.fake_nccl import use_fake_nccl
 from tests.kernels.fixtures import PlannedTorch
 from tests.kernels.rerun import Rerun
 from tests.ranks import World
@@ -175,6 +179,33 @@ def test_after_a_failed_step_all_ranks_record_anew(
     old, new = captures.made[:2], captures.made[2:]
     assert [each.replays for each in (*old, *new)] == [4] * 4
     assert [each.recordings for each in new] == [len(buckets(SEQUENCES))] * 2
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_ranks_that_talk_as_by_nccl(
+    checkpoint: Path, cut: tuple[int, int], captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by one group and what is told of them by another, also when both were made anew."""
+    use_fake_nccl(monkeypatch)
+    monkeypatch.setattr(placing, "choose_transport", lambda *_, **__: ("nccl", "gloo", "asked for here"))
+    failing = False
+
+    def stage(name: str) -> None:
+        if failing and name == "forward":
+            raise ValueError(name)
+
+    expected = texts_of(build_runner(settings_of(checkpoint)), 5)
+    with closing(World(settings_of(checkpoint, cut), stages={1: stage})) as world:
+        assert dict(world.runner.device.choices)["rank_transport=nccl"] == "asked for here"
+        assert texts_of(world.runner, 5) == expected
+        failing = True
+        with pytest.raises(StepFailed):
+            texts_of(world.runner, 1, first=10)
+        failing = False
+        world.runner.check()
+        assert texts_of(world.runner, 5, first=20) == expected
+        kinds = {type(group) for follower in world.followers for group in follower._groups.each()}  # type: ignore[union-attr]
+    assert kinds == ({NcclGroup, GlooGroup} if cut[0] > 1 else {NcclGroup})
 
 
 @pytest.mark.parametrize(("cut", "victim"), [((2, 1), 0), ((1, 2), 1)], ids=["tensor", "pipeline"])

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +20,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.gloo import UNDER_WAY, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
 from ferrum_rpc.distributed.staged import StagedGroup
 from tests.fake_device import fake_device
+from tests.fake_nccl import use_fake_nccl
 
 SHARED, GLOO = "shared memory", "gloo"
 REASON = shared_memory.available()
@@ -163,32 +162,8 @@ def test_rows_of_a_device_pass_through_the_host(groups: list[Group]) -> None:
     on_all(groups, play)
 
 
-class LikeNccl:
-    """gloo under the calls that torch's NCCL has."""
-
-    Options = SimpleNamespace
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        assert options._timeout
-        made: Any = ProcessGroupGloo
-        its = made._Options()
-        its._timeout, its._devices = timedelta(seconds=10), [made.create_device(hostname="127.0.0.1")]
-        self._gloo = made(store, rank, size, its)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gloo, name)
-
-    def abort(self) -> None:
-        self._gloo = None
-
-
 def test_nccl_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without it: `tests/gpu/test_ranks.py` asks the real one."""
-    monkeypatch.setattr(nccl, "CUDA", "cpu")
-    monkeypatch.setattr(nccl.c10d, "ProcessGroupNCCL", LikeNccl, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    for name in nccl.WATCHED_HERE:
-        monkeypatch.setenv(name, "0")
+    gone = use_fake_nccl(monkeypatch)
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
         groups: list[Group] = [*threads.map(lambda rank: nccl.NcclGroup(store, rank, 2, torch.device("cpu")), range(2))]
@@ -208,12 +183,14 @@ def test_nccl_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None
 
     for epoch in (1, 2):
         on_all(groups, play)
+        gone.clear()
         for group in groups:
-            group.abort()
+            group.abort()  # returns, though NCCL's waits for graphs
             with pytest.raises(GroupAborted, match="gave the group up"):
                 group.check()
             with pytest.raises(GroupAborted):
                 group.all_reduce(parts[0])
+        gone.set()
         on_all(groups, lambda group, epoch=epoch: group.renew(epoch))  # type: ignore[misc]
     for group in groups:
         group.close()
