@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -117,8 +117,7 @@ async def imported(
         await asyncio.wait({sending})
         error = None if sending.cancelled() else sending.exception()
         if isinstance(error, ExecutorError):  # what has been sent is to arrive, and the next stream goes on behind it
-            if not call.done():
-                await call.done_writing()
+            await _close(call)
             await call
         if error is not None and not isinstance(error, asyncio.InvalidStateError):
             raise error
@@ -128,7 +127,7 @@ async def imported(
     finally:
         sending.cancel()
         call.cancel()
-        await asyncio.wait({sending})
+        await asyncio.gather(sending, return_exceptions=True)  # what it ended with was raised, or matters no more
     context.note_pressure(answer.pressure)
     return answer
 
@@ -139,7 +138,14 @@ async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[byt
         async with aclosing(frames):
             async for frame in frames:
                 await call.write(frame)
-    await call.done_writing()
+    await _close(call)
+
+
+async def _close(call: Any) -> None:
+    """Say that nothing more comes. A call that ends at this moment tells why by its answer, and grpc.aio by an error of
+    its own."""
+    with suppress(grpc.aio.InternalError):
+        await call.done_writing()
 
 
 async def brought(  # noqa: PLR0917

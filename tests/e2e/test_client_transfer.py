@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -267,6 +268,19 @@ async def test_another_model_refuses_it_and_an_older_executor_is_not_asked(there
         with pytest.raises(NotSupported):
             await source.move_to(other.sequence())
     await nothing_left(here)
+
+
+async def test_a_stream_that_ends_while_it_is_closed_tells_why(there: There, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What grpc.aio raises then is no error of the executor."""
+    _, client, *_ = there
+
+    async def close(_: Any) -> None:
+        raise grpc.aio.InternalError("Failed to execute the batch")
+
+    monkeypatch.setattr("grpc.aio._call.StreamUnaryCall.done_writing", close)
+    async with await fed(client) as sequence, dialled(layers=3) as (_, another):
+        with pytest.raises(LayoutMismatch):
+            await sequence.move_to(another.sequence())
 
 
 async def test_another_transport_carries_it_where_both_offer_it(there: There) -> None:
