@@ -231,7 +231,7 @@ def _choose_pretrained(
     else:
         name, reason, linear = select_linear(device, dtype)
         choices.append((f"linear={name}", reason))
-    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops)), ops, whole), spec.max_context
+    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops), shard=shard), ops, whole), spec.max_context
 
 
 def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[str, str]]) -> ModelSpec | HfSpec:

@@ -16,6 +16,7 @@ from ferrum_rpc.models.fused_ops import NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.layout import layout, parameter_shapes
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import GROUP, ByteFactory, PairFactory
+from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 
 THREAD_BYTES: Final = 2 << 10
@@ -24,13 +25,14 @@ THREAD_BYTES: Final = 2 << 10
 
 class Making(NamedTuple):
     """How a decoder is put together. ``ops``: the class of its `FusedOps`. ``attends``: attention is native, of spans
-    of any length."""
+    of any length. ``shard``: the part of the model that ``spec`` is."""
 
     spec: ModelSpec
     dtype: torch.dtype
     linear: LinearFactory
     ops: type
     attends: bool = False
+    shard: Shard = WHOLE
 
     @property
     def together(self) -> bool:
@@ -45,18 +47,20 @@ class Making(NamedTuple):
 
 def weight_bytes(making: Making) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
-    spec, dtype, linear = making.spec, making.dtype, making.linear
-    table = layout(spec)
-    shapes, total = parameter_shapes(table.values()), 0
-    norms = {placement.parameter for placement in table.values() if placement.norm}
+    spec, dtype, linear, shard = making.spec, making.dtype, making.linear, making.shard
+    table = [placement for placement in layout(spec).values() if shard.has(placement.parameter, spec)]
+    shapes, total = parameter_shapes(table), 0
+    if spec.tied_embeddings and shard.last:
+        total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shard.first)
+        if not shard.first:
+            del shapes["embedding"]  # the head is all that is kept of it
+    norms = {placement.parameter for placement in table if placement.norm}
     for name, shape in shapes.items():
         if name.endswith(".weight"):
             rows, width = shape
             total += linear.nbytes(rows, width, dtype, bias=name.replace(".weight", ".bias") in shapes)
         elif not name.endswith(".bias"):
             total += math.prod(shape) * (max(4, dtype.itemsize) if name in norms else dtype.itemsize)
-    if spec.tied_embeddings:
-        total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=True)
     return total
 
 
@@ -86,7 +90,7 @@ def activation_bytes(making: Making, tokens: int, rows: int, *, attending: int =
         normed = hidden if spec.names.before_mlp or spec.parallel else 0
         moments.append(tokens * (normed + mlp) * size)
     widened = 4 if making.native or size >= 4 else 4 + size
-    logits = rows * (hidden * size + spec.vocab_size * widened)
+    logits = rows * (hidden * size + spec.vocab_size * widened) * making.shard.last
     turning = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
     peaks = tokens * turning, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
     return tokens * kept + max(peaks)

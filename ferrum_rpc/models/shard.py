@@ -115,7 +115,7 @@ class Shard:
             return {name: Part(placement.shape, placement) for name, placement in whole.items()}
         layers, parts = self.layers(spec.layers), dict[str, Part]()
         for name, placement in layout(self.of(spec)).items():
-            if not self._has(placement.parameter, spec):
+            if not self.has(placement.parameter, spec):
                 continue
             source = _of_layer(name, f"{spec.roots.body}layers.", layers.start)
             of_whole = whole[source]
@@ -136,7 +136,8 @@ class Shard:
         if self.stages > spec.layers:
             raise refuse(f"there are {spec.layers} layers", "pipeline_parallel")
 
-    def _has(self, parameter: str, spec: ModelSpec) -> bool:
+    def has(self, parameter: str, spec: ModelSpec) -> bool:
+        """Whether it reads a parameter of the model of ``spec``; a tied head is made of the embedding."""
         if parameter == "embedding":
             return self.first or (self.last and spec.tied_embeddings)
         return self.last or parameter.startswith("layers.")

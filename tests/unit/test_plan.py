@@ -347,6 +347,9 @@ def test_all_ranks_of_this_machine_are_planned(folder: Path, cut: dict[str, int]
     each = [choose_parts(config, rank=rank).model.weight_bytes() for rank in range(config.ranks)]  # type: ignore[union-attr]
     assert plan.weights_bytes == each[0]
     assert sum(each[1:]) <= plan.others.weights_bytes < 1.02 * sum(each[1:]), "the vocabulary's last part is smaller"
+    if config.tensor_parallel == 1:
+        whole = planned(settings(folder)).weights_bytes
+        assert plan.weights_bytes + plan.others.weights_bytes == whole, "each weight is in one stage"
     assert plan.fits and planned(config, memory=plan.all_bytes).fits
     tight = planned(config, memory=plan.all_bytes - 1)
     assert not tight.fits and tight.total_bytes < tight.memory_bytes
