@@ -40,7 +40,10 @@ def follow(*, trusted: bool) -> int:
     sys.stderr.write(f"ferrum-rpc rank: rank {world.rank} goes to rank 0 at {world.address}:{world.port}\n")
     from ferrum_rpc.engine.ranks.links import join
 
-    return _serve(world.rank, *join(world))
+    why = _serve(world.rank, *join(world))
+    if why:
+        sys.stderr.write(f"ferrum-rpc rank: rank {world.rank} ends: {why}\n")
+    return 1 if why else 0
 
 
 def _stop_waiting(number: int, frame: object) -> NoReturn:
@@ -50,7 +53,8 @@ def _stop_waiting(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _serve(number: int, line: Line, store: Store) -> int:
+def _serve(number: int, line: Line, store: Store) -> str:
+    """What `Follower.run` returns."""
     from ferrum_rpc.engine.ranks.follower import Follower
     from ferrum_rpc.engine.ranks.links import machine
     from ferrum_rpc.runtime import keep_freed_memory
@@ -60,8 +64,7 @@ def _serve(number: int, line: Line, store: Store) -> int:
     keep_freed_memory()
     follower = Follower(line, store)
     line.send("hello", number, socket.gethostname(), os.getpid(), machine())
-    follower.run()
-    return 0
+    return follower.run()
 
 
 def main() -> int:
@@ -72,8 +75,8 @@ def main() -> int:
     from ferrum_rpc.engine.ranks.links import accept
 
     try:
-        return _serve(number, *accept(*inherited))
-    except (OSError, EOFError):  # rank 0 is gone, and has said why
+        return 1 if _serve(number, *accept(*inherited)) else 0  # rank 0 says why
+    except (OSError, EOFError):  # it is gone
         return 1
 
 

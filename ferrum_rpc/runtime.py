@@ -51,6 +51,8 @@ WAIT_VARIABLES: Final = ("OMP_WAIT_POLICY", SPIN_VARIABLE)
 POLLING_VARIABLE: Final = "GRPC_EXPERIMENTS"
 POLL_DIRECTLY: Final = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 VERBOSITY: Final = "GRPC_VERBOSITY"
+TORCH_VERBOSITY: Final = "TORCH_CPP_LOG_LEVEL"
+"""Its warnings while ranks look for each other are stack traces."""
 
 PRIMITIVES_VARIABLE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 PRIMITIVES: Final = 256
@@ -74,9 +76,11 @@ UVLOOP: Final = "uvloop"
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of this process and of those that it starts. To be called before torch and gRPC are imported:
-    they read them once. gRPC's C core then writes no lines, which would stand between ours, one JSON object each."""
+    they read them once. gRPC's C core then writes no lines, which would stand between ours, one JSON object each, and
+    torch's only what is an error there."""
     environment.setdefault(POLLING_VARIABLE, POLL_DIRECTLY)
     environment.setdefault(VERBOSITY, "NONE")
+    environment.setdefault(TORCH_VERBOSITY, "ERROR")
     environment.setdefault(PRIMITIVES_VARIABLE, str(PRIMITIVES))
     if not any(name in environment for name in WAIT_VARIABLES):
         environment[SPIN_VARIABLE] = str(SPINS)

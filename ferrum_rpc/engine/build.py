@@ -81,13 +81,13 @@ def build_shared(
     try:
         torch.set_num_threads(setup.threads)
         loading = ranks.order("load")
-        ranks.groups = groups = Groups(setup, store)
+        ranks.groups = groups = ranks.unless_lost(lambda: Groups(setup, store))
         model = parts.load(progress, groups.place(setup))
         ranks.collect(loading)
         with torch.inference_mode():
             return _assemble(config, parts, model, stage, Sharing(ranks, setup))
-    except BaseException:
-        ranks.close()
+    except BaseException as error:
+        ranks.close(str(error))
         raise
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,28 +72,34 @@ async def test_sigterm_ends_rank_0_while_it_waits_for_the_others(checkpoint: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("store", ["nobody listens", "rank 0 has not begun"])
+@pytest.mark.parametrize("store", ["nobody listens", "rank 0 has not begun", "somebody else listens"])
 async def test_signals_end_a_rank_that_waits_for_rank_0(number: signal.Signals, store: str) -> None:
     port = free_port()
-    listening: TCPStore | None = None
-    if begun := store == "rank 0 has not begun":  # torchrun listens, and starts ranks in any order
+    listening: TCPStore | socket.socket | None = None
+    if store == "rank 0 has not begun":  # torchrun listens, and starts ranks in any order
         listening = TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=10), wait_for_workers=False)
+    elif store == "somebody else listens":
+        listening = socket.create_server(("127.0.0.1", port))
     async with running("rank", **world(1, port)) as process:
         await until(lambda: any("goes to rank 0" in line for line in process.other_lines), 60)
-        if begun:
+        if listening is not None:
             await until(lambda: connections(process.pid) > 0, 10)
         began = time.monotonic()
         process.signal(number)
         assert await process.ended() == 128 + number
         assert time.monotonic() - began < PROMPTLY_S
         assert "stopped before rank 0 was there" in process.other_lines[-1]
-    del listening
+    if isinstance(listening, socket.socket):
+        listening.close()
 
 
 def connections(pid: int) -> int:
     """Sockets that a process has open."""
-    folder = Path(f"/proc/{pid}/fd")
-    return sum("socket:" in os.readlink(each) for each in folder.iterdir())
+    found = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += "socket:" in os.readlink(each)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -102,9 +108,11 @@ def connections(pid: int) -> int:
         (("--tensor-parallel", "4"), world(0, 1), "WORLD_SIZE is 2"),
         (("--tensor-parallel", "2"), world(0, 1) | {"MASTER_ADDR": "10.0.0.1"}, "--trust-rank-network"),
         (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "any"}, "MASTER_PORT is 'any'"),
+        (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "99999"}, "from 1 to 65535"),
+        (("--tensor-parallel", "2"), {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "RANK is missing"),
         (("--tensor-parallel", "2", "--model-backend", "hf"), {}, "transformers"),
     ],
-    ids=["size", "trust", "port", "hf"],
+    ids=["size", "trust", "port", "large port", "rank", "hf"],
 )
 async def test_what_cannot_be_is_refused_before_a_port_is_opened(
     checkpoint: Path, flags: tuple[str, ...], variables: dict[str, str], field: str
@@ -113,6 +121,32 @@ async def test_what_cannot_be_is_refused_before_a_port_is_opened(
         assert field in (await process.event("cannot_serve"))["error"]
         assert await process.ended() == 1
         assert not process.count("listening")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+async def test_a_rank_ends_with_the_status_of_what_ends_it(checkpoint: Path, address: str) -> None:
+    """And says why, where it is not its executor's orderly end."""
+    port = free_port()
+    ranks = world(0, port) | {"MASTER_ADDR": address}
+    command = serve(checkpoint, "--tensor-parallel", "2", "--rank-transport", "gloo")
+    async with running(*command, **ranks) as first:
+        await first.event("waiting_for_ranks")
+        async with running("rank", **ranks | {"RANK": "2", "WORLD_SIZE": "3"}) as beyond:
+            assert await beyond.ended() == 1
+            assert "rank 0 has refused it: start each rank once" in beyond.other_lines[-1]
+        assert first.count("rank_refused") == 1
+        async with running("rank", **ranks | {"RANK": "1"}) as other:
+            await first.event("ready")
+            async with running("rank", **ranks | {"RANK": "1"}) as again:
+                assert await again.ended() == 1
+                assert "takes no rank 1" in again.other_lines[-1]
+            if address == "::1":
+                await first.kill()
+                assert await other.ended() == 1
+                assert other.other_lines[-1].endswith("rank 1 ends: rank 0 is gone")
+            else:
+                first.signal(signal.SIGTERM)
+                assert (await first.ended(), await other.ended()) == (0, 0)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared-memory"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -33,9 +35,11 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.ranks import links
+from ferrum_rpc.engine.ranks.leader import Member, Ranks
 from ferrum_rpc.engine.ranks.links import machine
+from ferrum_rpc.engine.ranks.messages import Line
 from ferrum_rpc.engine.runner import TorchRunner
-from ferrum_rpc.errors import NotSupported, StepFailed
+from ferrum_rpc.errors import DeviceLost, NotSupported, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.shard import Shard
@@ -232,6 +236,17 @@ def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.Mo
     assert (member.number, member.host, member.address) == (1, "there", "127.0.0.1")
     line.close()
     member.line.close()
+
+
+def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
+    """As the store of torch does, by which groups are joined: for two minutes."""
+    ours, theirs = multiprocessing.Pipe()
+    ranks, never = Ranks([Member(1, Line(ours), "there")]), threading.Event()
+    assert ranks.unless_lost(lambda: 7) == 7
+    with pytest.raises(DeviceLost, match="rank 1 on there is gone"):
+        ranks.unless_lost(lambda: theirs.close() or never.wait())
+    never.set()
+    ranks.close()
 
 
 def test_a_rank_has_its_part_only() -> None:

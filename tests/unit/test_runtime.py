@@ -18,6 +18,7 @@ from ferrum_rpc.runtime import (
     PRIMITIVES,
     PRIMITIVES_VARIABLE,
     SPINS,
+    TORCH_VERBOSITY,
     VERBOSITY,
     choose_loop,
     keep_freed_memory,
@@ -35,6 +36,7 @@ def test_where_nothing_is_set() -> None:
     assert environment == {
         POLLING_VARIABLE: POLL_DIRECTLY,
         VERBOSITY: "NONE",
+        TORCH_VERBOSITY: "ERROR",
         PRIMITIVES_VARIABLE: str(PRIMITIVES),
         "GOMP_SPINCOUNT": str(SPINS),
     }
@@ -44,7 +46,13 @@ def test_where_nothing_is_set() -> None:
 
 @pytest.mark.parametrize("waits", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "0"}], ids=str)
 def test_what_is_set_stays(waits: dict[str, str]) -> None:
-    environment = {POLLING_VARIABLE: "event_engine_listener", VERBOSITY: "DEBUG", PRIMITIVES_VARIABLE: "9", **waits}
+    environment = {
+        POLLING_VARIABLE: "event_engine_listener",
+        VERBOSITY: "DEBUG",
+        TORCH_VERBOSITY: "INFO",
+        PRIMITIVES_VARIABLE: "9",
+        **waits,
+    }
     before = dict(environment)
     prepare(environment)
     assert environment == before

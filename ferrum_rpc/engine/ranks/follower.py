@@ -60,9 +60,10 @@ class Follower:
         self._saved: dict[int, Saved] = {}
         self._depth = 1
         self._epoch = 0
+        self._why = ""
 
-    def run(self) -> None:
-        """Until rank 0 ends this, or is gone."""
+    def run(self) -> str:
+        """Until rank 0 ends this, or is gone. Returns what went wrong, if anything did."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._listen, self._beat)]
         for thread in threads:
             thread.start()
@@ -77,6 +78,7 @@ class Follower:
             if self._groups is not None:
                 self._groups.close()
             self._line.close()
+        return self._why
 
     # --- what rank 0 asks for ---------------------------------------------------------------------------------------
 
@@ -242,7 +244,9 @@ class Follower:
                         self._groups.abort()
                 else:
                     self._queue.put(message)
+            [self._why] = message[2]
         except (EOFError, OSError):
+            self._why = "rank 0 is gone"
             if self._groups is not None:
                 self._groups.abort()
         self._queue.put(None)

@@ -11,18 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, SILENT_S, Line
 from ferrum_rpc.engine.ranks.setup import Groups
+from ferrum_rpc.engine.ranks.waiting import in_a_thread
 from ferrum_rpc.errors import DeviceLost, ExecutorError
 
 log = structlog.get_logger("ferrum_rpc.ranks")
 
 LOOK_EVERY_S: Final = 0.25
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -144,12 +147,27 @@ class Ranks:
         if self._lost is not None:
             raise self._lost
 
-    def close(self) -> None:
-        """End all."""
+    def unless_lost(self, call: Callable[[], Result]) -> Result:
+        """What ``call`` returns, which waits for other ranks by itself. Raises `DeviceLost` as soon as one is gone."""
+        done = in_a_thread(call)
+
+        def wake(_: object) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        done.add_done_callback(wake)
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or done.done())
+        if not done.done():
+            self.check_alive()
+        return done.result()
+
+    def close(self, why: str = "") -> None:
+        """End all. ``why``: what went wrong, if anything did; the others end with it."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self.tell(END)
+        self.tell(END, why if self._lost is None else self._lost.message)
         if self.groups is not None:
             self.groups.close()
         self._on_close(0.0 if self._lost is not None else END_S)

@@ -30,9 +30,10 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.ranks.leader import Member, Ranks
-from ferrum_rpc.engine.ranks.messages import JOIN_S, Line
+from ferrum_rpc.engine.ranks.messages import END, JOIN_S, Line
 from ferrum_rpc.engine.ranks.placing import CUDA, Found, choose_kind, cuda_devices, place
 from ferrum_rpc.engine.ranks.setup import Setup
+from ferrum_rpc.engine.ranks.waiting import in_a_thread
 from ferrum_rpc.engine.ranks.world import World, is_loopback
 from ferrum_rpc.errors import InvalidRequest
 
@@ -60,7 +61,6 @@ class Listener:
     def gather(self, count: int) -> list[Member]:
         """So many others, in their order. Raises InvalidRequest where not all come."""
         members, until = dict[int, Member](), time.monotonic() + JOIN_S
-        log.info("waiting_for_ranks", ranks=count + 1, seconds=JOIN_S)
         while len(members) < count:
             self.socket.settimeout(max(0.001, until - time.monotonic()))
             try:
@@ -72,10 +72,11 @@ class Listener:
                     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
                 ) from None
             with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
-                member = _greet(_line(accepted, self.key, asked=True), address[0])
+                member = _greet(_line(accepted, self.key, asked=True), address[0].removeprefix("::ffff:"))
                 if member.number in members or not 1 <= member.number <= count:
                     action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
                     log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
+                    member.line.send(0, END, (f"rank 0 has refused it: {action}",))
                     member.line.close()
                     continue
                 members[member.number] = member
@@ -100,8 +101,9 @@ def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     if world is None or world.size == 1:
         return _start(settings)
     world.check(settings)
+    log.info("waiting_for_ranks", ranks=world.size, seconds=JOIN_S)
     store, key = _meet(world), secrets.token_bytes(32)
-    with socket.create_server(("127.0.0.1" if is_loopback(world.address) else "", 0)) as server:
+    with _listen(world.address) as server:
         store.set(_PLACE, json.dumps({"port": server.getsockname()[1], "key": key.hex()}))
         members = Listener(server, key).gather(settings.ranks - 1)
     return set_up(settings, members, world.address, store)
@@ -114,11 +116,18 @@ def join(world: World) -> tuple[Line, Store]:
     while not store.check([_PLACE]):
         if time.monotonic() > until:
             where = f"{world.address}:{world.port}"
-            raise InvalidRequest(f"no rank 0 is at {where} after {JOIN_S:.0f} s: start it", field="rank")
+            raise InvalidRequest(f"no rank 0 is at {where} after {JOIN_S:.0f} s: start it", field="tensor_parallel")
         time.sleep(LOOK_S)
     place = json.loads(store.get(_PLACE))
-    connected = socket.create_connection((world.address, place["port"]), timeout=JOIN_S)
-    return _line(connected, bytes.fromhex(place["key"]), asked=False), store
+    try:
+        connected = socket.create_connection((world.address, place["port"]), timeout=JOIN_S)
+        return _line(connected, bytes.fromhex(place["key"]), asked=False), store
+    except (OSError, EOFError) as error:
+        raise InvalidRequest(
+            f"rank 0 at {world.address} takes no rank {world.rank} ({error or 'it closed the connection'}): it has all "
+            "of its ranks, or has ended; start each rank once, and look at the log of rank 0",
+            field="tensor_parallel",
+        ) from None
 
 
 def accept(line: int, store: int) -> tuple[Line, Store]:
@@ -140,12 +149,16 @@ def _meet(world: World) -> Store:
     is_master = world.rank == 0 and not world.store_is_there
     if not is_master:
         _wait(world)
-    waits = timedelta(seconds=JOIN_S if is_master else ANSWER_S)
-    try:
-        store = TCPStore(world.address, world.port, world.size, is_master, waits, wait_for_workers=False)
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
-        raise InvalidRequest(f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}: {why}", field="rank") from None
+    seconds = JOIN_S if is_master else ANSWER_S
+    waits = timedelta(seconds=seconds)
+    where = world.address, world.port
+    try:  # torch's own limit does not hold for somebody who listens and says nothing
+        meeting = in_a_thread(lambda: TCPStore(*where, world.size, is_master, waits, wait_for_workers=False))
+        store = meeting.result(seconds + 1)
+    except (RuntimeError, TimeoutError) as error:
+        why = str(error).partition("\n")[0] or "who listens there is no rank 0"
+        message = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}: {why}"
+        raise InvalidRequest(message, field="tensor_parallel") from None
     store.set_timeout(timedelta(seconds=JOIN_S))
     return store
 
@@ -160,10 +173,20 @@ def _wait(world: World) -> None:
             if time.monotonic() > until:
                 at = f"{world.address}:{world.port}"
                 message = f"nothing listens at {at} after {JOIN_S:.0f} s ({error}): start rank 0"
-                raise InvalidRequest(message, field="rank") from None
+                raise InvalidRequest(message, field="tensor_parallel") from None
             time.sleep(LOOK_S)
         else:
             return
+
+
+def _listen(address: str) -> socket.socket:
+    """Where the others reach rank 0, which they know by an ``address`` of either kind."""
+    if is_loopback(address):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server(("::1" if ":" in address else "127.0.0.1", 0), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:

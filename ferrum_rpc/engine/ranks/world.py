@@ -10,10 +10,12 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+
+MOST_PORTS: Final = 65_535
 
 
 class World(NamedTuple):
@@ -28,17 +30,21 @@ class World(NamedTuple):
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
         """None: nobody does. Raises InvalidRequest where the variables mean nothing."""
-        if "WORLD_SIZE" not in environment or "RANK" not in environment:
+        told = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+        if not told or (len(told) == 1 and "MASTER_ADDR" not in environment):
             return None
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
             if not environment.get(name, "").isdecimal():
                 shown = repr(environment[name][:40]) if name in environment else "missing"
-                raise InvalidRequest(f"{name} is {shown}, and must be a number", field="tensor_parallel")
+                raise InvalidRequest(f"{name} is {shown}, and must be a number from 0 on", field="tensor_parallel")
             numbers[name] = int(environment[name])
         if not (address := environment.get("MASTER_ADDR", "")):
             raise InvalidRequest("MASTER_ADDR is missing: where rank 0 is", field="tensor_parallel")
         rank, size, port = numbers.values()
+        if not 0 < port <= MOST_PORTS:
+            message = f"MASTER_PORT is {port}, and must be from 1 to {MOST_PORTS}"
+            raise InvalidRequest(message, field="tensor_parallel")
         if rank >= size:
             raise InvalidRequest(f"RANK is {rank}, and must be below WORLD_SIZE, {size}", field="tensor_parallel")
         return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
