@@ -56,6 +56,11 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Keys that are taken where they say that a feature is off, by the values that do."""
 
+REMEDY: Final = (
+    "remove what the adapter does without from its configuration, or merge the adapter into the model with PEFT "
+    "(merge_and_unload) and serve that"
+)
+
 CHANGING: Final = ("pissa", "olora", "loftq", "corda")
 """Ways to begin of adapters that are right over changed weights of the model only."""
 
@@ -99,7 +104,7 @@ def read_adapter(
             "convert it with PEFT to one that does not (save_pretrained with path_initial_model_for_weight_conversion)",
             field=f"{FILE}.init_lora_weights",
         )
-    refuse_unread(fields, IRRELEVANT, NEUTRAL)
+    refuse_unread(fields, IRRELEVANT, NEUTRAL, REMEDY)
     found = _modules(shapes, modules)
     if expected is not None:
         if strange := [each for each in found if each not in expected]:

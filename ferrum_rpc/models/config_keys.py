@@ -80,8 +80,16 @@ ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
 """As `IRRELEVANT`, of ``rope_scaling`` and ``rope_parameters``."""
 
 
-def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise UnknownKey for the first key that was not read and is in neither list; it names the others too."""
+REMEDY: Final = "remove what the model does without from the configuration"
+OF_MODEL: Final = f"{REMEDY}, or have transformers run the model: --model-backend hf"
+"""Of keys that transformers reads by itself; weights are read here in any case."""
+
+
+def refuse_unread(
+    fields: Fields, irrelevant: Collection[str], neutral: Mapping[str, tuple[object, ...]], remedy: str = REMEDY
+) -> None:
+    """Raise UnknownKey for the first key that was not read and is in neither list; it names the others too, and the
+    ``remedy``."""
     unknown = {
         key: value
         for key, value in fields.unread().items()
@@ -94,8 +102,4 @@ def refuse_unread(fields: Fields, irrelevant: Collection[str], neutral: Mapping[
     name, shown = fields.name(key[:80]), repr(unknown[key])[:80]
     why = "is not supported" if key in neutral else "is not known here, and might change what the model computes"
     same = f", and {listed('more', [fields.name(each[:80]) for each in others])}" if others else ""
-    raise UnknownKey(
-        f"{name}: {shown} {why}{same}; remove what the model does without from the configuration, or have "
-        "transformers run the model: --model-backend hf",
-        field=name,
-    )
+    raise UnknownKey(f"{name}: {shown} {why}{same}; {remedy}", field=name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.config_keys import ROPE_IRRELEVANT, refuse_unread
+from ferrum_rpc.models.config_keys import OF_MODEL, ROPE_IRRELEVANT, refuse_unread
 from ferrum_rpc.models.families import Rotation
 from ferrum_rpc.models.fields import Fields
 
@@ -74,7 +74,7 @@ def read_rope(config: Fields, rotation: Rotation, max_context: int, head_dim: in
     partial = _partial(rope, config, rotation, head_dim)
     theta = _theta(rope, config, "rope_theta", rotation.theta)
     spec = replace(_of_kind(rope, config, theta, rotation, max_context, int(head_dim * partial)), partial=partial)
-    refuse_unread(rope, ROPE_IRRELEVANT, {})
+    refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
     return spec
 
 
@@ -85,7 +85,7 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
     sections = [Fields({}, "rope_parameters")] * 2
     if (new := config.table("rope_parameters")) is not None:
         sections = [new.table(layer_type) or Fields({}, new.name(layer_type)) for layer_type in LAYER_TYPES]
-        refuse_unread(new, (), {})
+        refuse_unread(new, (), {}, OF_MODEL)
     if (old := config.table("rope_scaling")) is not None:
         if new is not None:
             raise InvalidRequest("rope_scaling and rope_parameters are both there: which counts?", field="rope_scaling")
@@ -98,7 +98,7 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
                 field = where.name("partial_rotary_factor")
                 raise NotSupported(f"{field}: only whole heads are turned", field=field)
         found.append(_of_kind(rope, config, _theta(rope, config, beside, default), rotation, max_context, 0))
-        refuse_unread(rope, ROPE_IRRELEVANT, {})
+        refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
     return found[0], found[1]
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
+from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Names
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.layer_kinds import read_unturned, read_windows
@@ -129,7 +129,7 @@ class ModelSpec:
             bos_token_id=bos[0] if bos else None,
             dtype=config.text("dtype", config.text("torch_dtype", "")) or None,
         )
-        refuse_unread(config, IRRELEVANT | family.irrelevant, {**NEUTRAL, **family.neutral})
+        refuse_unread(config, IRRELEVANT | family.irrelevant, {**NEUTRAL, **family.neutral}, OF_MODEL)
         return spec
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, refuse_unread
+from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
 from ferrum_rpc.models.fields import Fields
 
 SECTION: Final = "text_config"
@@ -125,7 +125,7 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
         raise InvalidRequest(f"{SECTION} is missing; it must be an object", field=SECTION)
     told = {key: value for key in SHARED if (value := config.value(key)) is not None}
     said = config.value("vocab_size")  # of both: the first LLaVAs say it twice
-    refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL)
+    refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL, OF_MODEL)
     kind = Fields(section, SECTION).text("model_type", known.texts[0])
     if kind not in known.texts:
         raise NotSupported(

@@ -67,7 +67,7 @@ def refused(folder: Path, error: type[ExecutorError], match: str, name: str = "o
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 KEYS: dict[str, tuple[dict[str, Any], type[ExecutorError], str]] = {
-    "DoRA": ({"use_dora": True}, NotSupported, "use_dora"),
+    "DoRA": ({"use_dora": True}, NotSupported, "use_dora.*with PEFT [^-]*$"),
     "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, NotSupported, "init_lora_weights"),
     "OLoRA": ({"init_lora_weights": "olora"}, NotSupported, "init_lora_weights"),
     "LoftQ": ({"init_lora_weights": "loftq"}, NotSupported, "init_lora_weights"),

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.models.config_keys import UnknownKey
+from ferrum_rpc.models.config_keys import UnknownKey, refuse_unread
 from ferrum_rpc.models.families import FAMILIES
+from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.spec import ModelSpec
 from tests.checkpoints import FAMILIES as TEST_FAMILIES
 from tests.checkpoints import make_model
@@ -491,6 +492,8 @@ def test_every_key_that_is_not_known_is_named_at_once() -> None:
     with pytest.raises(UnknownKey, match=r"one: 1 is not known.*1 more \(other\).*--model-backend hf") as refusal:
         ModelSpec.from_config(config)
     assert refusal.value.field == "one"
+    with pytest.raises(UnknownKey, match=r"without from the configuration$"):  # weights are read here by any backend
+        refuse_unread(Fields({"one": 1}, "quantization_config"), (), {})
 
 
 @pytest.mark.parametrize(("size", "right"), [(32000, True), (32001, False)])
