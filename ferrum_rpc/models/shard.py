@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.errors import NotSupported, counted
 from ferrum_rpc.models.layout import Placement, layout
 from ferrum_rpc.models.spec import ModelSpec
 
@@ -123,18 +123,13 @@ class Shard:
         return parts
 
     def _check(self, spec: ModelSpec) -> None:
-        def refuse(what: str, field: str) -> NotSupported:
-            return NotSupported(f"{field} {getattr(self, _FIELDS[field])}: {what}", field=field)
-
-        for name, size in (("num_attention_heads", spec.heads), ("intermediate_size", spec.intermediate_size)):
-            if size % self.ranks:
-                raise refuse(f"{name} {size} is no multiple of it", "tensor_parallel")
-        if spec.kv_heads % self.ranks and self.ranks % spec.kv_heads:
-            raise refuse(f"num_key_value_heads {spec.kv_heads} cannot be shared so", "tensor_parallel")
-        if Shard(self.ranks - 1, self.ranks).tokens(spec.vocab_size)[0] >= spec.vocab_size:
-            raise refuse(f"vocab_size {spec.vocab_size} cannot be shared so", "tensor_parallel")
+        if obstacle := _obstacle(spec, self.ranks):
+            would_do = ", ".join(str(ranks) for ranks in range(1, spec.heads + 1) if not _obstacle(spec, ranks))
+            message = f"tensor_parallel {self.ranks}: {obstacle}; of this model it can be {would_do}"
+            raise NotSupported(message, field="tensor_parallel")
         if self.stages > spec.layers:
-            raise refuse(f"there are {spec.layers} layers", "pipeline_parallel")
+            why = f"the model has {counted(spec.layers, 'layer')}; of this model it can be {spec.layers} at most"
+            raise NotSupported(f"pipeline_parallel {self.stages}: {why}", field="pipeline_parallel")
 
     def has(self, parameter: str, spec: ModelSpec) -> bool:
         """Whether it reads a parameter of the model of ``spec``; a tied head is made of the embedding."""
@@ -176,7 +171,19 @@ class Shard:
 
 WHOLE: Final = Shard()
 
-_FIELDS: Final = {"tensor_parallel": "ranks", "pipeline_parallel": "stages"}
+
+def _obstacle(spec: ModelSpec, ranks: int) -> str:
+    """Why so many ranks cannot share each layer; or nothing."""
+    for name, size in (("num_attention_heads", spec.heads), ("intermediate_size", spec.intermediate_size)):
+        if size % ranks:
+            return f"{name} {size} is no multiple of it"
+    if spec.kv_heads % ranks and ranks % spec.kv_heads:
+        return f"num_key_value_heads {spec.kv_heads} is no multiple of it, nor the other way round"
+    last = Shard(ranks - 1, ranks)
+    if last.tokens(spec.vocab_size)[0] >= spec.vocab_size:
+        each = f"parts of {last.token_width(spec.vocab_size)} tokens, multiples of {VOCABULARY_STEP}"
+        return f"vocab_size {spec.vocab_size} is cut into {each}, and the last rank would have none"
+    return ""
 
 
 def _within(source: Placement, rows: Ranges) -> Cut:

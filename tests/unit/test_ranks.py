@@ -202,7 +202,7 @@ def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut
     ("tensor", "pipeline", "changes", "words"),
     [
         (3, 1, {}, "num_attention_heads"),
-        (1, 5, {}, "there are 4 layers"),
+        (1, 5, {}, "has 4 layers"),
         (2, 1, {"path": "identity"}, "identity model"),
         (2, 1, {"model_backend": "hf"}, "transformers"),
     ],
@@ -214,6 +214,22 @@ def test_what_cannot_be_shared_is_refused(
     with pytest.raises(NotSupported, match=words) as refusal:
         build_runner(settings_of(checkpoint, (tensor, pipeline), **changes))
     assert refusal.value.field in {"tensor_parallel", "pipeline_parallel", *changes}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "words"),
+    [
+        (2, {"vocab_size": 50}, "parts of 64 tokens, multiples of 64, and the last rank would have none.* 1$"),
+        (4, {"vocab_size": 300}, "parts of 128 tokens, .* 1, 2$"),
+        (3, {"vocab_size": 300}, "num_attention_heads 4 is no multiple of it.* 1, 2$"),
+    ],
+)
+def test_a_number_of_ranks_that_cannot_be_is_told_which_can(ranks: int, changes: dict[str, Any], words: str) -> None:
+    spec = ModelSpec.from_config(make_model("qwen3", **changes).config.to_dict())
+    with pytest.raises(NotSupported, match=words):
+        Shard(0, ranks).of(spec)
+    with pytest.raises(NotSupported, match="the model has 1 layer;"):
+        Shard(0, 1, 0, 2).of(replace(spec, layers=1))
 
 
 def test_containers_of_one_machine_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
