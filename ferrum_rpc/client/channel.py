@@ -8,6 +8,7 @@ read and checked at once.
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +38,12 @@ STREAMS: Final = tuple(
     for method in service.methods
     if method.client_streaming or method.server_streaming
 )
+
+_WITHOUT_PORTS: Final = ("unix", "unix-abstract", "vsock", "xds")
+"""Schemes of gRPC whose targets need name no port."""
+
+_DNS: Final = re.compile(r"dns:(//[^/]*/)?")
+_ADDRESS: Final = re.compile(r"(\[[^\[\]]+\]|[^\s:/,\[\]]+):(?P<port>\d{1,5})", re.ASCII)
 
 KEEPALIVE_TIME_S: Final = 10.0
 KEEPALIVE_TIMEOUT_S: Final = 5.0
@@ -100,10 +107,24 @@ def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOpti
     return list(options.items())
 
 
+def check_target(target: str, field: str = "target") -> None:
+    """Raise `InvalidRequest` for a target without a port: gRPC would take 443."""
+    scheme, _, rest = target.partition(":")
+    if scheme in _WITHOUT_PORTS and rest:
+        return
+    for address in rest.split(",") if scheme in ("ipv4", "ipv6") else [_DNS.sub("", target)]:
+        found = _ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found["port"]) < 1 << 16:
+            message = f"target {target[:200]!r} is neither host:port, [address]:port, dns:///name:port nor unix:path"
+            raise InvalidRequest(message, field=field)
+
+
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, overrides: Iterable[ChannelOption] = ()
 ) -> grpc.aio.Channel:
-    """A channel to ``target`` (``host:port`` or ``unix:path``). It connects with the first call."""
+    """A channel to ``target`` (``host:port`` or ``unix:path``). It connects with the first call. Raises
+    `InvalidRequest` for a target that is none."""
+    check_target(target)
     options = channel_options(overrides)
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)

@@ -21,14 +21,15 @@ from tests.faults.proxy import proxied
 class Lookups:
     """Looks names up as ``lookup`` does, and counts it."""
 
-    def __init__(self, lookup: Callable[[str], Awaitable[list[str] | None]]) -> None:
+    def __init__(self, lookup: Callable[[str], Awaitable[list[str]]]) -> None:
         self._lookup = lookup
         self._count = 0
 
-    async def __call__(self, name: str) -> list[str] | None:
-        found = await self._lookup(name)
-        self._count += 1
-        return found
+    async def __call__(self, name: str) -> list[str]:
+        try:
+            return await self._lookup(name)
+        finally:
+            self._count += 1
 
     async def again(self) -> None:
         """Wait for one that has begun by now, if any, and another behind it."""
@@ -136,8 +137,10 @@ async def test_a_name_is_resolved_again_and_again() -> None:
     async with identity() as first, identity() as second:
         found: list[str] | None = [first.target]
 
-        async def lookup(name: str) -> list[str] | None:
+        async def lookup(name: str) -> list[str]:
             assert name == "dns:///executors:50051"
+            if found is None:
+                raise TransportError("it does not resolve")
             return found
 
         with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(lookup)):
@@ -202,6 +205,26 @@ async def test_where_nobody_answers_it_says_why() -> None:
     with pytest.raises(TransportError, match=r"no executor of 127.0.0.1:1 takes sequences"):
         async with FleetClient(["127.0.0.1:1"], timeout_s=0.05):
             pass
-    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",), ("file:",)):
-        with pytest.raises(InvalidRequest):
+    for targets in ((), ("dns:///nobody",), ("dns:///a:99999",), ("file:",), ("localhost",), ("::1",)):
+        with pytest.raises(InvalidRequest) as refusal:
             FleetClient(targets)
+        assert refusal.value.field == "targets"
+
+
+async def test_names_that_lead_nowhere_say_why(tmp_path: Path) -> None:
+    path = tmp_path / "targets"
+    for lines, words in (
+        (None, "it cannot be read: No such file"),
+        (b"# nobody\n", "it names no executor"),
+        (b"\xff\n", "it is no text"),
+        (b"localhost\n", "'localhost' is neither host:port"),
+    ):
+        if lines is not None:
+            path.write_bytes(lines)
+        with pytest.raises(TransportError, match=words):
+            async with FleetClient(f"file:{path}", timeout_s=0.2):
+                pass
+    unknown = mock.patch.object(resolving.socket, "getaddrinfo", side_effect=OSError(-2, "Name not known"))
+    with unknown, pytest.raises(TransportError, match=r"dns:///nobody:1: it does not resolve: Name not known"):
+        async with FleetClient("dns:///nobody:1", timeout_s=0.2):
+            pass

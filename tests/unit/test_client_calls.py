@@ -9,8 +9,15 @@ from typing import Any
 import grpc
 import pytest
 
-from ferrum_rpc.client import NEVER_RESEND, ResendPolicy
-from ferrum_rpc.client.channel import SERVICES, STREAMS, channel_options, keepalive_options, service_config
+from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, ResendPolicy
+from ferrum_rpc.client.channel import (
+    SERVICES,
+    STREAMS,
+    channel_options,
+    check_target,
+    keepalive_options,
+    service_config,
+)
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.errors import (
@@ -280,6 +287,32 @@ def test_a_channel_option_of_the_caller_replaces_the_default_and_leaves_the_othe
     assert changed.pop("grpc.keepalive_time_ms") == 1
     assert default.pop("grpc.keepalive_time_ms") != 1
     assert changed == default
+
+
+@pytest.mark.parametrize(
+    ("target", "right"),
+    [
+        *((each, True) for each in ("localhost:1", "10.0.0.1:65535", "[::1]:5", "a-b.c_d:5", "dns:a:5", "dns:///a:5")),
+        *((each, True) for each in ("dns://8.8.8.8/a:5", "unix:here", "unix:///there", "unix-abstract:name")),
+        *((each, True) for each in ("ipv4:10.0.0.1:5,10.0.0.2:6", "ipv6:[::1]:5", "xds:///name")),
+        *((each, False) for each in ("", "localhost", "10.0.0.1", "::1", "[::1]", "dns:///a", "dns:a", "ipv4:1.2.3.4")),
+        *((each, False) for each in ("a:0", "a:65536", "a:http", ":5", "unix:", "http://a:5", "a:5/", "file:x")),
+    ],
+)
+def test_a_target_names_its_port(target: str, right: bool) -> None:
+    """gRPC would take 443."""
+    if right:
+        check_target(target)
+        return
+    with pytest.raises(InvalidRequest, match="neither host:port") as refusal:
+        check_target(target)
+    assert refusal.value.field == "target"
+
+
+async def test_a_client_of_a_target_without_a_port_does_not_open() -> None:
+    with pytest.raises(InvalidRequest, match="'localhost' is neither"):
+        async with ExecutorClient("localhost"):
+            pass
 
 
 def test_how_fast_a_dead_peer_is_noticed_can_be_set_and_makes_sense() -> None:

@@ -117,7 +117,8 @@ class Members:
                     await self.changed(self.changes)
             except TimeoutError:
                 why = "; ".join(f"{target}: {each.message}" for target, each in self.troubles.items())
-                raise TransportError(f"no executor of {', '.join(self.targets)} takes sequences ({why})") from None
+                message = f"no executor of {', '.join(self.targets)} takes sequences ({why or 'none has answered'})"
+                raise TransportError(message) from None
         return found
 
     def choose(self, members: ListOf[Member], prompt: ListOf[int], salt: bytes | None = b"") -> Member:
@@ -142,15 +143,20 @@ class Members:
         self._resolve_now.set()
 
     async def _resolve(self, name: str) -> None:
-        known = True
         while True:
             self._resolve_now.clear()
-            found = await lookup(name)
-            if found is not None:
+            try:
+                found = await lookup(name)
+            except TransportError as error:
+                if name not in self.troubles:
+                    log.warning("%s: %s; the executors that are known stay", name, error.message)
+                self.troubles[name] = error
+            else:
                 self._listed(name, found)
-            elif known:
-                log.warning("%s does not resolve; the executors that are known stay", name)
-            known = found is not None
+                if found:
+                    self.troubles.pop(name, None)
+                else:
+                    self.troubles[name] = TransportError("it names no executor")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._resolve_every_s):
                     await self._resolve_now.wait()
@@ -171,7 +177,12 @@ class Members:
         """One member after the other, as long as the target is one of the fleet's."""
         pause_s = FIRST_PAUSE_S
         while target in self.named:
-            client = await self._connect(target).__aenter__()
+            try:
+                client = await self._connect(target).__aenter__()
+            except InvalidRequest as error:  # a line of a file that is no target
+                self.troubles[target] = error
+                self._notify()
+                return
             member: Member | None = None
             try:
                 member = await self._join(target, client)

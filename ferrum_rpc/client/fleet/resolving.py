@@ -8,7 +8,8 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.client.channel import check_target
+from ferrum_rpc.errors import InvalidRequest, TransportError
 
 FILE: Final = "file:"
 NAMED: Final = ("dns:", FILE)
@@ -19,12 +20,14 @@ MOST_BYTES: Final = 1 << 20
 
 
 def check(target: str) -> None:
-    """Raise `InvalidRequest` for a name that cannot be one."""
+    """Raise `InvalidRequest` for a target that cannot be one."""
     if target.startswith(FILE):
         if target == FILE:
             raise InvalidRequest("file:PATH names a file of targets, one a line", field="targets")
     elif target.startswith(NAMED):
         host_and_port(target)
+    else:
+        check_target(target, "targets")
 
 
 def host_and_port(target: str) -> tuple[str, int]:
@@ -34,23 +37,26 @@ def host_and_port(target: str) -> tuple[str, int]:
     return found["v6"] or found["name"], int(found["port"])
 
 
-async def lookup(target: str) -> list[str] | None:
-    """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``; None where nobody can say now."""
+async def lookup(target: str) -> list[str]:
+    """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``. Raises `TransportError` where nobody
+    can say now."""
     if target.startswith(FILE):
         return await asyncio.to_thread(_lines, Path(target[len(FILE) :]))
     host, port = host_and_port(target)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
+    except OSError as error:
+        raise TransportError(f"it does not resolve: {error.strerror or error}") from None
     hosts = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]
 
 
-def _lines(path: Path) -> list[str] | None:
+def _lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError):
-        return None
+    except OSError as error:
+        raise TransportError(f"it cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TransportError("it is no text") from None
     return [line for each in text.splitlines() if (line := each.strip()) and not line.startswith("#")]
