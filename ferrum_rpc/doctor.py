@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import SETTINGS, ModelSettings, ServeSettings
+from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import ExecutorError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     """Print what was found. Exit status 1 where the model is computed wrong, 2 where it does not fit. Raises
     `ExecutorError` where it is refused."""
     model_folder(settings.model.path)  # before torch is loaded, which takes seconds
+    check_ranks(settings.model)
     from ferrum_rpc.engine.choices import choose_parts
     from ferrum_rpc.engine.memory import free_memory
     from ferrum_rpc.engine.plan import gib

@@ -11,6 +11,7 @@ import json
 
 from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import ServeSettings
+from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import InvalidRequest
 
 EXIT_FITS, EXIT_TOO_LARGE = 0, 2
@@ -20,6 +21,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
     """Print the plan for ``memory`` bytes (None: what is free here). Exit status 2 where it does not fit. Raises
     `ExecutorError` for a folder that cannot be served."""
     model_folder(settings.model.path)  # before torch is loaded, which takes seconds
+    check_ranks(settings.model)
     import torch
 
     from ferrum_rpc.engine.choices import choose_parts

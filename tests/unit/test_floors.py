@@ -90,8 +90,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.building": Floor(
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
-    "ferrum_rpc.plan": Floor("errors engine building config", "torch"),
-    "ferrum_rpc.doctor": Floor("errors models engine engine.parity building config"),
+    "ferrum_rpc.plan": Floor("errors engine engine.ranks.world building config", "torch"),
+    "ferrum_rpc.doctor": Floor("errors models engine engine.parity engine.ranks.world building config"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.rank": Floor("errors engine engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(

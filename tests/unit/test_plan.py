@@ -293,12 +293,12 @@ def test_a_context_that_does_not_fit_the_cache_is_told(folder: Path) -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
-    """Exit status, output and errors of `ferrum-rpc plan`."""
+    """Exit status, output and errors of `ferrum-rpc plan`, or of another command."""
     monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
 
-    def run(*arguments: object) -> tuple[Any, str, str]:
+    def run(*arguments: object, command: str = "plan") -> tuple[Any, str, str]:
         with pytest.raises(SystemExit) as caught:
-            cli.main(["plan", *map(str, arguments)])
+            cli.main([command, *map(str, arguments)])
         said = capsys.readouterr()
         return caught.value.code, said.out, said.err
 
@@ -335,6 +335,16 @@ def test_a_rank_is_planned_where_several_share_the_model(folder: Path, command: 
     assert one["weights_bytes"] / 2 <= two["weights_bytes"] < 0.6 * one["weights_bytes"]
     assert one["others"]["ranks"] == 0 and one["all_bytes"] == one["total_bytes"]
     assert two["others"]["ranks"] == 1 and two["all_bytes"] == 2 * two["total_bytes"] + PROCESS_BYTES
+
+
+@pytest.mark.parametrize("asked", ["plan", "doctor"])
+def test_ranks_that_cannot_be_are_refused_as_serve_does(
+    asked: str, folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, said = command(folder, "--tensor-parallel", "2", command=asked)
+    assert status == 1 and "WORLD_SIZE is 3" in said
 
 
 @pytest.mark.parametrize(
