@@ -126,7 +126,7 @@ class ModelSettings:
     trust_rank_network: bool = Field(
         default=False, description="let ranks talk to other machines, unencrypted: the network must be trusted"
     )
-    adapter_dir: Path | None = Field(
+    adapter_dir: File | None = Field(
         default=None, description="folder of adapters, each a folder as PEFT writes it (default: none are offered)"
     )
     max_adapters: int = Field(default=32, ge=1, description="adapters that may be loaded at a time")

@@ -170,7 +170,7 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
 
 def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
     if not folder.is_dir():
-        raise InvalidRequest(f"adapter_dir {folder.absolute()} is no folder", field="adapter_dir")
+        raise InvalidRequest(f"adapter_dir {folder} is no folder", field="adapter_dir")
     if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.spec.adaptable):
         name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
         message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"

@@ -118,6 +118,8 @@ def test_a_cache_sized_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 def test_paths_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_settings("identity", {"tokens": "mine"}).tokens == tmp_path / "mine"
+    settings = load_settings("identity", {"adapter_dir": "adapters"})
+    assert settings.model.adapter_dir == tmp_path / "adapters", "ranks in other folders are told this one"
     with pytest.raises(ConfigError, match=str(tmp_path / "gone.toml")):
         load_settings("identity", {}, Path("gone.toml"))
 
