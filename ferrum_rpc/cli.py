@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrum_rpc import __version__
-from ferrum_rpc.bench.options import add_flags
 from ferrum_rpc.fleet.options import OWN_SETTINGS, add_fleet_flags
 from ferrum_rpc.runtime import prepare
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +44,8 @@ class Parser(argparse.ArgumentParser):
 def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     """The parser and its subcommands by name. Without ``settings``, `serve` lacks the flags that come from the settings
     model, which is then not loaded."""
+    from ferrum_rpc.bench.options import add_flags
+
     parser = Parser(prog="ferrum-rpc", description="A model's forward pass over gRPC.")
     parser.add_argument("--version", action="version", version=f"ferrum-rpc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
@@ -153,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         extra = "ray" if package == "ray" else "server"
         sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: pip install 'ferrum-rpc[{extra}]'")
+    except KeyboardInterrupt:  # also while the settings are imported
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _command(arguments: list[str]) -> NoReturn:
@@ -182,8 +186,6 @@ def _command(arguments: list[str]) -> NoReturn:
         # The reader of the output has what it wanted. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_FAILED
-    except KeyboardInterrupt:
-        status = 130
     sys.exit(status)
 
 

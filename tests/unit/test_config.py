@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ferrum_rpc import cli
 from ferrum_rpc.cli import main
 from ferrum_rpc.config import GROUPS, SETTINGS, load_settings, parse_bytes
 from ferrum_rpc.usage import ConfigError
@@ -144,6 +145,16 @@ def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) 
     for name, field in SETTINGS.items():
         assert "--" + name.replace("_", "-") in text
         assert field.description
+
+
+def test_ctrl_c_while_the_settings_are_imported_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(command: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_add_settings", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "identity"])
+    assert caught.value.code == 130
 
 
 def test_settings_are_frozen() -> None:
