@@ -385,7 +385,8 @@ def test_ranks_that_do_not_fit_are_not_started(
     folder: Path, variables: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of all on this machine, as far as it is known who is here."""
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}.items():
+    of_rank_0 = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if variables else {}
+    for name, value in {**of_rank_0, **variables}.items():
         monkeypatch.setenv(name, value)
     config = settings(folder, tensor_parallel=2)
     weights = planned(config).weights_bytes
