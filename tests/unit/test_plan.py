@@ -173,17 +173,21 @@ def test_a_step_of_another_family_takes_what_was_planned(tmp_path: Path, family:
 def compare_a_step(config: ModelSettings) -> None:
     output = OutputSpec(Positions.LAST, FullLogits(RowDType.F32))
     tokens = np.random.default_rng(0).integers(1, 900, size=CONTEXT).astype(np.int32)
-    runner, new = build_runner(config), build_runner(config)
 
     def steps(runner: Any) -> None:
         with runner.context():
             runner.forward(Step((Span(1, tokens[:TOKENS], 0, output, create=True),)))
             runner.forward(Step((Span(1, tokens[TOKENS:], TOKENS, output),)))
 
+    def kept(runner: Any) -> int:
+        before = allocated()
+        steps(runner)
+        return allocated() - before
+
+    runner = build_runner(config)
     left, most = of_torch(lambda: steps(runner))
-    before = allocated()
-    steps(new)
-    taken = most + allocated() - before - left  # what the kernels keep besides
+    _, typical, _ = sorted(kept(build_runner(config)) for _ in range(3))  # threads of other tests allocate too
+    taken = most + typical - left  # what the kernels keep besides
     assert abs(planned(config).activations_bytes - taken) <= 0.03 * taken
 
 
