@@ -64,6 +64,7 @@ class ExecutorState(_Open):
     SERVING = 2
     DRAINING = 3
     FAILED = 4
+    HUNG = 5
 
 
 class Health(_Open):

@@ -13,7 +13,7 @@ from ferrum_rpc.executor.v1 import info_pb2
 M = TypeVar("M", bound=message.Message)
 Data = TypeVar("Data")
 
-SCHEMA_REVISION = 5
+SCHEMA_REVISION = 6
 """Grows with every change of protos/."""
 
 MINIMUM_CLIENT_REVISION = 1
@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check that serves while process and device are well, though the executor may
 load or drain. One that does not know it answers NOT_FOUND."""
 
-SCHEMA_SHA256 = "82f357d6272601477987c126ba792b7c5f0febda46d3bd3396c76c809375c33e"
+SCHEMA_SHA256 = "25a80cedede0e2143fc7be723bd5721bb585463d226d2b6553cdec54bf356773"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

@@ -53,6 +53,7 @@ class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXECUTOR_STATE_SERVING: _ClassVar[ExecutorState]
     EXECUTOR_STATE_DRAINING: _ClassVar[ExecutorState]
     EXECUTOR_STATE_FAILED: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_HUNG: _ClassVar[ExecutorState]
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_OUTPUT_GREEDY: Capability
 CAPABILITY_OUTPUT_SAMPLE: Capability
@@ -91,6 +92,7 @@ EXECUTOR_STATE_STARTING: ExecutorState
 EXECUTOR_STATE_SERVING: ExecutorState
 EXECUTOR_STATE_DRAINING: ExecutorState
 EXECUTOR_STATE_FAILED: ExecutorState
+EXECUTOR_STATE_HUNG: ExecutorState
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "architecture", "vocab_size", "max_context", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "parameters", "weight_dtype", "kv_dtype", "eos_token_ids", "bos_token_id", "folder", "fingerprint")
@@ -139,7 +141,7 @@ class KvCacheInfo(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers")
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers", "max_cache_salt_bytes", "max_name_bytes", "max_request_id_bytes", "max_stop_tokens", "max_operations", "max_watchers")
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +175,12 @@ class Limits(_message.Message):
     MAX_TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     MAX_BIASES_FIELD_NUMBER: _ClassVar[int]
     MAX_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHE_SALT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WATCHERS_FIELD_NUMBER: _ClassVar[int]
     max_batch_items: int
     max_batch_tokens: int
     max_top_tokens: int
@@ -206,7 +214,13 @@ class Limits(_message.Message):
     max_token_masks: int
     max_biases: int
     max_transfers: int
-    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ..., max_transfers: _Optional[int] = ...) -> None: ...
+    max_cache_salt_bytes: int
+    max_name_bytes: int
+    max_request_id_bytes: int
+    max_stop_tokens: int
+    max_operations: int
+    max_watchers: int
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ..., max_transfers: _Optional[int] = ..., max_cache_salt_bytes: _Optional[int] = ..., max_name_bytes: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_stop_tokens: _Optional[int] = ..., max_operations: _Optional[int] = ..., max_watchers: _Optional[int] = ...) -> None: ...
 
 class DeviceInfo(_message.Message):
     __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")
