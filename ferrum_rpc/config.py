@@ -219,6 +219,7 @@ class ServeSettings:
     )
     max_leases: int = Field(default=1024, ge=1, description="leases at a time")
     max_sessions: int = Field(default=4096, ge=1, description="open sessions")
+    max_watchers: int = Field(default=64, ge=1, description="streams of cache events (WatchKvEvents) at a time")
     max_transfers: int = Field(default=4, ge=1, description="exports and imports of sequences under way")
     max_token_masks: int = Field(default=2048, ge=1, description="registered token masks, of all callers")
     caller_share: float = Field(

@@ -92,6 +92,7 @@ class Limits:
     idle_ttl_s: float = 600.0
     max_leases: int = 1024
     max_sessions: int = 4096
+    max_watchers: int = 64
     max_token_masks: int = 2048
     caller_share: float = 0.5
     max_draft_tokens: int = 64

@@ -51,6 +51,7 @@ class Quotas:
             Resource.TOKEN_MASKS: limits.max_token_masks,
             Resource.TRANSFERS: limits.max_transfers,
             Resource.PARKED_BYTES: limits.kv_park_bytes,
+            Resource.WATCHERS: limits.max_watchers,
         }
         # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {

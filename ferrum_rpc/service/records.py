@@ -35,6 +35,7 @@ class Resource(enum.IntEnum):
     TOKEN_MASKS = 7
     TRANSFERS = 8
     PARKED_BYTES = 9
+    WATCHERS = 10
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,7 @@ class BackgroundTask(enum.StrEnum):
     CALLBACK = "callback"
     """A callback of the event loop, or a task that is not awaited: the answer of an engine, for one."""
     PARK = "park"
+    EVENTS = "events"
     TOKENS = "tokens"
     CERTIFICATES = "certificates"
     """Files that were written anew and cannot be used."""

@@ -13,9 +13,10 @@ from unittest import mock
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service import supervisor
 from ferrum_rpc.service.forward import ForwardCall
+from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.supervisor import STUCK_AFTER, BackgroundTask
@@ -114,10 +115,23 @@ async def completion(served: Served) -> bool:
     return [each.code() for each in failed] == [grpc.StatusCode.INTERNAL] and again.output.handle.seq_len == 2
 
 
+async def events(served: Served) -> bool:
+    """Watchers of the cache's events learn what happens after the look that failed."""
+    stream = served.transfer.WatchKvEvents(kv_transfer_pb2.WatchKvEventsRequest())
+    await stream.read()
+    with mock.patch.object(supervisor, "RESTART_AFTER_S", EVERY_S), failing(KvEvents, "_look"):
+        await until(lambda: served.server.state.supervisor.failures[BackgroundTask.EVENTS] > 0)
+    await prefill(served, [1] * 9)
+    batch = await asyncio.wait_for(stream.read(), 20)
+    stream.cancel()
+    return len(batch.events) == 2
+
+
 LOOPS: Final[dict[str, tuple[BackgroundTask, Callable[[Served], Awaitable[bool]]]]] = {
     "the sweep of leases": (BackgroundTask.SWEEP, sweep),
     "the look at the engine": (BackgroundTask.HEARTBEAT, heartbeat),
     "the drain": (BackgroundTask.DRAIN, drain),
+    "the look at the cache": (BackgroundTask.EVENTS, events),
     "an answer of a session": (BackgroundTask.SESSION, writer),
     "a session's writer": (BackgroundTask.SESSION, writer_loop),
     "the end of a call": (BackgroundTask.CALLBACK, completion),
@@ -150,7 +164,7 @@ async def r26_a_background_task_never_dies_silently(size: Size) -> Figures:
         (
             exactly("loops that did not go on", len(dead), 0),
             exactly("failures that were not counted", len(silent), 0),
-            at_least("kinds of loops", len(LOOPS), 6),
+            at_least("kinds of loops", len(LOOPS), 7),
         ),
         {"exceptions": tried, "wrong": sorted({*dead, *silent})},
     )

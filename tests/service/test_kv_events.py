@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 
-from ferrum_rpc.errors import Reason
+from ferrum_rpc.errors import Reason, StepFailed
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as kv
 from ferrum_rpc.service import kv_events
@@ -194,15 +195,65 @@ async def test_salts_begin_other_chains(served: Served) -> None:
     router.leave()
 
 
+async def test_watchers_that_wait_do_nothing_and_one_task_looks_for_all() -> None:
+    async with serve_identity() as served:
+        events = served.server.events
+        routers = [Router(served) for _ in range(8)]
+        for each in routers:
+            await each.agrees()
+        looking: list[asyncio.Task[Any] | None] = []
+        look = events._look
+
+        async def looked() -> None:
+            looking.append(asyncio.current_task())
+            await look()
+
+        with mock.patch.object(events, "_look", looked):
+            await until(lambda: len(looking) > 4)
+            await prefill(served, [1] * (2 * BLOCK + 1))
+            for each in routers:
+                await each.agrees()
+        assert set(looking) == {events._polling}
+        for each in routers:
+            each.leave()
+        await until(lambda: events._polling is not None and events._polling.done())
+        again = Router(served)
+        await again.agrees()
+        await prefill(served, [2] * (2 * BLOCK + 1))
+        await again.agrees()
+        again.leave()
+
+
+async def test_what_the_engine_refuses_ends_the_streams_and_the_next_one_knows_all() -> None:
+    async with serve_identity() as served:
+        routers = [Router(served) for _ in range(2)]
+        for each in routers:
+            await each.agrees()
+        with mock.patch.object(kv_events, "between_steps", side_effect=StepFailed("injected")):
+            handle = await prefill(served, [1] * (2 * BLOCK + 1))
+            for each in routers:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await each.stream.read()
+                assert error_from_rpc(caught.value).reason is Reason.STEP_FAILED
+        late = Router(served)
+        await late.agrees()
+        await release(served, handle)
+        await prefill(served, [2] * (2 * BLOCK + 1))
+        await late.agrees()
+        late.leave()
+
+
 async def test_streams_are_counted_and_end_with_the_server() -> None:
-    async with serve_identity(max_sessions=2) as served:
+    async with serve_identity(max_watchers=2) as served:
         routers = [Router(served) for _ in range(2)]
         for each in routers:
             await each.read()
         more = served.transfer.WatchKvEvents(kv.WatchKvEventsRequest())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await more.read()
-        assert error_from_rpc(caught.value).reason is Reason.SEQUENCES_EXHAUSTED
+        error = error_from_rpc(caught.value)
+        assert (error.reason, error.number("max_watchers")) == (Reason.SEQUENCES_EXHAUSTED, 2)
+        assert (await served.executor.GetInfo(pb.GetInfoRequest())).limits.max_watchers == 2
         routers[0].leave()
         await until(lambda: served.server.events._watchers == 1)
         routers[0] = Router(served)

@@ -13,7 +13,7 @@ import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service.auth import Security, parse
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
@@ -136,14 +136,15 @@ async def test_one_of_several_callers_has_a_share_of_sequences_and_blocks_and_on
 
 
 @pytest.mark.parametrize(("names", "share"), [("a", 4), ("ab", 2)])
-async def test_leases_and_sessions_have_a_share_per_caller_where_there_are_several(
+async def test_leases_sessions_and_watchers_have_a_share_per_caller_where_there_are_several(
     names: str, share: int, tmp_path: Path
 ) -> None:
     """Over the wire. One alone, beside an operator, has all of them."""
     tokens = tmp_path / "tokens"
     tokens.write_text("operator secret-o operator\n" + "".join(f"{name} secret-{name}\n" for name in names))
     tokens.chmod(0o600)
-    async with serve_identity(max_leases=4, max_sessions=4, security=Security(tokens=tokens)) as served:
+    limits = {"max_leases": 4, "max_sessions": 4, "max_watchers": 4}
+    async with serve_identity(**limits, security=Security(tokens=tokens)) as served:
 
         def token(name: str) -> tuple[tuple[str, str], ...]:
             return (("authorization", f"Bearer secret-{name}"),)
@@ -159,13 +160,20 @@ async def test_leases_and_sessions_have_a_share_per_caller_where_there_are_sever
             assert await stream.read() is not grpc.aio.EOF
             return stream
 
+        async def watch(name: str) -> Any:
+            stream = served.transfer.WatchKvEvents(kv_transfer_pb2.WatchKvEventsRequest(), metadata=token(name))
+            await stream.read()
+            return stream
+
         leases = [await lease("a") for _ in range(share)]
+        watchers = [await watch("a") for _ in range(share)]
         streams = [await session("a") for _ in range(share)]
         expected = Reason.QUOTA_EXCEEDED if len(names) > 1 else Reason.SEQUENCES_EXHAUSTED
-        for ask in (lease, session):
+        for ask in (lease, session, watch):
             await refused(ask("a"), expected, grpc.StatusCode.RESOURCE_EXHAUSTED)
         if len(names) > 1:
             assert await lease("b")
+            watchers.append(await watch("b"))
         await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=leases.pop()), metadata=token("a"))
         assert await lease("a")
         told = (await served.executor.GetInfo(pb.GetInfoRequest(), metadata=token("a"))).limits
@@ -174,10 +182,11 @@ async def test_leases_and_sessions_have_a_share_per_caller_where_there_are_sever
         state = served.server.state
         await until(lambda: state.sessions == len(streams))
         streams.append(await session("a"))
-        for stream in streams:
+        for stream in (*streams, *watchers):
             stream.cancel()
-        await until(lambda: not state.sessions)
-        assert state.quotas.account(Caller("a")).held[Resource.SESSIONS] == 0
+        held = state.quotas.account(Caller("a")).held
+        await until(lambda: not state.sessions and not held[Resource.WATCHERS])
+        assert held[Resource.SESSIONS] == 0
 
 
 async def test_the_queue_has_a_share_per_caller_that_an_answer_and_a_cancel_give_back() -> None:
