@@ -118,7 +118,7 @@ async def _ended(client: ExecutorClient, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
             while True:
-                if (await client.status()).state is not ExecutorState.DRAINING:
+                if (await client.status()).state not in {ExecutorState.DRAINING, ExecutorState.HUNG}:
                     return True
                 await asyncio.sleep(LOOK_EVERY_S)
     except TimeoutError:

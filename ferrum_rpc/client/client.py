@@ -173,7 +173,8 @@ class ExecutorClient(Batches):
         response = await context.call(context.executor.GetStatus, message, deadline, policy)
         context.note_pressure(response.pressure)
         status = status_from_proto(response)
-        context.draining = status.state is ExecutorState.DRAINING
+        if status.state is not ExecutorState.HUNG:  # which hides whether it drains
+            context.draining = status.state is ExecutorState.DRAINING
         return status
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:

@@ -36,7 +36,7 @@ from ferrum_rpc.client.pace import FramePace
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
 from ferrum_rpc.core import OutputSpec, RowBlock
-from ferrum_rpc.errors import DeadlineExceeded, Draining, ExecutorError, QueueFull, TransportError
+from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
@@ -424,6 +424,8 @@ class SessionStream:
         error = self.over or closed()
         if isinstance(error, Draining):
             return Draining(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)
+        if isinstance(error, DeviceLost):
+            return DeviceLost(error.message)
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
             return TransportError(error.message, metadata=error.metadata)
         return TransportError(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)

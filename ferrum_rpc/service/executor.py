@@ -214,7 +214,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         engine, cache = state.engine.counters, state.engine.cache
         free, cached, imports = cache.free_blocks, cache.cached_blocks, state.unfinished_imports()
         return pb.GetStatusResponse(
-            state=STATE_TO_PROTO[state.lifecycle],
+            state=STATE_TO_PROTO[state.condition],
             pressure=self._pressure(),
             counters=to_proto(
                 info_pb2.Counters,

@@ -1,8 +1,8 @@
 """The standard health service, and the one place that decides its answers.
 
-Serving means: the life-cycle serves, and the engine makes progress (`engine.liveness`). `LIVENESS` is the name for who
-starts again what is broken: it serves whatever the life-cycle, but where the model has failed. What changes the
-life-cycle calls `update`; `look` asks the engine. No other place names a health status.
+Serving means: the executor's condition is that it serves (`ServerState.condition`). `LIVENESS` is the name for who
+starts again what is broken: it serves also while the executor loads or drains. What may change the condition calls
+`update`. No other place names a health status.
 
 The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
 takes the condition along on which the others wait, so they never get a change again, and one that does not read
@@ -12,18 +12,13 @@ holds the lock that a change needs. Here every watcher waits on its own, and a c
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ferrum_rpc.engine.api import Engine
 from ferrum_rpc.wire.info import LIVENESS
-
-log = structlog.get_logger("ferrum_rpc.server")
 
 Status = health_pb2.HealthCheckResponse
 
@@ -43,7 +38,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
     def __init__(self, ready: Callable[[], bool], live: Callable[[], bool], services: Iterable[str]) -> None:
         self._ready, self._live = ready, live
         self._services = frozenset((WHOLE_SERVER, LIVENESS, *services))
-        self._trouble: str | None = None
         self._closed = False
         self._changed = asyncio.Event()  # a new one after every change
         self._known = self._now()
@@ -59,7 +53,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         return self._known[1]
 
     def _now(self) -> tuple[bool, bool]:
-        works = self._trouble is None and not self._closed
+        works = not self._closed
         return works and self._ready(), works and self._live()
 
     def update(self) -> None:
@@ -68,20 +62,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         if now != self._known:
             self._known = now
             self._wake()
-
-    def look(self, engine: Engine) -> None:
-        """Ask the engine whether it makes progress; log when that changes the answer."""
-        before = self.live
-        self._trouble = engine.trouble(time.monotonic())
-        self.update()
-        if before and not self.live:
-            log.error(
-                "model_thread_hangs",
-                trouble=self._trouble,
-                action="restart the executor if it does not go on by itself; look at the device's own log",
-            )
-        elif self.live and not before:
-            log.info("model_thread_goes_on")
 
     def close(self) -> None:
         """Not serving, for good. Watchers get it and their streams end: no watch holds up the end of the server."""

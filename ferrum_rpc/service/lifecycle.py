@@ -139,7 +139,7 @@ class Drain:
             if not left
             else "their schedulers prefill them elsewhere; a longer grace would serve them",
         )
-        end_sessions(self._sessions, Draining("the executor has finished", retry_after_s=RETRY_ELSEWHERE_S))
+        end_sessions(self._sessions, state.farewell("the executor has finished"))
         self.done.set()
 
     async def _lame_duck(self) -> None:

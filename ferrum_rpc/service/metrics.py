@@ -57,7 +57,8 @@ class Metrics(Collector):
             model = state.model
             what = {"model": model.name, "architecture": model.architecture, "device": state.device.name}
             yield _info("model_info", "What is served, and where it runs.", what)
-        states = {each.value: float(each is state.lifecycle) for each in Lifecycle}
+        condition = state.condition
+        states = {each.value: float(each is condition) for each in Lifecycle}
         yield _gauge("executor_state", "1 for the state that the executor is in.", states, "state")
         yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self.lines_dropped())
         failures = state.supervisor.failures

@@ -23,7 +23,6 @@ from ferrum_rpc.engine.api import Described, Engine, Runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.thread import ModelThread
-from ferrum_rpc.errors import Draining
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2_grpc,
     kv_transfer_pb2,
@@ -46,7 +45,7 @@ from ferrum_rpc.service.parking import IDLE_TURN_S, IdleParking
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
-from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
+from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.wire.unfolding import UnfoldingBudget
 
@@ -171,15 +170,33 @@ class ExecutorServer:
         await server.start()
         acceptors.start()
         engine.start()
-        supervisor.every(BackgroundTask.HEARTBEAT, LOOK_EVERY_S, partial(self.health.look, engine))
+        supervisor.every(BackgroundTask.HEARTBEAT, LOOK_EVERY_S, self.look)
         security = self._security
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
+    def look(self) -> None:
+        """See whether the engine makes progress; log when that changes what is reported."""
+        state = self.state
+        before = state.condition
+        state.look()
+        self.health.update()
+        if before is (now := state.condition):
+            return
+        if now is Lifecycle.HUNG:
+            log.error(
+                "model_thread_hangs",
+                trouble=state.trouble,
+                action="restart the executor if it does not go on by itself; look at the device's own log",
+            )
+        elif before is Lifecycle.HUNG:
+            log.info("model_thread_goes_on")
+
     def _is_ready(self) -> bool:
-        return self.state.lifecycle is Lifecycle.SERVING and self._is_live()
+        return self.state.condition is Lifecycle.SERVING and self._is_live()
 
     def _is_live(self) -> bool:
-        return self.state.lifecycle is not Lifecycle.FAILED and not self.state.supervisor.stuck
+        broken = self.state.condition in {Lifecycle.FAILED, Lifecycle.HUNG}
+        return not broken and not self.state.supervisor.stuck
 
     def _engine(self) -> Engine:
         about: Any = {
@@ -243,7 +260,7 @@ class ExecutorServer:
         if self._server is None:
             return True
         self.health.close()
-        end_sessions(self.sessions, Draining("the executor stops", retry_after_s=RETRY_ELSEWHERE_S))
+        end_sessions(self.sessions, self.state.farewell("the executor stops"))
         self.events.close()
         await self._server.stop(grace_s)
         await self.calls.idle()

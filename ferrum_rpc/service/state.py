@@ -38,12 +38,14 @@ RETRY_ELSEWHERE_S: Final = 1.0
 
 
 class Lifecycle(enum.Enum):
-    """Where the process stands."""
+    """Where the process stands. ``HUNG`` is only ever reported (`ServerState.condition`): it passes, and what was
+    serving or draining goes on with that."""
 
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
     FAILED = "failed"
+    HUNG = "hung"
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class ServerState:
         self.empty = asyncio.Event()
         self.counters = ServiceCounters()
         self.lifecycle = Lifecycle.STARTING
+        self.trouble: str | None = None
+        """Why the engine makes no progress, as of the last `look`."""
         self.started = time.monotonic()
         self.empty.set()
         self._creating: set[SequenceRecord] = set()
@@ -137,11 +141,32 @@ class ServerState:
     def fail(self) -> None:
         self.lifecycle = Lifecycle.FAILED
 
+    def look(self) -> None:
+        """See whether the engine makes progress."""
+        self.trouble = self.engine.trouble(time.monotonic())
+
+    @property
+    def condition(self) -> Lifecycle:
+        """What is reported: health, `GetStatus` and the metrics all read this. A hang hides a drain, because a client
+        that knew only of the drain would ask for the cache of its sequences, and wait."""
+        hangs = self.trouble is not None and self.lifecycle in {Lifecycle.SERVING, Lifecycle.DRAINING}
+        return Lifecycle.HUNG if hangs else self.lifecycle
+
+    def farewell(self, message: str) -> ExecutorError:
+        """What ends a session when the executor goes: `Draining` with the ``message``, or `DeviceLost`."""
+        if self.lifecycle is Lifecycle.FAILED:
+            return self._lost()
+        return Draining(message, retry_after_s=RETRY_ELSEWHERE_S)
+
+    @staticmethod
+    def _lost() -> DeviceLost:
+        return DeviceLost("the model thread is gone; the executor must be restarted")
+
     @property
     def model(self) -> ModelInfo:
         """The loaded model; raises `Starting`, `Draining` or `DeviceLost` before and after its life."""
         if self.lifecycle is Lifecycle.FAILED:
-            raise DeviceLost("the model thread is gone; the executor must be restarted")
+            raise self._lost()
         if self._model is None:
             raise Starting("the model is loading; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         if self._closed:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -54,8 +53,7 @@ async def sweep(served: Served) -> bool:
 async def heartbeat(served: Served) -> bool:
     """While the engine cannot be asked, health does not say SERVING; afterwards it does again."""
     server = served.server
-    look = partial(server.health.look, server.state.engine)
-    task = server.state.supervisor.every(BackgroundTask.HEARTBEAT, EVERY_S, look)
+    task = server.state.supervisor.every(BackgroundTask.HEARTBEAT, EVERY_S, server.look)
     try:
         with failing(server.state.engine, "trouble", math.inf):
             await until(lambda: server.state.supervisor.failures[BackgroundTask.HEARTBEAT] >= STUCK_AFTER)

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, info_pb2, session_pb2
 from ferrum_rpc.wire.info import LIVENESS
+from ferrum_rpc.wire.status import error_from_status
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
@@ -149,6 +150,34 @@ async def test_a_session_is_served_to_its_last_sequence_and_then_told(served: Se
     await call.read()
     async with asyncio.timeout(5):
         await refused(call.read(), Reason.DRAINING, UNAVAILABLE)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_session_ends_with_device_lost_where_the_engine_is(drains: bool) -> None:
+    class Fatal(BaseException):
+        pass
+
+    def stage(name: str) -> None:
+        if name == "forward":
+            raise Fatal
+
+    async with serve_identity(stage=stage) as served:
+        works, idles = (served.executor.Session() for _ in range(2))
+        for call in (works, idles):
+            await call.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello()))
+            await call.read()
+        if drains:  # which waits for a sequence that will never be
+            served.server.state.empty.clear()
+            await drain(served)
+        else:
+            create = session_pb2.SessionForward(items=[item([1, 2])])
+            await works.write(session_pb2.SessionRequest(step_id=2, forward=create))
+            [result] = (await works.read()).forward.results
+            assert error_from_status(result.error).reason is Reason.DEVICE_LOST
+        served.server._on_failed(Fatal())
+        await served.server.stop(5.0)
+        for call in (works, idles):
+            await refused(call.read(), Reason.DEVICE_LOST, grpc.StatusCode.INTERNAL)
 
 
 async def test_a_session_that_closes_as_the_last_of_a_drain_hears_goodbye() -> None:
