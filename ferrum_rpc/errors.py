@@ -182,8 +182,14 @@ class KvBlocksExhausted(ExecutorError):
 
 
 class KvCorrupt(ExecutorError):
-    """What came of a cache is not what was sent (``next_token``: the first that is missing): send it again. Or what was
-    parked of a sequence is not what was written: the sequence has ended."""
+    """What came of a cache is not what was sent (``next_token``: the first that is missing): send it again. Or K or V
+    are ``not_finite``: prefill the sequence there. Or what was parked of a sequence is not what was written: the
+    sequence has ended."""
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether values of the cache are NaN or infinite: the same cache is refused again."""
+        return "not_finite" in self.metadata
 
 
 class SequencesExhausted(ExecutorError):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
 from ferrum_rpc.client import transfer
 from ferrum_rpc.client.feeding import Feeding
+from ferrum_rpc.client.pieces import Pieces
+from ferrum_rpc.client.recovery import Lost
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline, fate_unknown
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState, UnknownOutcome, new_request_id
+from ferrum_rpc.errors import KvCorrupt
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2
+
+log = logging.getLogger("ferrum_rpc.client")
 
 
 class Movable(Feeding):
@@ -24,9 +30,9 @@ class Movable(Feeding):
             raise SequenceMisuseError(f"{what}: this sequence has been fed already, make a new one")
         return state
 
-    async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> None:
-        """Make this sequence of what comes. Where that fails the request id is kept, for the same again, or for the
-        release, which gives the import up."""
+    async def _import(self, layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline) -> bool:
+        """Make this sequence of what comes; where K or V are not finite, of its tokens (False). Where that fails the
+        request id is kept, for the same again, or for the release, which gives the import up."""
         tokens = list(layout.token_ids)
         await self._find_owner(deadline, tokens)
         state, context, leases = self._state, self._context, self._connection.leases
@@ -48,6 +54,10 @@ class Movable(Feeding):
                 state.lease_id = create.lease_id
                 handle = await transfer.brought(context, layout, frames, create, request_id, deadline)
         except BaseException as error:
+            if isinstance(error, KvCorrupt) and error.not_finite:
+                log.warning("a cache cannot be used, its %s tokens are computed again: %s", len(tokens), error)
+                await self._prefill_instead(layout, deadline)
+                return False
             give_up = partial(transfer.abandoned, context, request_id)
             state.creation = UnknownOutcome(content, request_id, give_up, unknown=fate_unknown(error))
             raise
@@ -56,6 +66,18 @@ class Movable(Feeding):
             state.tokens = tokens
         state.pieces.fed(0, len(tokens), (await context.info(deadline)).limits.exact_span_tokens)
         self._connection.live.add(state)
+        return True
+
+    async def _prefill_instead(self, layout: kv_transfer_pb2.KvLayout, deadline: Deadline) -> None:
+        """Feed the tokens of a cache that cannot be imported."""
+        state, tokens = self._state, list(layout.token_ids)
+        state.restart()
+        state.creation = None
+        state.create, shared = forward_pb2.CreateOptions(), state.create
+        state.create.CopyFrom(shared)
+        state.create.adapter = layout.adapter
+        self._lost = Lost(tokens, 0, Pieces())
+        await self._feed_lost(deadline)
 
     async def _move(self, target: Movable, transport: transfer.Transport, deadline: Deadline) -> None:
         """Make ``target`` of this one, which stays as it is."""
@@ -71,5 +93,5 @@ class Movable(Feeding):
                     if not frame.startswith(transfer.LAYOUT):
                         yield frame
 
-        await target._import(layout, frames, deadline)
-        target._state.pieces = self._state.pieces.upto(handle.seq_len)
+        if await target._import(layout, frames, deadline):
+            target._state.pieces = self._state.pieces.upto(handle.seq_len)

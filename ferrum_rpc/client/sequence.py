@@ -307,7 +307,8 @@ class Sequence(Movable):
 
     async def import_from(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """Make this sequence, which is new, of a file that `export_to` wrote: it has those tokens then, and nothing is
-        computed. A stream that breaks goes on where it stopped; after an error the same call again does.
+        computed; where values of the cache are not finite, the tokens are prefilled. A stream that breaks goes on where
+        it stopped; after an error the same call again does.
 
         Raises `LayoutMismatch` for the cache of another model, `KvCorrupt` for a file that was changed,
         `KvBlocksExhausted` and the other refusals of a prefill."""

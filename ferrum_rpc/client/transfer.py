@@ -173,6 +173,8 @@ async def brought(  # noqa: PLR0917
         except ExecutorError as error:
             failures += 1
             again = fate_unknown(error) or isinstance(error, KvCorrupt | SequenceBusy | QueueFull)
+            if isinstance(error, KvCorrupt) and error.not_finite:  # it would be the same again
+                again = False
             if not again or failures > ATTEMPTS or not await backoff.wait():
                 raise
 

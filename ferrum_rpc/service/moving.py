@@ -119,10 +119,10 @@ class Moving:
 
 
 class Incoming(Moving, ABC):
-    """A sequence that is built of chunks. ``next_token`` is the first that is missing. ``digests``: the trailer has to
-    have the digest of all chunks."""
+    """A sequence that is built of chunks. ``next_token`` is the first that is missing. ``foreign``: they come from
+    elsewhere, so all values must be finite and the trailer must have the digest of all chunks."""
 
-    digests: ClassVar[bool] = True
+    foreign: ClassVar[bool] = True
     next_token = 0
     _tokens: TokenArray
 
@@ -137,7 +137,7 @@ class Incoming(Moving, ABC):
     async def receive(self, read: Callable[[], Awaitable[Any]], reader: ChunkReader | None = None) -> HandleRef | None:
         """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of
         the sequence, or None where something is missing. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
-        digest, before = sha256() if self.digests else None, self.next_token
+        digest, before = sha256() if self.foreign else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
         layer = 0
         while (frame := await read()) is not grpc.aio.EOF:
@@ -182,12 +182,20 @@ class Incoming(Moving, ABC):
         if chunk.HasField("remote"):
             parts = await self._read(reader, chunk.remote, tokens)
         large = sum(map(len, parts)) > INLINE_BYTES
-        found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
+        args = (digest, parts, self._layout if self.foreign else None)
+        found, not_finite = await asyncio.to_thread(_checked, *args) if large else _checked(*args)
         if found != chunk.crc32c:
             raise KvCorrupt(
                 f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
                 metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
                 field="chunk.crc32c",
+            )
+        if not_finite:
+            raise KvCorrupt(
+                f"{not_finite} of layer {layer} are not finite in the tokens from {start} on: sending them again does "
+                "not help, prefill the sequence here; nothing of it was kept",
+                metadata={"not_finite": not_finite, "layer": layer, "first_token": start},
+                field=f"chunk.{not_finite}",
             )
         await self._write(layer, start, end, parts)
         return start, end
@@ -235,6 +243,12 @@ def checksum(parts: Sequence[Any]) -> int:
     for part in parts:
         value = crc32c(part, value)
     return value
+
+
+def _checked(digest: Any, parts: Sequence[bytes], layout: CacheLayout | None) -> tuple[int, str]:
+    """The checksum of a chunk, whose bytes go into the digest, and which of its parts is not finite, if it has a
+    ``layout`` to be checked by."""
+    return _summed(digest, parts), "" if layout is None else layout.not_finite(parts)
 
 
 def _summed(digest: Any, parts: Sequence[bytes]) -> int:

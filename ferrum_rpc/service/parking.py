@@ -198,7 +198,7 @@ class _Return(Incoming):
     """One sequence on its way back. Its call has claimed it."""
 
     renews: ClassVar[bool] = False
-    digests: ClassVar[bool] = False  # chunks that the prefix cache has are not read; each has a checksum
+    foreign: ClassVar[bool] = False  # its own values return to the bit, and what the prefix cache has is not read
     _begun = False
 
     def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command
-from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, SequenceBusy
+from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, KvCorrupt, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, with_adapter
 from ferrum_rpc.service.handles import gone
@@ -157,12 +157,15 @@ class Import(Incoming):
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """A stream is on it. One that fails before anything of it was kept ends it."""
+        """A stream is on it. One that fails before anything of it was kept ends it, and so do values that are not
+        finite."""
         self._streaming, self.record.origin = True, self
         try:
             yield
-        except BaseException:
-            if self._begun and self.next_token == self._cached:
+        except BaseException as error:
+            if isinstance(error, KvCorrupt) and error.not_finite:
+                self._cut(error)
+            elif self._begun and self.next_token == self._cached:
                 self._cut(Cancelled("its stream was refused or broke, and nothing of it was kept"))
             raise
         finally:

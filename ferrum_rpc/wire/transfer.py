@@ -6,7 +6,7 @@ A part is one tensor of a chunk: K, V, and of a cache in 8 bits what they are mu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -33,6 +33,14 @@ endian)."""
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
 ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 """Caches that have scales."""
+
+EXPONENTS: Final[dict[types_pb2.DType, np.unsignedinteger[Any]]] = {
+    types_pb2.D_TYPE_F32: np.uint32(0x7F80_0000),
+    types_pb2.D_TYPE_BF16: np.uint16(0x7F80),
+    types_pb2.D_TYPE_F16: np.uint16(0x7C00),
+    types_pb2.D_TYPE_F8_E4M3: np.uint8(0x7F),  # it has no infinities, and one NaN of each sign
+}
+"""Of types that can hold NaN or infinities: the bits that are all ones in those and in no other number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,14 @@ class CacheLayout:
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of the tensors of a chunk."""
         return sum(size for *_, size in self.parts(tokens))
+
+    def not_finite(self, parts: Sequence[Any]) -> str:
+        """The name of the first of a chunk's ``parts`` (buffers) that has a NaN or an infinity; empty if none has."""
+        for (name, dtype, *_), part in zip(self.parts(1), parts, strict=True):
+            ones = EXPONENTS.get(dtype)
+            if ones is not None and (np.frombuffer(part, ones.dtype) & ones).max() == ones:
+                return name
+        return ""
 
     def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
         """As the first frame of an export has it."""

@@ -29,6 +29,7 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.service import nixl
 from tests.service.nixl import Fabric
+from tests.service.transfers import overflow
 from tests.serving import Served, serve_identity
 from tests.wiring import until
 
@@ -220,6 +221,31 @@ async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There,
             np.testing.assert_array_equal(await row(sequence), await expected(client))
             with pytest.raises(SequenceMisuseError, match="make a new one"):
                 await sequence.import_from(path)
+    await nothing_left(here, away)
+
+
+@pytest.mark.parametrize("by", ["move", "file"])
+async def test_values_that_are_not_finite_do_not_travel_and_the_tokens_are_fed_there(
+    there: There, tmp_path: Path, by: str
+) -> None:
+    here, client, away, other = there
+    path, streams, original = tmp_path / "sequence.kv", [], transfer.imported
+    counting = mock.patch.object(transfer, "imported", lambda *about: streams.append(about[2]) or original(*about))
+    async with await fed(client, keep_tokens=True) as source, other.sequence(keep_tokens=True) as target:
+        [record] = here.server.state.handles.records()
+        await overflow(here, record)
+        before = away.server.state.engine.counters.tokens
+        with counting:
+            if by == "move":
+                await source.move_to(target)
+            else:
+                await source.export_to(path)
+                await target.import_from(path)
+        assert streams
+        assert not away.server.state.unnamed
+        assert away.server.state.engine.counters.tokens - before == len(PROMPT)
+        assert (target.length, target.tokens, source.released) == (len(PROMPT), PROMPT, by == "move")
+        np.testing.assert_array_equal(await row(target), await expected(other))
     await nothing_left(here, away)
 
 

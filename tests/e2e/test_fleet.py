@@ -15,6 +15,7 @@ from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted
 from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet, fleet_of, foreign, identity, of, owner, until
 from tests.faults import waiting
 from tests.faults.proxy import proxied
+from tests.service.transfers import overflow
 
 
 @pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
@@ -123,6 +124,23 @@ async def test_what_was_lost_is_fed_where_its_scheduler_sends_it() -> None:
                 assert owner(sequence) is to and sequence.length == len(PROMPT)
                 assert [token, (await sequence.decode(token, SAMPLED)).token] == expected
             await until(one, lambda: len(one.members.serving) == 3)
+
+
+async def test_a_cache_that_is_not_finite_is_computed_anew_where_it_goes() -> None:
+    async with fleet() as (one, served), one.sequence() as sequence:
+        token = (await sequence.prefill(PROMPT, SAMPLED)).token
+        source = of(served, sequence)
+        [record] = source.server.state.handles.records()
+        await overflow(source, record)
+        [other] = [each for each in served if each is not source]
+        before = other.server.state.engine.counters.tokens
+        [to] = [each for each in one.members.serving if each is not owner(sequence)]
+        await sequence.migrate(to)
+        assert owner(sequence) is to and not other.server.state.unnamed
+        assert other.server.state.engine.counters.tokens - before == len(PROMPT)
+        assert other.server.state.counters.sequences_imported == 0
+        second = (await sequence.decode(token, SAMPLED)).token
+        assert [token, second] == await alone(served[0].target, 2)
 
 
 async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:

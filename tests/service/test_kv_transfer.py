@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -461,6 +461,34 @@ async def test_a_wrong_digest_costs_the_stream_and_no_other(source: Served, targ
     assert (await imported(target, header(layout))).next_token == 8
     answer = await imported(target, header(layout), *brought(chunks[2:]))
     assert await row(target, answer.handle) == await expected_row(target)
+
+
+NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\xff"  # float32, the second one below 0
+
+
+@pytest.mark.parametrize(("part", "value"), [("keys", NAN), ("values", INFINITY), ("key_scales", NAN)])
+async def test_values_that_are_not_finite_are_refused_and_nothing_is_kept(
+    source: Served, target: Served, part: str, value: bytes
+) -> None:
+    """In the last chunk, after all others were written, with all checksums right. The same again is refused again, and
+    the name is free for another cache of the tokens."""
+    async with AsyncExitStack() as stack:
+        if part == "key_scales":
+            source, target = [await stack.enter_async_context(serving(kv_dtype="int8")) for _ in range(2)]
+        frames = await export_of(source)
+        layout, chunks = frames[0].layout, chunks_of(frames)
+        bad = kt.KvChunk.FromString(chunks[-1].SerializeToString())
+        data = getattr(bad, part).data
+        getattr(bad, part).data = data[: len(data) // 2 // 4 * 4] + value + data[len(data) // 2 // 4 * 4 + 4 :]
+        for some in ([*chunks[:-1], sealed(bad)], [*chunks[:-1], sealed(bad)]):
+            error = await refused(
+                imported(target, header(layout), *brought(some)), Reason.KV_CORRUPT, grpc.StatusCode.DATA_LOSS
+            )
+            assert error.metadata == {"not_finite": part, "layer": "1", "first_token": "24"}
+            await nothing_left(target)
+        answer = await imported(target, header(layout), *brought(chunks))
+        assert not answer.replayed
+        assert await row(target, answer.handle) == await expected_row(target)
 
 
 async def test_a_request_id_names_one_import_and_one_stream_at_a_time(source: Served, target: Served) -> None:

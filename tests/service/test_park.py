@@ -24,7 +24,7 @@ from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import opened
-from tests.service.transfers import exported, row
+from tests.service.transfers import chunks_of, exported, overflow, row
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import full, item, pb, prefill, refused, until
 
@@ -140,6 +140,15 @@ async def test_it_is_parked_again_and_again(served: Served) -> None:
         ]
         assert answers[0].row_blocks == answers[1].row_blocks
         handle, twin = [answer.output.handle for answer in answers]
+
+
+async def test_its_own_infinities_return_with_it(served: Served) -> None:
+    handle = await prefill(served, PROMPT, create=BYPASS)
+    [record] = served.server.state.handles.records()
+    await overflow(served, record)
+    before = chunks_of(await exported(served, handle))
+    await park(served, handle)
+    assert chunks_of(await exported(served, handle)) == before
 
 
 async def decode(served: Served, handle: types_pb2.KvHandle) -> list[types_pb2.KvHandle]:

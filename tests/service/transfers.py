@@ -72,3 +72,13 @@ async def row(served: Any, handle: types_pb2.KvHandle, token: int = 9) -> bytes:
     """The logits behind one more token."""
     answer = await served.executor.Decode(pb.DecodeRequest(item=item([token], handle, output=full())))
     return answer.row_blocks[0].logits.logits.data
+
+
+async def overflow(served: Any, record: Any) -> None:
+    """Leave an infinity in the cache of a sequence's last token."""
+
+    def spoil(runner: Any) -> None:
+        [slot] = runner.kv.slots(record.sequence, record.length - 1, record.length)
+        runner.store.values[1].flatten(0, 1)[int(slot), 0, 3] = float("inf")
+
+    await served.between_steps(spoil)
