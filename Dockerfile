@@ -4,7 +4,7 @@
 #   BASE_IMAGE       any image with Python 3.11 and its venv module. On a GPU it needs what BUILD_IMAGE has: Triton
 #                    compiles when it runs (docker-compose.gpu.yml)
 #   BUILD_IMAGE      one with the same Python, its headers and a C compiler, for the CPU's kernels; without a compiler the
-#                    images work all the same, and slower
+#                    images work, several times slower, and `exact_span_tokens` is 0 (docs/fleet.md, "FleetClient")
 #   build/wheels/    where `make wheels` has made this folder, packages come from it and no index is asked: so an image
 #                    gets torch's build for CPUs, from wherever pip is configured to find it
 #

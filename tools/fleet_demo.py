@@ -3,6 +3,9 @@
 First the prompts are written by one executor alone. Then by the three, on a live board: who is there, who has what,
 what was rebuilt. The texts must be the same. Everything is started as a user starts it; this script knows no insides.
 
+Executors whose `exact_span_tokens` is 0, as without the C kernels, compute a lost sequence again within rounding only.
+In bfloat16 that is enough to choose another token, so such executors are started again with `--dtype float32`.
+
     python -m tools.fleet_demo --help
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,10 +29,15 @@ from ferrum_rpc.client.sync import ExecutorClient
 from ferrum_rpc.errors import ExecutorError
 from tools.demo import INTERRUPTED, child, wait_until_serving
 
+SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve")
 KILLED_AFTER_TOKENS = 200
 """Tokens that the executor has computed by then: it is in the middle of its texts."""
 FLAGS = ("--demo", "--bypass", "--token-budget", "1024")
-"""Without a prefix cache, and with each prompt in one piece, texts have the same bits whoever computes them."""
+"""Without a prefix cache, and with each prompt in one piece, texts have the same bits whoever computes them, where
+`exact_span_tokens` is above 0."""
+
+
+Executor = subprocess.Popen[str]
 
 
 def scheduler(targets: Sequence[str], texts: Path, *more: str) -> tuple[str, ...]:
@@ -42,7 +51,7 @@ def read(texts: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in texts.read_text().splitlines()]
 
 
-def kill_when_it_has_begun(executor: subprocess.Popen[str], target: str) -> None:
+def kill_when_it_has_begun(executor: Executor, target: str) -> None:
     """SIGKILL, once it has computed `KILLED_AFTER_TOKENS` more tokens and has sequences."""
     with contextlib.suppress(ExecutorError), ExecutorClient(target, lease=None) as client:
         before = client.status().counters.tokens
@@ -68,20 +77,41 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def start(arguments: argparse.Namespace, stack: contextlib.ExitStack, *flags: str) -> tuple[list[Executor], list[str]]:
+    """The executors, which end with the stack, and their targets, once all of them serve. They share this machine's
+    cores: with all of them in each, their threads would wait for each other."""
+    threads = ("--threads", str(max(1, (os.cpu_count() or 1) // arguments.executors)))
+    command = (*SERVE, arguments.model, "--port", "0", "--log-format", "json", *threads, *flags)
+    executors = [
+        stack.enter_context(child(command, signal.SIGTERM, stderr=subprocess.PIPE)) for _ in range(arguments.executors)
+    ]
+    targets: list[str] = []
+    for each in executors:
+        targets.append(wait_until_serving(each, quiet=bool(targets)))
+        assert each.stderr is not None
+        threading.Thread(target=each.stderr.read, daemon=True).start()  # a full pipe would stop the executor
+    return executors, targets
+
+
+def rounds_coarsely(target: str) -> bool:
+    """Whether what is computed again by such an executor may choose another token."""
+    with ExecutorClient(target, lease=None) as client:
+        info = client.info()
+    return not info.limits.exact_span_tokens and info.model.weight_dtype != "float32"
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Start, run, compare, stop. The exit status."""
-    serve = (sys.executable, "-m", "ferrum_rpc.cli", "serve", arguments.model, "--port", "0", "--log-format", "json")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        executors = [
-            stack.enter_context(child(serve, signal.SIGTERM, stderr=subprocess.PIPE))
-            for _ in range(arguments.executors)
-        ]
-        targets: list[str] = []
-        for each in executors:
-            targets.append(wait_until_serving(each, quiet=bool(targets)))
-            assert each.stderr is not None
-            threading.Thread(target=each.stderr.read, daemon=True).start()  # a full pipe would stop the executor
+        first = stack.enter_context(contextlib.ExitStack())
+        executors, targets = start(arguments, first)
+        if rounds_coarsely(targets[0]):
+            print(
+                "\nexact_span_tokens is 0: a lost text would be computed again within rounding. In float32:", flush=True
+            )
+            first.close()
+            executors, targets = start(arguments, stack, "--dtype", "float32")
         flags = ("--max-new-tokens", str(arguments.max_new_tokens))
         print(f"\none executor alone, {targets[0]}:", flush=True)
         with child(

@@ -191,11 +191,13 @@ def _choose_device(requested: str, choices: list[tuple[str, str]], elsewhere: bo
 
 
 def _check_kernels(choices: list[tuple[str, str]]) -> None:
-    """Say it once where the C library is not there: every part that would use it has a slower way, and takes it."""
+    """Say once what it costs that the C library is not there: every part that would use it has a slower way, and takes
+    it."""
     try:
         library.load()
     except OSError as error:
-        choices.append((NO_KERNELS, f"torch computes everything, more slowly. The C library: {error}"))
+        costs = "a step takes several times as long, and what is computed again has other bits (exact_span_tokens is 0)"
+        choices.append((NO_KERNELS, f"torch computes everything: {costs}. The C library: {error}"))
 
 
 def _choose_pretrained(

@@ -159,8 +159,10 @@ def test_second_executor_is_as_the_first_and_its_job_waits_for_both() -> None:
 def test_three_executors_share_a_name_and_their_job_waits_for_all() -> None:
     profile, healthy = ["fleet"], {"condition": "service_healthy"}
     named = {"rpc": {"aliases": ["executors"]}}
+    environment = {**service("executor")["environment"], "FERRUM_THREADS": "1"}
+    own = {"profiles": profile, "networks": named, "environment": environment}
     for name in FLEET:
-        assert service(name) == {**service("executor"), "profiles": profile, "networks": named}
+        assert service(name) == {**service("executor"), **own}
     job = service("fleet")
     assert job["command"][:2] == ["--target", "dns:///executors:50051"]
     assert parse(job["command"]).bypass

@@ -220,6 +220,8 @@ def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, 
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     runner, told = choices()
     assert "not installed: install ferrum-rpc-kernels where a C compiler is" in told[NO_KERNELS]
+    assert "several times as long" in told[NO_KERNELS] and "exact_span_tokens is 0" in told[NO_KERNELS]
+    assert runner.device.exact_span_tokens == 0
     with capture_logs() as logs:
         _banner(SERVER, runner)
     [warning] = [each for each in logs if each["log_level"] == "warning"]
