@@ -272,10 +272,14 @@ class ServeSettings:
         return value
 
     def limits(self) -> Limits:
-        """The part that the service floor enforces and GetInfo names."""
+        """The part that the service floor enforces and GetInfo or the metrics name."""
         own = {name: getattr(self, name) for name in Limits.__dataclass_fields__ if hasattr(self, name)}
-        adapters = 0 if self.model.adapter_dir is None else self.model.max_adapters
-        return Limits(**own, max_sequences=self.model.max_sequences, max_adapters=adapters)
+        model = self.model
+        if model.adapter_dir is not None:
+            own |= {"max_adapters": model.max_adapters, "adapter_memory": model.adapter_memory}
+        if model.kv_tier_dir is not None:
+            own["kv_tier_bytes"] = model.kv_tier_bytes
+        return Limits(**own, max_sequences=model.max_sequences)
 
 
 SETTINGS: Final[dict[str, FieldInfo]] = {

@@ -102,8 +102,9 @@ async def _serve(settings: ServeSettings) -> int:
             server.calls.tracer = connect(settings.otel_endpoint, server.state.handles.instance_id)
             observers.append(server.calls.tracer)
         if settings.metrics_port is not None:
-            numbers = registry_of(Metrics(server.state, server.calls, server.steps, failpoints.fired, lines_dropped))
-            metrics = MetricsServer(numbers, settings.metrics_host, settings.metrics_port)
+            numbers = Metrics(server.state, server.calls, server.steps, failpoints.fired, lines_dropped)
+            numbers.health, numbers.expiries = server.health.gauges, server.certificate_expiries
+            metrics = MetricsServer(registry_of(numbers), settings.metrics_host, settings.metrics_port)
             observers.append(metrics)
             log.info("metrics", url=metrics.url)
         await asyncio.wait((loading, draining), return_when=asyncio.FIRST_COMPLETED)

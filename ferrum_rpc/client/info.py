@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any, Final
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, Pressure
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.info import from_proto, seconds
 from ferrum_rpc.wire.items import pressure_from_proto
+
+UNREPORTED: Final[dict[str, Any]] = {
+    "max_adapters": 0,
+    "adapter_memory": 0,
+    "kv_park_bytes": 0,
+    "kv_park_idle_s": 0.0,
+    "kv_tier_bytes": 0,
+}
+"""Fields of `Limits` that `GetInfo` does not have."""
 
 
 class Capability(enum.Enum):
@@ -225,7 +235,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits, max_adapters=0, kv_park_bytes=0, kv_park_idle_s=0.0),  # not told
+        limits=from_proto(Limits, proto.limits, **UNREPORTED),
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,

@@ -17,6 +17,7 @@ from ferrum_rpc.core.info import (
     Limits,
     ModelInfo,
     Pressure,
+    RankState,
 )
 from ferrum_rpc.core.items import ANYBODY, Caller, CreateOptions, Follow, HandleRef, ItemAnswer, ItemOutcome, WorkItem
 from ferrum_rpc.core.outputs import (
@@ -78,6 +79,7 @@ __all__ = [
     "Positions",
     "PrefixUse",
     "Pressure",
+    "RankState",
     "RowBlock",
     "RowDType",
     "RowKind",

@@ -69,7 +69,8 @@ class DeviceInfo:
 class Limits:
     """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
-    in its place. ``max_adapters`` 0: none are offered; that and what is of parking is not told by GetInfo.
+    in its place. ``max_adapters`` 0: none are offered. GetInfo reports neither that nor ``adapter_memory``, nor the
+    limits of parking and of the second tier (``kv_tier_bytes``; 0: there is none).
     ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
 
     max_batch_items: int
@@ -106,6 +107,8 @@ class Limits:
     max_adapters: int = 0
     kv_park_bytes: int = 8 << 30
     kv_park_idle_s: float = 0.0
+    adapter_memory: int = 0
+    kv_tier_bytes: int = 0
     exact_span_tokens: int = 0
 
     @property
@@ -127,6 +130,15 @@ class CacheState(NamedTuple):
     blocks_evicted: int = 0
     evicted_s: float = 0.0
     tier_bytes: int = 0
+
+
+class RankState(NamedTuple):
+    """A process that computes a part of the model: whether it is alive, its resident memory, and what it has reserved
+    on a GPU, both in bytes. 0: not known, or it has none."""
+
+    alive: bool
+    resident_bytes: int
+    device_bytes: int = 0
 
 
 class BlockChange(NamedTuple):

@@ -14,7 +14,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Protocol
 
-from ferrum_rpc.core import CacheState, DeviceInfo, ModelInfo, Span, SpanOutcome, Step, StepResult, StepTiming
+from ferrum_rpc.core import (
+    CacheState,
+    DeviceInfo,
+    ModelInfo,
+    RankState,
+    Span,
+    SpanOutcome,
+    Step,
+    StepResult,
+    StepTiming,
+)
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError
 
 LOOK_EVERY_S: Final = 0.25
@@ -51,6 +61,9 @@ class Runner(Protocol):
 
     def check_alive(self) -> None:
         """Raise `DeviceLost` where a part of what computes is gone."""
+
+    def ranks(self) -> Sequence[RankState]:
+        """The processes that share the model, this one first, in the order of their ranks. Called by any thread."""
 
     def close(self) -> None:
         """Nothing will follow. Called outside of `context`, once."""
@@ -190,6 +203,10 @@ class Engine(Protocol):
     @property
     def queued_tokens(self) -> int:
         """Their tokens."""
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        """See `Runner.ranks`; none while it loads. Called by any thread."""
 
     def start(self) -> None:
         """Begin to load, and then to serve."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Accept, Greedy, NextToken, Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import Accept, Greedy, NextToken, RankState, Rows, Sample, Span, TokenArray
+from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
@@ -172,6 +173,10 @@ class Compute:
 
     def check_alive(self) -> None:
         """Raise `DeviceLost` where a part of what computes is gone. Asked while there is no work."""
+
+    def ranks(self) -> list[RankState]:
+        """See `Runner.ranks`."""
+        return [RankState(True, *used_memory(self.model.device))]
 
     def close(self) -> None:
         """No step will follow."""

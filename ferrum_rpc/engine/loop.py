@@ -29,7 +29,7 @@ from functools import partial
 from queue import Empty
 from typing import Any, Protocol
 
-from ferrum_rpc.core import CacheState, SpanResult, Step, StepTiming
+from ferrum_rpc.core import CacheState, RankState, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.api import Cut, EngineCounters, Finished, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
@@ -82,6 +82,7 @@ class EngineLoop(ABC):
         self._overlap = Overlap()
         self._failure: BaseException | None = None
         self._loading = True
+        self._find_ranks: Callable[[], Sequence[RankState]] = tuple
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
 
@@ -112,6 +113,7 @@ class EngineLoop(ABC):
             self._loading = False
             with closing(runner), runner.context():
                 self.cache = runner.cache_state()
+                self._find_ranks = runner.ranks
                 self._deliver([partial(self._on_ready, runner)])
                 self._serve(runner)
         except BaseException as error:

@@ -6,12 +6,15 @@ limit would be killed at its first full load.
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Final
 
 import torch
 
+PAGE: Final = resource.getpagesize()
 MEMINFO: Final = Path("/proc/meminfo")
+STATM: Final = Path("/proc/self/statm")
 CGROUP: Final = Path("/sys/fs/cgroup")
 
 _LIMIT_AND_USE: Final = (
@@ -38,6 +41,15 @@ def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
 def free_memory(device: torch.device) -> int:
     """As `available_memory`, of the device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def used_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that this process has resident, 0 where that is not known; and that it has reserved on a GPU."""
+    try:
+        resident = int(STATM.read_text().split()[1]) * PAGE
+    except OSError:
+        resident = 0
+    return resident, torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -39,6 +39,7 @@ from ferrum_rpc.core import (
     DeviceInfo,
     ModelInfo,
     PrefixUse,
+    RankState,
     Rows,
     Span,
     SpanOutcome,
@@ -159,6 +160,10 @@ class TorchRunner:
     def check_alive(self) -> None:
         """See `Compute.check_alive`."""
         self.compute.check_alive()
+
+    def ranks(self) -> list[RankState]:
+        """See `Runner.ranks`."""
+        return self.compute.ranks()
 
     # --- the step ---------------------------------------------------------------------------------------------------
 

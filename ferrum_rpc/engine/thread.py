@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from ferrum_rpc.core import StepTiming
+from ferrum_rpc.core import RankState, StepTiming
 from ferrum_rpc.engine.api import LOOK_EVERY_S, Cut, Finished, Operation, Runner, State, Submission, deliver
 from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
@@ -58,6 +58,13 @@ class ModelThread(EngineLoop):
         self.queued_tokens = 0
 
     # --- the event loop's side --------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        found = list(self._find_ranks())
+        if found and not self._thread.is_alive():
+            found[0] = found[0]._replace(alive=False)
+        return found
 
     def start(self) -> None:
         """Start the thread; it builds the runner first."""

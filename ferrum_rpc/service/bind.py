@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -82,12 +82,11 @@ def check_bind(host: str, security: Security) -> None:
 
 
 def open_port(
-    server: grpc.aio.Server, host: str, port: int, security: Security, failed: Callable[[], object] = lambda: None
+    server: grpc.aio.Server, host: str, port: int, security: Security, certificates: ServerCertificates | None = None
 ) -> int:
-    """Bind and listen; connections wait until the server starts. ``failed`` is called when new certificates cannot be
-    used. Returns the port, 0 for a unix socket. Raises `PortInUse` and `SecurityError`."""
+    """Bind and listen, with TLS where there are ``certificates``; connections wait until the server starts. Returns the
+    port, 0 for a unix socket. Raises `PortInUse` and `SecurityError`."""
     check_bind(host, security)
-    certificates = ServerCertificates(security, failed) if security.encrypted else None
     path = socket_path(host)
     target = address(host, port)
     try:

@@ -12,6 +12,7 @@ holds the lock that a change needs. Here every watcher waits on its own, and a c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -26,6 +27,9 @@ LOOK_EVERY_S: Final = 0.1
 """Seconds between two looks at the engine. Its progress, and the end of its time to make some, may each be so much
 older than the look that finds them: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
 
+STALE_S: Final = 2.0
+"""Without an update for so long the event loop stands still, and answers no check."""
+
 WHOLE_SERVER: Final = ""
 """The service name that stands for the whole server."""
 
@@ -39,6 +43,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         self._ready, self._live = ready, live
         self._services = frozenset((WHOLE_SERVER, LIVENESS, *services))
         self._closed = False
+        self._updated: float | None = None
         self._changed = asyncio.Event()  # a new one after every change
         self._known = self._now()
 
@@ -52,12 +57,19 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         """What a check of `LIVENESS` is answered now."""
         return self._known[1]
 
+    def gauges(self) -> dict[str, float]:
+        """1 where a check would be answered SERVING, by what is checked. Called by any thread."""
+        turns = self._updated is None or time.monotonic() - self._updated < STALE_S
+        ready, live = self._known
+        return {"ready": float(turns and ready), "live": float(turns and live)}
+
     def _now(self) -> tuple[bool, bool]:
         works = not self._closed
         return works and self._ready(), works and self._live()
 
     def update(self) -> None:
         """Look again; wake the watchers if it changed."""
+        self._updated = time.monotonic()
         now = self._now()
         if now != self._known:
             self._known = now

@@ -51,7 +51,6 @@ class KvEvents:
         self._asking: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._news = News()
-        self._watchers = 0
         self._closed = False
 
     def close(self) -> None:
@@ -67,18 +66,18 @@ class KvEvents:
         and `Draining` at the server's end."""
         _ = self._state.model  # raises while there is none
         account, most = self._state.quotas.account(CALLER.get()), self._state.limits.max_watchers
-        if self._watchers >= most:
-            message = f"{self._watchers} callers watch events and {most} may; end some"
+        if self._state.watchers >= most:
+            message = f"{self._state.watchers} callers watch events and {most} may; end some"
             raise SequencesExhausted(message, metadata={"max_watchers": most}, retry_after_s=RETRY_AFTER_S)
         account.take(Resource.WATCHERS)
-        self._watchers += 1
+        self._state.watchers += 1
         if self._polling is None or self._polling.done():
             self._polling = self._state.supervisor.start(BackgroundTask.EVENTS, self._poll)
         try:
             async for each in self._answers(after, instance_id):
                 yield each
         finally:
-            self._watchers -= 1
+            self._state.watchers -= 1
             account.give(Resource.WATCHERS)
 
     async def _answers(self, after: int, instance_id: str) -> AsyncIterator[pb.WatchKvEventsResponse]:
@@ -126,7 +125,7 @@ class KvEvents:
 
     async def _poll(self) -> None:
         """Learn what changes while somebody watches."""
-        while self._watchers:
+        while self._state.watchers:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 await self._look()

@@ -38,6 +38,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, value: float, count: int) -> None:
+        """``count`` observations of the same value."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
     def snapshot(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative counts by upper bound as Prometheus writes them, and the sum. A scrape that meets an observation
         halfway has its count and not yet its value."""

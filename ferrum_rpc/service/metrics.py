@@ -3,7 +3,7 @@
 Nothing is kept here. `Metrics.collect` runs in the metrics server's thread while the event loop goes on: it reads
 integers and copies dicts, each in one step of the interpreter, and never waits for the loop. So a scrape answers while
 the loop or the model is stuck, when the numbers are needed most; and they may be a call apart. Labels come from fixed
-sets (method, code, reason, cause, state, failpoint): nothing that a caller sends becomes one.
+sets (method, code, reason, cause, state, check, file, rank, failpoint): nothing that a caller sends becomes one.
 
 Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS` are
 open, the oldest is closed. The server that prometheus_client starts has neither bound, and a backlog of 5.
@@ -41,16 +41,27 @@ PREFIX: Final = "ferrum_"
 @dataclass(eq=False)
 class Metrics(Collector):
     """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired.
-    ``lines_dropped()``: log lines that were not read."""
+    ``lines_dropped()``: log lines that were not read. ``health()``: see `HealthService.gauges`; ``expiries()``: see
+    `ServerCertificates`. A gauge that the server bounds has another one of the same name and ``_limit``."""
 
     state: ServerState
     calls: CallLog
     steps: StepMeter
     failpoints: Mapping[str, int] = field(default_factory=dict)
     lines_dropped: Callable[[], int] = lambda: 0
+    health: Callable[[], Mapping[str, float]] = dict
+    expiries: Callable[[], Mapping[str, float]] = dict
 
     def collect(self) -> Iterator[Metric]:
-        state, counters, replay, pressure = self.state, self.state.counters, self.state.replay, self.state.pressure()
+        yield from self._life()
+        yield from self._sequences()
+        yield from self._cache()
+        yield from self._steps()
+        yield from self._rpcs()
+        yield from self._ranks()
+
+    def _life(self) -> Iterator[Metric]:
+        state = self.state
         build = {"version": __version__, "schema_revision": str(SCHEMA_REVISION)}
         yield _info("build_info", "Version of the executor and of its contract.", build)
         with suppress(ExecutorError):  # while the model loads, and when it has failed
@@ -60,34 +71,45 @@ class Metrics(Collector):
         condition = state.condition
         states = {each.value: float(each is condition) for each in Lifecycle}
         yield _gauge("executor_state", "1 for the state that the executor is in.", states, "state")
+        yield _gauge("health", "1 where a health check is answered SERVING, by what it checks.", self.health(), "check")
+        ends, text = self.expiries(), "When the first certificate of a file ends, since 1970."
+        yield _gauge("certificate_expiry_timestamp_seconds", text, ends, "file")
         yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self.lines_dropped())
         failures = state.supervisor.failures
         yield _counter("background_failures", "Failures of background tasks, which go on.", failures, "task")
         if self.failpoints:
             yield _counter("failpoints_fired", "Failures that were asked for.", self.failpoints, "name")
 
-        yield _gauge("sequences", "Live sequences.", len(state.handles))
+    def _sequences(self) -> Iterator[Metric]:
+        state, counters, limits, replay = self.state, self.state.counters, self.state.limits, self.state.replay
+        yield from _bounded("sequences", "Live sequences.", len(state.handles), limits.max_sequences)
         yield _counter("sequences_created", "Sequences that came to be.", counters.sequences_created)
         yield _counter("sequences_forked", "Of those, children of others.", counters.sequences_forked)
         yield _counter("sequences_ended", "Sequences that ended, by cause.", counters.ended, "cause")
-        yield _gauge("leases", "Live leases.", len(state.leases))
+        yield from _bounded("leases", "Live leases.", len(state.leases), limits.max_leases)
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
-        yield _gauge("sessions", "Open sessions.", state.sessions)
-        yield _gauge("token_masks", "Registered token masks.", len(state.masks))
+        yield from _bounded("sessions", "Open sessions.", state.sessions, limits.max_sessions)
+        yield from _bounded("watchers", "Streams of cache events.", state.watchers, limits.max_watchers)
+        yield from _bounded("token_masks", "Registered token masks.", len(state.masks), limits.max_token_masks)
         adapters = list(state.adapters)
-        yield _gauge("adapters", "Loaded adapters.", len(adapters))
-        yield _gauge("adapter_bytes", "Bytes of loaded adapters.", sum(each.nbytes for each in adapters))
+        adapter_bytes = sum(each.nbytes for each in adapters)
+        yield from _bounded("adapters", "Loaded adapters.", len(adapters), limits.max_adapters)
+        yield from _bounded("adapter_bytes", "Bytes of loaded adapters.", adapter_bytes, limits.adapter_memory)
         yield _gauge("adapter_sequences", "Live sequences with an adapter.", sum(each.sequences for each in adapters))
         yield _counter("adapter_tokens", "Tokens committed to such sequences.", counters.adapter_tokens)
-
-        yield from self._cache()
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
-        yield _gauge("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes)
+        yield from _bounded("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes, limits.replay_bytes)
+        unread = "Bytes of large answers that are not read yet."
+        yield from _bounded("unread_bytes", unread, state.unread.bytes, state.unread.limit)
 
-        engine, steps = state.engine.counters, self.steps
-        yield _gauge("queue_items", "Items that wait for a step.", pressure.queued_items)
-        yield _gauge("queue_tokens", "Tokens that wait for a step.", pressure.queued_tokens)
+    def _steps(self) -> Iterator[Metric]:
+        state, steps = self.state, self.steps
+        engine, pressure, limits = state.engine.counters, state.pressure(), state.limits
+        waiting = "that wait for a step."
+        yield from _bounded("queue_items", f"Items {waiting}", pressure.queued_items, limits.max_queued_items)
+        yield from _bounded("queue_tokens", f"Tokens {waiting}", pressure.queued_tokens, limits.max_queued_tokens)
+        yield from _bounded("running_items", "Runs under way.", pressure.running_items, limits.max_running)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
         yield _counter("step_tokens", "Tokens that steps committed.", engine.tokens)
         yield _counter("searched_tokens", "Of those, looked for in the prefix cache.", engine.searched_tokens)
@@ -96,9 +118,19 @@ class Metrics(Collector):
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)
         yield _histogram("step_seconds", "Duration of a forward pass.", steps.seconds)
         yield _histogram("step_size_tokens", "Tokens of a step.", steps.tokens)
+        yield _gauge("step_size_tokens_limit", "The most, without those of runs.", limits.max_batch_tokens)
         yield _histogram("step_size_sequences", "Sequences of a step.", steps.sequences)
+        yield _gauge("step_size_sequences_limit", "The most, without those of runs.", limits.max_batch_items)
         yield _histogram("queue_seconds", "Time that a submission waited for its step.", steps.queue_seconds)
-        yield from self._rpcs()
+
+    def _ranks(self) -> Iterator[Metric]:
+        found = {str(number): rank for number, rank in enumerate(self.state.engine.ranks)}
+        alive = {number: float(rank.alive) for number, rank in found.items()}
+        resident = {number: rank.resident_bytes for number, rank in found.items() if rank.resident_bytes}
+        device = {number: rank.device_bytes for number, rank in found.items() if rank.device_bytes}
+        yield _gauge("rank_alive", "1 for a process of the model that is alive.", alive, "rank")
+        yield _gauge("rank_resident_memory_bytes", "Its resident memory.", resident, "rank")
+        yield _gauge("rank_device_memory_bytes", "What it has reserved on its GPU.", device, "rank")
 
     def _cache(self) -> Iterator[Metric]:
         state, cache, pressure = self.state, self.state.engine.cache, self.state.pressure()
@@ -106,11 +138,13 @@ class Metrics(Collector):
         used = pressure.total_blocks - pressure.free_blocks
         blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
+        yield _gauge("kv_blocks_limit", "All of them.", pressure.total_blocks)
         yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
         yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
-        yield _gauge("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes)
+        yield from _bounded("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes, state.limits.kv_tier_bytes)
         yield _gauge("parked_sequences", "Sequences whose cache is in a file.", state.parked.sequences)
-        yield _gauge("parked_bytes", "Bytes of those files.", state.parked.bytes)
+        room = state.limits.kv_park_bytes if state.parked.offered else 0
+        yield from _bounded("parked_bytes", "Bytes of those files.", state.parked.bytes, room)
         yield _counter("sequences_parked", "Sequences that were parked.", state.counters.sequences_parked)
         yield _counter("sequences_exported", "Sequences that were read out whole.", state.counters.sequences_exported)
         yield _counter("sequences_imported", "Sequences made of such ones.", state.counters.sequences_imported)
@@ -135,6 +169,7 @@ class Metrics(Collector):
             if buckets[-1][1]:
                 seconds.add_metric((name,), buckets, total)
         yield from (rpcs, items, errors, seconds)
+        yield _histogram("session_item_seconds", "Time until a session's item was answered.", self.calls.session_items)
         yield _gauge("rpcs_in_flight", "Unary calls in flight.", self.calls.in_flight)
         yield _gauge("streams", "Open streams.", self.calls.streams)
         refusals = {reason.value: count for reason, count in self.calls.refusals.counts.items()}
@@ -162,6 +197,12 @@ def _family(kind: type[Any], name: str, text: str, values: float | Mapping[str, 
 
 
 _gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+def _bounded(name: str, text: str, value: float, limit: float) -> Iterator[Metric]:
+    """A gauge, and how large it may be."""
+    yield _gauge(name, text, value)
+    yield _gauge(f"{name}_limit", f"The limit of {PREFIX}{name}.", limit)
 
 
 def _info(name: str, text: str, labels: Mapping[str, str]) -> Metric:

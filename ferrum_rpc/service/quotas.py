@@ -137,7 +137,7 @@ class Unread:
 
     def __init__(self, limits: Limits) -> None:
         largest = max(limits.max_response_bytes, limits.max_session_response_bytes)  # finds room where nothing waits
-        self._most = max(limits.max_unread_bytes, largest)
+        self.limit = max(limits.max_unread_bytes, largest)
         self._most_of_one = max(limits.max_unread_bytes // 2, largest)
         self._of: dict[str, int] = {}
         self.bytes = 0
@@ -150,13 +150,13 @@ class Unread:
         for waiting, bound, whose in (
             (mine, self._most_of_one, " to this connection"),
             (held, most, " to you"),
-            (self.bytes, self._most, ""),
+            (self.bytes, self.limit, ""),
         ):
             if waiting + size > bound:
                 raise QueueFull(
                     f"{waiting} bytes of answers{whose} are not read yet; read them, or ask for less. "
                     "Nothing was started",
-                    metadata={"max_unread_bytes": self._most, "unread_bytes": self.bytes},
+                    metadata={"max_unread_bytes": self.limit, "unread_bytes": self.bytes},
                     retry_after_s=RETRY_AFTER_S,
                 )
         self.bytes += size

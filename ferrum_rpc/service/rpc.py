@@ -52,12 +52,14 @@ class MethodCount:
 class CallLog:
     """Calls by the full name of their method, how many are in flight, and what was refused. Only names of handlers are
     counted under: a caller cannot make new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a
-    drain waits for the former and closes the latter."""
+    drain waits for the former and closes the latter. ``session_items``: the seconds from a frame's arrival until each
+    of its items was answered."""
 
     def __init__(self, tracer: Tracing | None = None) -> None:
         self.methods: defaultdict[str, MethodCount] = defaultdict(MethodCount)
         self.refusals = ErrorLog()
         self.tracer = tracer
+        self.session_items = Histogram(SECONDS)
         self.in_flight = 0
         self.streams = 0
         self.no_calls = asyncio.Event()

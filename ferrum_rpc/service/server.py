@@ -8,7 +8,7 @@ is there). Two grpc defaults are wrong here: with ``so_reuseport`` a second serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -47,6 +47,7 @@ from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
+from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.wire.unfolding import UnfoldingBudget
 
 log = structlog.get_logger("ferrum_rpc.server")
@@ -55,8 +56,8 @@ SERVICES: Final = (ModelExecutorServicer.service, KvTransferServicer.service, Ex
 FRAME_OVERHEAD: Final = 1 << 16
 """Bytes that a message may take above the limit on its rows: results, statuses, pressure."""
 
-TOKENS_EVERY_S: Final = 1.0
-"""A removed token works about this long; a look at the file costs some microseconds of the event loop."""
+FILES_EVERY_S: Final = 1.0
+"""A removed token works about this long; a look at tokens or certificates costs the event loop some microseconds."""
 
 PENDING_CALLS: Final = 2560
 UNREAD_BYTES: Final = 16 << 10
@@ -107,6 +108,7 @@ class ExecutorServer:
         self._keepalive = round(keepalive_time_s * 1e3), round(keepalive_timeout_s * 1e3)
         self._max_streams = max_streams
         self._security = security
+        self.certificates: ServerCertificates | None = None
         self._liveness = liveness
         self.health = HealthService(self._is_ready, self._is_live, SERVICES)
         self.sessions: set[Session] = set()
@@ -121,6 +123,10 @@ class ExecutorServer:
     def target(self) -> str:
         """What a client dials."""
         return address(self._host, self.port)
+
+    def certificate_expiries(self) -> Mapping[str, float]:
+        """See `ServerCertificates`; empty without TLS. Called by any thread."""
+        return {} if self.certificates is None else self.certificates.expiries
 
     async def start(self) -> None:
         """Bind, answer health checks, and begin to load. Raises `PortInUse`, `SecurityError`, and `InvalidRequest` for
@@ -161,8 +167,12 @@ class ExecutorServer:
         server.add_generic_rpc_handlers((registry,))
         acceptors = Acceptors(server, registry.handlers)
         supervisor = self.state.supervisor
-        rejected = partial(supervisor.count, BackgroundTask.CERTIFICATES)
-        self.port = open_port(server, self._host, self.port, self._security, rejected)
+        if self._security.encrypted:
+            rejected = partial(supervisor.count, BackgroundTask.CERTIFICATES)
+            self.certificates = ServerCertificates(self._security, rejected)
+            # those that cannot be used are logged at once, and the metrics know when the new ones end
+            supervisor.every(BackgroundTask.CERTIFICATES, FILES_EVERY_S, self.certificates.refresh)
+        self.port = open_port(server, self._host, self.port, self._security, self.certificates)
         self._server = server
         supervisor.on_change = self.health.update
         supervisor.watch(asyncio.get_running_loop())
@@ -236,7 +246,7 @@ class ExecutorServer:
         if security.tokens is not None:
             tokens = TokenFile(security.tokens, failed=partial(supervisor.count, BackgroundTask.TOKENS))
             # a file that cannot be used is logged at once, and not at the next call
-            supervisor.every(BackgroundTask.TOKENS, TOKENS_EVERY_S, tokens.refresh)
+            supervisor.every(BackgroundTask.TOKENS, FILES_EVERY_S, tokens.refresh)
         return Guard(tokens, security.operators) if security.asks else None
 
     async def ready(self) -> Described:

@@ -281,6 +281,7 @@ class Session:
     def _begin_forward(self, step: PendingFrame, request: session_pb2.SessionForward) -> None:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
+        step.items, step.began = len(messages), ARRIVED.get()
         check_room(self._state, self._account, messages)
         items = items_from_proto(messages, Shape.FRAME, self._state.capabilities, self._lease.id)
         call = partial(
@@ -399,6 +400,7 @@ class Session:
         if not more:
             step.calls, step.reply = (), None
         assert reply is not None  # noqa: S101 - it has ended, and is answered once
+        items = step.items if step.parts is None else len(step.parts)
         response = Answer(step_id=step.number)
         rows: Iterable[Answer] = ()
         try:
@@ -408,6 +410,8 @@ class Session:
         except Exception as error:
             response = self._refusal(step.number, InternalError(FAILED), cause=error)
         del reply
+        if items:
+            self._calls.session_items.observe_all(time.monotonic() - step.began, items)
         try:
             for part in rows:
                 await self._write(part)

@@ -35,7 +35,8 @@ refuses the frame."""
 class PendingFrame:
     """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``parts``: those that have and are not
     answered, where it is answered in parts; None where it is answered as a whole. ``give_back`` gives back the room of
-    large answers."""
+    large answers. A forward has so many ``items`` and arrived
+    at ``began``, on `time.monotonic`."""
 
     number: int
     calls: Sequence[Transaction[Any]] = ()
@@ -43,6 +44,8 @@ class PendingFrame:
     waits: int = 0
     parts: list[int] | None = None
     give_back: Callable[[], object] | None = None
+    items: int = 0
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

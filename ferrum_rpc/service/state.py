@@ -104,6 +104,7 @@ class ServerState:
         )
         """What GetInfo says, and an item may need."""
         self.sessions = 0
+        self.watchers = 0
         self.unnamed: dict[SequenceRecord, None] = {}
         """Sequences of transfers, which no handle names: copies that exports read, imports that are not whole. They are
         busy, and ``cut`` ends them. ``origin``: the stream that is on them, if any."""
@@ -264,7 +265,7 @@ class ServerState:
     def unfinished_imports(self) -> tuple[int, int]:
         """Imports of which not all has come, and the blocks that they hold."""
         size = self.engine.cache.block_size
-        held = [-(-record.held_to // size) for record in self.unnamed if record in self._creating]
+        held = [-(-record.held_to // size) for record in list(self.unnamed) if record in self._creating]
         return len(held), sum(held)
 
     def give_up(self, records: Sequence[SequenceRecord]) -> None:

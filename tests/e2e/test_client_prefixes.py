@@ -53,7 +53,7 @@ async def test_an_index_goes_on_after_a_lost_connection_and_begins_anew_after_a_
                 index.apply(events := await anext(watch))
             assert not events.gap
             assert (index.match(PROMPT), index.match([5] * 9), len(index)) == (0, 8, 2)
-        assert second.server.events._watchers <= 1
+        assert second.server.state.watchers <= 1
 
 
 async def test_a_watch_ends_where_nobody_answers_or_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.engine.ranks.links import CUT_S
 from tests.checkpoints import make_checkpoint
+from tests.exposition import fetch, series, value
 from tests.faults.forking import fork
 from tests.faults.netns import missing, network
 from tests.faults.process import ServerProcess, environment
@@ -149,12 +150,22 @@ async def test_a_rank_ends_with_the_status_of_what_ends_it(checkpoint: Path, add
                 assert (await first.ended(), await other.ended()) == (0, 0)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
-async def test_nothing_is_left_of_a_rank_0_that_was_killed(checkpoint: Path, tmp_path: Path, transport: str) -> None:
-    command = serve(checkpoint, "--tensor-parallel", "2", "--rank-transport", transport)
-    async with running(*command, TMPDIR=str(tmp_path)) as process:
+@pytest.mark.parametrize(("transport", "engine"), [("gloo", "thread"), ("shared-memory", "process")])
+async def test_ranks_are_measured_and_nothing_is_left_of_a_rank_0_that_was_killed(
+    checkpoint: Path, tmp_path: Path, transport: str, engine: str
+) -> None:
+    flags = ("--rank-transport", transport, "--engine", engine, "--metrics-port", "0")
+    async with running(*serve(checkpoint, "--tensor-parallel", "2", *flags), TMPDIR=str(tmp_path)) as process:
         other = (await process.event("rank_joined"))["pid"]
         await process.event("ready")
+        url = (await process.event("metrics"))["url"]
+        reported = "ferrum_rank_resident_memory_bytes", frozenset({("rank", "1")})
+        await until(lambda: reported in series(fetch(url)), PROMPTLY_S)
+        found = series(fetch(url))
+        resident = [value(found, "ferrum_rank_resident_memory_bytes", rank=rank) for rank in "01"]
+        assert [value(found, "ferrum_rank_alive", rank=rank) for rank in "01"] == [1, 1]
+        assert all(100 << 20 < each < 10 << 30 for each in resident), "torch alone takes more"
+        assert abs(resident[1] - resident_bytes(other)) < 100 << 20
         await process.kill()
         await until(lambda: not Path(f"/proc/{other}").exists() or _zombie(other), 10)
     assert not os.listdir(tmp_path)
@@ -186,6 +197,10 @@ async def test_ranks_of_two_machines_write_the_text_of_one_and_notice_a_cut(chec
         assert await first.ended() == 1
         assert time.monotonic() - began < PROMPTLY_S
         await other.ended(2 * CUT_S)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 async def text(target: str) -> list[int]:

@@ -255,7 +255,7 @@ async def test_streams_are_counted_and_end_with_the_server() -> None:
         assert (error.reason, error.number("max_watchers")) == (Reason.SEQUENCES_EXHAUSTED, 2)
         assert (await served.executor.GetInfo(pb.GetInfoRequest())).limits.max_watchers == 2
         routers[0].leave()
-        await until(lambda: served.server.events._watchers == 1)
+        await until(lambda: served.server.state.watchers == 1)
         routers[0] = Router(served)
         await routers[0].read()
         stopped = asyncio.ensure_future(served.server.stop(grace_s=30))

@@ -21,6 +21,7 @@ from ferrum_rpc.service.error_log import ADVICE
 from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
 from ferrum_rpc.service.telemetry import Tracing
 from tests.exposition import Series, fetch, problems, series, value
+from tests.service.test_session import opened
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
@@ -186,6 +187,26 @@ async def test_an_open_stream_is_counted_and_not_waited_for(served: Served) -> N
     stream.cancel()
     await until(lambda: calls.streams == 0)
     assert sum(calls.methods[f"{SERVICE}/Session"].codes.values()) == 1
+
+
+async def test_items_of_a_session_are_timed_until_each_is_answered(served: Served) -> None:
+    """Together, one by one, refused, and in a frame that is refused."""
+    async with opened(served) as stream:
+        for apart in (False, True):
+            items = [item([1, each]) for each in range(3)] + [item([])]
+            step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=apart))
+            answered = 0
+            while answered < len(items):
+                answer = await stream.read()
+                assert answer.step_id == step
+                answered += len(answer.forward.results)
+        both = session_pb2.SessionForward(items=[item([1])], apart=True, all_or_nothing=True)
+        assert (await stream.ask(forward=both)).HasField("error")
+    with scrapes(served) as scrape:
+        found = await scrape()
+    count = value(found, "ferrum_items_total", method=f"{SERVICE}/Session")
+    assert value(found, "ferrum_session_item_seconds_count") == count == 9
+    assert 0 < value(found, "ferrum_session_item_seconds_sum") < 9 * 60
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

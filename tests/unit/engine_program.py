@@ -50,6 +50,7 @@ class TokenRunner:
         self._seen: list[tuple[list[int], list[tuple[int, int]]]] = []
         self._given_back: list[int] = []
 
+    ranks = list
     look_every_s = None
     in_stages = False
 

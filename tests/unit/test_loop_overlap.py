@@ -114,6 +114,7 @@ class Fake:
         self._ready = ready
         self._looks = 0
 
+    ranks = list
     look_every_s = None
     in_stages = False
 

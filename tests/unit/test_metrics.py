@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import select
 import shutil
 import socket
@@ -22,12 +23,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
 from ferrum_rpc.config import ModelSettings, ServeSettings
-from ferrum_rpc.core import CacheState, StepTiming
+from ferrum_rpc.core import CacheState, RankState, StepTiming
 from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
 from ferrum_rpc.service import metrics, telemetry
 from ferrum_rpc.service.bind import PortInUse
 from ferrum_rpc.service.error_log import ADVICE, BURST, ErrorLog
+from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
 from ferrum_rpc.service.metrics import MAX_CONNECTIONS, Metrics, MetricsServer, _Quiet, _Server, registry_of
 from ferrum_rpc.service.rpc import CallLog
@@ -53,13 +55,16 @@ def observed() -> tuple[ServerState, CallLog, StepMeter, CollectorRegistry]:
         counters=EngineCounters(),
         queued_items=3,
         queued_tokens=40,
+        ranks=[RankState(True, 1 << 20, 1 << 30), RankState(False, 2 << 20)],
     )
     state.engine = thread
     count = calls.methods[METHOD]
     count.items, count.codes["OK"] = 2, 2
     count.seconds.observe(0.5)
     steps.observe(StepTiming(1, 2, 20, 0.0, 0.01), [0.001, 0.002])
-    return state, calls, steps, registry_of(Metrics(state, calls, steps, {"before_reply": 1}))
+    metrics = Metrics(state, calls, steps, {"before_reply": 1}, expiries=lambda: {"server": 2e9})
+    metrics.health = HealthService(lambda: True, lambda: True, ()).gauges
+    return state, calls, steps, registry_of(metrics)
 
 
 @pytest.fixture
@@ -168,6 +173,51 @@ def test_free_and_used_blocks_are_all_blocks_and_one_state_holds(scraped: Metric
     assert value(found, "ferrum_executor_state", state="starting") == 1
     assert sum(each for (name, _), each in found.items() if name == "ferrum_executor_state") == 1
     assert value(found, "ferrum_failpoints_fired_total", name="before_reply") == 1
+
+
+def test_whatever_the_server_bounds_has_its_limit(scraped: MetricsServer) -> None:
+    """A gauge without a limit is named here, with the reason."""
+    unbounded = {
+        *("build_info", "executor_state", "health", "certificate_expiry_timestamp_seconds", "rank_alive"),  # no counts
+        *("kv_block_tokens", "rank_resident_memory_bytes", "rank_device_memory_bytes"),  # the machine's
+        *("adapter_sequences", "parked_sequences", "unfinished_imports", "unfinished_import_blocks"),  # parts of others
+        *("rpcs_in_flight", "streams"),  # of each connection
+    }
+    histograms = {"step_size_tokens", "step_size_sequences"}
+    text = fetch(scraped.url)
+    gauges = {name.removeprefix("ferrum_") for name in re.findall(r"^# TYPE (ferrum_\S+) gauge", text, re.MULTILINE)}
+    bounded = {name.removesuffix("_limit") for name in gauges if name.endswith("_limit")}
+    assert {name for name in gauges if not name.endswith("_limit")} == unbounded | bounded - histograms
+    assert histograms < bounded
+    found, limits = series(text), observed()[0].limits
+    assert value(found, "ferrum_queue_items") / value(found, "ferrum_queue_items_limit") == 3 / limits.max_queued_items
+    assert value(found, "ferrum_kv_blocks_limit") == 100
+    assert value(found, "ferrum_kv_tier_bytes_limit") == value(found, "ferrum_adapters_limit") == 0, "there are none"
+
+
+def test_ranks_health_and_the_end_of_a_certificate(scraped: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = series(fetch(scraped.url))
+    assert [value(found, "ferrum_rank_alive", rank=rank) for rank in "01"] == [1, 0]
+    assert value(found, "ferrum_rank_resident_memory_bytes", rank="1") == 2 << 20
+    assert value(found, "ferrum_rank_device_memory_bytes", rank="0") == 1 << 30
+    assert ("ferrum_rank_device_memory_bytes", frozenset({("rank", "1")})) not in found, "it has no GPU"
+    assert value(found, "ferrum_certificate_expiry_timestamp_seconds", file="server") == 2e9
+    assert [value(found, "ferrum_health", check=check) for check in ("ready", "live")] == [1, 1]
+    health = HealthService(lambda: False, lambda: True, ())
+    assert health.gauges() == {"ready": 0, "live": 1}
+    health.update()
+    assert health.gauges() == {"ready": 0, "live": 1}
+    monkeypatch.setattr("ferrum_rpc.service.health.STALE_S", 0.0)
+    assert health.gauges() == {"ready": 0, "live": 0}, "the event loop would answer no check"
+
+
+def test_every_metric_is_explained_and_what_is_explained_is_there(scraped: MetricsServer) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    tables = re.findall(r"^\| (?:metric|limit) \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    explained = {name for row in rows for name in re.findall(r"`(ferrum_\w+)`", row.split("|")[1])}
+    served = set(re.findall(r"^# TYPE (ferrum_\S+)", fetch(scraped.url), re.MULTILINE)) | {"ferrum_model_info"}
+    assert sorted(served - explained) == [] and sorted(explained - served) == []
 
 
 def test_a_submission_waits_for_itself_and_a_step_counts_once(scraped: MetricsServer) -> None:

@@ -29,6 +29,7 @@ class FakeRunner:
         self.steps: list[Step] = []
         self.act: Callable[[Step], None] = lambda step: None
 
+    ranks = list
     look_every_s = None
     in_stages = False
 

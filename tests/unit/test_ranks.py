@@ -26,6 +26,7 @@ from ferrum_rpc.core import (
     NextToken,
     OutputSpec,
     Positions,
+    RankState,
     Sample,
     SelectedTokens,
     Span,
@@ -262,6 +263,23 @@ def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
     with pytest.raises(DeviceLost, match="rank 1 on there is gone"):
         ranks.unless_lost(lambda: theirs.close() or never.wait())
     never.set()
+    ranks.close()
+
+
+def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ranks = Ranks([Member(1, Line(ours), "there")])
+    assert ranks.states() == [RankState(alive=True, resident_bytes=0)]
+    other = Line(theirs)
+    for resident in (1, 2):
+        other.send("beat", resident, 3)
+    other.send("answer", 7, None)
+    assert ranks.collect([7]) == [None]
+    assert ranks.states() == [RankState(alive=True, resident_bytes=2, device_bytes=3)]
+    other.close()
+    with pytest.raises(DeviceLost):
+        ranks.collect([8])
+    assert ranks.states() == [RankState(alive=False, resident_bytes=2, device_bytes=3)]
     ranks.close()
 
 

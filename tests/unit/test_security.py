@@ -11,12 +11,14 @@ import ssl
 import stat
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import trustme
+from cryptography import x509
 from structlog.testing import capture_logs
 
 from ferrum_rpc.client import read_token, tls
@@ -173,6 +175,36 @@ def test_certificates_are_read_again_when_a_file_changes_and_only_then(files: Se
     assert certificates.changed() is not None
 
 
+def test_a_refresh_that_no_handshake_asked_for_takes_no_rotation_away_from_the_next_one(files: Security) -> None:
+    certificates = ServerCertificates(files)
+    write_pair(trustme.CA().issue_cert("localhost"), files.tls_cert, files.tls_key)
+    with capture_logs() as logs:
+        assert certificates.refresh()
+        assert certificates.changed() is certificates.content
+    assert certificates.changed() is None
+    assert [each["event"] for each in logs] == ["certificates_loaded"]
+
+
+@pytest.mark.parametrize("years", [1, 40])  # the format of the time changes in 2050
+def test_the_end_of_the_first_certificate_of_a_file_is_known_and_follows_a_rotation(
+    files: Security, years: int
+) -> None:
+    authority = trustme.CA()
+    first, later = (
+        authority.issue_cert("localhost", not_after=datetime.now(UTC) + timedelta(days=365 * years + more))
+        for more in (3, 9)
+    )
+    certificates = ServerCertificates(files)
+    before = dict(certificates.expiries)
+    write_pair(later, files.tls_cert, files.tls_key)
+    files.tls_cert.write_bytes(files.tls_cert.read_bytes() + first.cert_chain_pems[0].bytes())
+    assert certificates.refresh()
+    ends = x509.load_pem_x509_certificate(first.cert_chain_pems[0].bytes()).not_valid_after_utc
+    assert certificates.expiries == {"server": ends.timestamp(), "client_ca": before["client_ca"]}
+    authorities = x509.load_pem_x509_certificates(files.tls_client_ca.read_bytes())
+    assert before["client_ca"] == min(each.not_valid_after_utc for each in authorities).timestamp()
+
+
 @pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("content", [b"", b"garbage", b"another", None])
 def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_does(
@@ -203,7 +235,7 @@ async def test_what_a_server_cannot_use_of_its_files_is_counted(
     files: Security, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the look at the tokens, and by the thread of gRPC's that asks for certificates before a handshake."""
-    monkeypatch.setattr("ferrum_rpc.service.server.TOKENS_EVERY_S", 0.001)
+    monkeypatch.setattr("ferrum_rpc.service.server.FILES_EVERY_S", 0.001)
     (tmp_path / "tokens").write_text("alice a-token\n")
     async with serve_identity(security=dataclasses.replace(files, tokens=tmp_path / "tokens")) as served:
         failures = served.server.state.supervisor.failures

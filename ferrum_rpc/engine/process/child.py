@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -29,6 +30,9 @@ from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, make_spa
 READ_BYTES: Final = 64 << 10
 COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))
 OURS: Final = ("ferrum_rpc", "builtins")
+RANKS_EVERY_S: Final = 1.0
+"""How often the memory of ranks is read and sent."""
+
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
@@ -54,6 +58,7 @@ class ChildLoop(EngineLoop):
         self._steps: list[tuple[StepTiming, Sequence[float]]] = []
         self._with_runs: dict[int, Submission] = {}  # by slot, for what cuts them
         self._reported: object = None
+        self._ranks_at = 0.0  # when to report them next
 
     @property
     def busy_since(self) -> float:
@@ -140,7 +145,8 @@ class ChildLoop(EngineLoop):
         news = self._news()
         if news == self._reported:
             news = None
-        if self._answers or self._chosen or self._steps or news is not None:
+        due = time.monotonic() >= self._ranks_at
+        if self._answers or self._chosen or self._steps or news is not None or due:
             self._send_turn(news)
             self._reported = news or self._reported
 
@@ -148,7 +154,10 @@ class ChildLoop(EngineLoop):
         answers, self._answers = self._answers, []
         chosen, self._chosen = self._chosen, []
         steps, self._steps = self._steps, []
-        self._send(((chosen, answers, steps), COUNTERS(self.counters), tuple(self.cache), news))
+        ranks, now = None, time.monotonic()
+        if now >= self._ranks_at:
+            ranks, self._ranks_at = [tuple(each) for each in self._find_ranks()], now + RANKS_EVERY_S
+        self._send(((chosen, answers, steps), COUNTERS(self.counters), tuple(self.cache), ranks, news))
 
     def _report(self, runner: Runner) -> None:
         self._send_turn()

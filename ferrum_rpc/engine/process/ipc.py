@@ -2,9 +2,10 @@
 
     server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived, tokens wanted), (slot,
                        `Command`), (slot, `Cut`), or None: stop
-    engine -> server   ((chosen, answers, steps), counters, cache, news) for all that one turn of the engine's loop
-                       finished: by slot, what ``on_tokens`` and ``done`` get, and nothing where the work was
-                       cancelled; by step, what ``on_step`` gets; what else changed, or None. A `Described` when the
+    engine -> server   ((chosen, answers, steps), counters, cache, ranks, news) for all that one turn of the engine's
+                       loop finished: by slot, what ``on_tokens`` and ``done`` get, and nothing where the work was
+                       cancelled; by step, what ``on_step`` gets; the `RankState`s or None, where they were sent within
+                       the last second; what else changed, or None. A `Described` when the
                        runner is built; the error that ends the engine
 
 Messages are pickles, and go between a server and its own child, nowhere else. Large columns of rows lie in shared

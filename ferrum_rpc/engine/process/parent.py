@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ferrum_rpc.core import CacheState, StepTiming
+from ferrum_rpc.core import CacheState, RankState, StepTiming
 from ferrum_rpc.engine.api import (
     LOOK_EVERY_S,
     Cut,
@@ -95,6 +95,7 @@ class EngineProcess:
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ranks: Sequence[RankState] = ()
         self.counters = EngineCounters()
         self.cache = CacheState(block_size=0, total_blocks=0, free_blocks=0, sequences=0)
 
@@ -105,6 +106,13 @@ class EngineProcess:
     @property
     def queued_tokens(self) -> int:
         return self._submitted[1] - int(self._shared.claimed[1])
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        found = list(self._ranks)
+        if found and self._ended.is_set():
+            found[0] = RankState(alive=False, resident_bytes=0)
+        return found
 
     # --- the server's calls -----------------------------------------------------------------------------------------
 
@@ -233,8 +241,12 @@ class EngineProcess:
             self._process.kill()
             self._on_end()
 
-    def _on_turn(self, done: Sequence[Any], counters: Sequence[Any], cache: Sequence[int], news: object) -> None:
+    def _on_turn(
+        self, done: Sequence[Any], counters: Sequence[Any], cache: Sequence[int], ranks: Any, news: object
+    ) -> None:
         chosen, answers, steps = done
+        if ranks is not None:
+            self._ranks = [RankState(*each) for each in ranks]
         self.counters, self.cache = EngineCounters(*counters), CacheState(*cache)
         self._progress_at = time.monotonic()
         finished: Finished = []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import RankState, Rows, Sample, Span, TokenArray
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute, packed_tokens
 from ferrum_rpc.engine.cuda.select import record_on_ranks
@@ -135,6 +135,9 @@ class RankedCompute(Compute):
 
     def check_alive(self) -> None:
         self._ranks.check_alive()
+
+    def ranks(self) -> list[RankState]:
+        return [*super().ranks(), *self._ranks.states()]
 
     def close(self) -> None:
         self._ranks.close()

@@ -24,6 +24,7 @@ from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.choices import Parts, choose_parts
 from ferrum_rpc.engine.compute import AdaptedRows, Compute
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
+from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.engine.ranks.compute import at_hand
 from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Line
 from ferrum_rpc.engine.ranks.placing import CUDA, cuda_devices
@@ -61,6 +62,7 @@ class Follower:
         self._depth = 1
         self._epoch = 0
         self._why = ""
+        self._device = torch.device("cpu")
 
     def run(self) -> str:
         """Until rank 0 ends this, or is gone. Returns what went wrong, if anything did."""
@@ -91,7 +93,8 @@ class Follower:
         if threading.current_thread() is threading.main_thread():  # this process is ours
             torch.set_num_threads(setup.threads)
         if setup.settings.device == CUDA:
-            torch.cuda.set_device(setup.seat % torch.cuda.device_count())
+            self._device = torch.device(CUDA, setup.seat % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
         self._setup, self._depth = setup, setup.settings.pipeline_parallel
         self._parts = choose_parts(setup.settings, rank=setup.number)
 
@@ -253,4 +256,4 @@ class Follower:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self._tell("beat")
+            self._tell("beat", *used_memory(self._device))

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
+from ferrum_rpc.core import RankState
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, SILENT_S, Line
 from ferrum_rpc.engine.ranks.setup import Groups
@@ -28,10 +29,14 @@ LOOK_EVERY_S: Final = 0.25
 Result = TypeVar("Result")
 
 
+ALIVE: Final = RankState(alive=True, resident_bytes=0)
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """Another rank, a process ``pid`` of ``host``. ``machine``: the same for all that may share memory; ``address``:
-    where others find it, if it is elsewhere. ``heard``: when something came from it last, on `time.monotonic`."""
+    where others find it, if it is elsewhere. ``heard``: when something came from it last, on `time.monotonic`.
+    ``state``: alive until it is lost, with the memory that it reported last."""
 
     number: int
     line: Line
@@ -40,6 +45,7 @@ class Member:
     machine: str = ""
     address: str = ""
     heard: float = field(default_factory=time.monotonic)
+    state: RankState = ALIVE
 
     def __str__(self) -> str:
         return f"rank {self.number} on {self.host}"
@@ -69,6 +75,10 @@ class Ranks:
     def processes(self) -> list[int]:
         """Of the others."""
         return [member.pid for member in self._members]
+
+    def states(self) -> list[RankState]:
+        """Of the others."""
+        return [member.state for member in self._members]
 
     @property
     def names(self) -> list[str]:
@@ -198,6 +208,8 @@ class Ranks:
                         self._changed.notify_all()
                 elif kind == "failed":
                     self._note_failure(member, *rest)
+                elif kind == "beat":
+                    member.state = RankState(member.state.alive, *rest)
         except TimeoutError:
             self._lose(member, "it is out of reach")
         except (EOFError, OSError):
@@ -212,6 +224,7 @@ class Ranks:
                 self.groups.abort()
 
     def _lose(self, member: Member, why: str) -> None:
+        member.state = member.state._replace(alive=False)
         with self._changed:
             if self._closed.is_set() or self._lost is not None:
                 return
