@@ -4,7 +4,9 @@ A block whose place is needed is written to a file of its own, beside the steps,
 it: that costs what a disk costs, and the tokens are not computed. The hash covers the model, the salt and all tokens
 before, so a folder may be used again by the next process of the same model, and nobody finds more here than in memory.
 
-It is a cache: a write that the disk is too slow for is dropped, and a file that is missing or wrong is a miss.
+It is a cache: a write that the disk is too slow for is dropped, and a file that is missing or wrong is a miss. A file
+has a digest with a key that lies in the folder (HMAC-SHA-256: with the processor's instructions it takes no longer than
+the CRC-32 that stood there before): what somebody else has put there is a miss too.
 
 A folder is meant for one process at a time, which holds a lock on it. While processes overlap, as they do when one
 takes the place of the other, the second one reads what is there and deletes what it wrote itself only. Where it needs
@@ -14,12 +16,11 @@ to delete more it asks for the lock again, and where the other has ended it goes
 from __future__ import annotations
 
 import errno
-import fcntl
+import hmac
 import os
 import queue
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -30,13 +31,17 @@ from typing import Any, Final
 import structlog
 
 from ferrum_rpc.prefix_hash import HASH_BYTES
+from ferrum_rpc.private_files import PrivateFolder
 
 log = structlog.get_logger("ferrum_rpc.engine")
 
-HEAD: Final = Struct("<8s16sQI")
-"""What a file begins with: `MAGIC`, the hash, how many bytes follow, and their CRC-32."""
+ABOUT: Final = Struct("<8s16sQ")
+"""What a file begins with: `MAGIC`, the hash, and how many bytes of content it has."""
 
-MAGIC: Final = b"ferrumkv"
+HEAD_BYTES: Final = ABOUT.size + 32
+"""Behind that follows the keyed digest of it and of the content, and the content."""
+
+MAGIC: Final = b"ferrumk2"
 LEFT_BEHIND_S: Final = 3600.0
 """A half-written file so old is of a process that was killed."""
 
@@ -46,7 +51,7 @@ WAITING_BYTES: Final = 64 << 20
 """Of blocks that wait to be written; above that, they are dropped."""
 
 ACTIONS: Final = {
-    errno.ENOENT: "put the folder of --kv-tier-dir back, or start again",
+    errno.ENOENT: "start the executor again: the folder of --kv-tier-dir was deleted",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or lower --kv-tier-bytes"),
 }
 """What helps where a write fails."""
@@ -56,14 +61,13 @@ class BlockFiles:
     """Blocks of ``block_bytes`` bytes in ``folder``, ``most_bytes`` in all: those that were not used for longest go
     first. What another process left there is there. ``on_gone`` is called with the hash of each that goes.
 
-    Raises OSError where the folder cannot be made or listed, ValueError where it may not hold a block. One thread calls
-    all of it.
+    Raises OSError where the folder cannot be made or listed, or is not this user's alone, and ValueError where it may
+    not hold a block. One thread calls all of it.
     """
 
     def __init__(self, folder: Path, most_bytes: int, block_bytes: int) -> None:
-        self._folder = folder
         self._most = most_bytes
-        self._size = HEAD.size + block_bytes
+        self._size = HEAD_BYTES + block_bytes
         if self._size > most_bytes:
             raise ValueError(f"{most_bytes} bytes hold no block of {self._size}")
         self._there: OrderedDict[bytes, None] = OrderedDict()  # the last used last
@@ -72,13 +76,18 @@ class BlockFiles:
         self._lock = threading.Lock()  # of `_waiting`
         self._jobs: queue.SimpleQueue[tuple[bytes, Any] | None] = queue.SimpleQueue()  # without content: remove it
         self.on_gone: Callable[[bytes], object] = lambda hashed: None
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._handle: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._alone = self._lock_folder()
+        self._folder = PrivateFolder(folder)
+        self._ended = False
+        try:
+            self._mac = hmac.new(self._folder.key(), digestmod="sha256")
+            self._alone = self._folder.lock()
+            self._list()
+        except OSError:
+            self._folder.close()
+            raise
         if not self._alone:
             action = "give each executor a --kv-tier-dir of its own, unless one takes the place of the other"
             log.warning("tier_shared", folder=str(folder), reason="another executor has it", action=action)
-        self._list()
         self._trim()
         self._thread = threading.Thread(target=self._work, name="ferrum-tier", daemon=True)
         self._thread.start()
@@ -105,16 +114,17 @@ class BlockFiles:
             self._there.move_to_end(hashed)
             return bytes(waiting)
         try:
-            data = self._path(hashed).read_bytes()
+            with open(self._folder.open(hashed.hex(), os.O_RDONLY), "rb") as file:
+                head, content = file.read(HEAD_BYTES), file.read(self._size)
         except OSError as error:
             self._lost(hashed, error.strerror or str(error))
             return None
-        content = memoryview(data)[HEAD.size :]
-        if len(data) != self._size or HEAD.unpack_from(data) != (MAGIC, hashed, len(content), zlib.crc32(content)):
+        right = len(head) + len(content) == self._size and hmac.compare_digest(head, self._head(hashed, content))
+        if not right:
             self._lost(hashed, "its content is not what was written")
             return None
         self._there.move_to_end(hashed)
-        return bytes(content)
+        return content
 
     def write(self, hashed: bytes, read: Callable[[], Any]) -> bool:
         """Have the block that ``read`` returns (a buffer that nobody changes any more) written soon, unless it is
@@ -126,7 +136,7 @@ class BlockFiles:
             if len(self._waiting) * self._size >= WAITING_BYTES:
                 return False
             self._waiting[hashed] = content = read()
-        if not self._alone and not self._path(hashed).exists():
+        if not self._alone and not self._folder.has(hashed.hex()):
             self._own.add(hashed)
         self._jobs.put((hashed, content))
         self._there[hashed] = None
@@ -141,9 +151,7 @@ class BlockFiles:
                 time.sleep(PAUSE_S)
         self._jobs.put(None)
         self._thread.join(max(0.0, last - time.monotonic()))
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        self._ended = True
 
     def clear(self) -> None:
         """Forget all."""
@@ -153,21 +161,16 @@ class BlockFiles:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _path(self, hashed: bytes) -> Path:
-        return self._folder / hashed.hex()
-
-    def _lock_folder(self) -> bool:
-        """Whether this process has the folder now. A file system without locks is taken to have one process."""
-        assert self._handle is not None  # noqa: S101 - it has not ended
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in {errno.EWOULDBLOCK, errno.EACCES}
-        return True
+    def _head(self, hashed: bytes, content: Any) -> bytes:
+        """What a file with this content begins with."""
+        about, mac = ABOUT.pack(MAGIC, hashed, len(content)), self._mac.copy()
+        mac.update(about)
+        mac.update(content)
+        return about + mac.digest()
 
     def _take_over(self) -> None:
         """Have the folder, with all that lies there, if the process that had it has ended."""
-        if not self._alone and self._handle is not None and self._lock_folder():
+        if not self._alone and not self._ended and self._folder.lock():
             self._alone = True
             self._own.clear()
             with suppress(OSError):  # it was moved away
@@ -176,19 +179,19 @@ class BlockFiles:
     def _list(self) -> None:
         """Know what lies there and is not known: it was used before all that is."""
         found, others = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
-        for each in os.scandir(self._folder):
-            with suppress(OSError, ValueError):
-                if each.name.endswith(".partial") and time.time() - each.stat().st_mtime > LEFT_BEHIND_S:
-                    os.unlink(each.path)
-                elif len(hashed := bytes.fromhex(each.name)) == HASH_BYTES and hashed not in self._there:
-                    whole = each.stat().st_size == self._size
-                    (found if whole else others).append((each.stat().st_mtime, hashed))
+        for name, status in self._folder.files():
+            if name.endswith(".partial") and time.time() - status.st_mtime > LEFT_BEHIND_S:
+                self._folder.unlink(name)
+                continue
+            with suppress(ValueError):
+                if len(hashed := bytes.fromhex(name)) == HASH_BYTES and hashed not in self._there:
+                    (found if status.st_size == self._size else others).append((status.st_mtime, hashed))
         if others:
             log.warning(
                 "cached_block_lost",
-                folder=str(self._folder),
+                folder=str(self._folder.path),
                 blocks=len(others),
-                reason="their files have another length than what was written",
+                reason="their files are of an earlier version, or have another length than what was written",
                 action="they are computed again",
             )
         for _, hashed in sorted(found, reverse=True):
@@ -196,10 +199,12 @@ class BlockFiles:
             self._there.move_to_end(hashed, last=False)
         if self._alone:
             for _, hashed in others:
-                self._path(hashed).unlink(missing_ok=True)
+                self._folder.unlink(hashed.hex())
 
     def _lost(self, hashed: bytes, why: str) -> None:
-        log.warning("cached_block_lost", file=str(self._path(hashed)), reason=why, action="it is computed again")
+        log.warning(
+            "cached_block_lost", file=str(self._folder.path / hashed.hex()), reason=why, action="it is computed again"
+        )
         self._drop(hashed)
 
     def _trim(self) -> None:
@@ -219,18 +224,18 @@ class BlockFiles:
         failed = False
         while (job := self._jobs.get()) is not None:
             hashed, content = job
-            path = self._path(hashed)
             try:
                 if content is None:
-                    path.unlink(missing_ok=True)
+                    self._folder.unlink(hashed.hex())
                 else:
-                    _write(path, hashed, memoryview(content).cast("B"))
+                    data = memoryview(content).cast("B")
+                    _write(self._folder, hashed.hex(), self._head(hashed, data), data)
                     failed = False
             except OSError as error:
                 if not failed:  # once: a full disk fails every time
                     log.warning(
                         "tier_write_failed",
-                        file=str(path),
+                        file=str(self._folder.path / hashed.hex()),
                         error=error.strerror or str(error),
                         action=f"{ACTIONS.get(error.errno or 0, 'see why')}; the executor goes on without",
                     )
@@ -239,16 +244,18 @@ class BlockFiles:
                 with self._lock:
                     if self._waiting.get(hashed) is content:
                         self._waiting.pop(hashed, None)
+        self._folder.close()
 
 
-def _write(path: Path, hashed: bytes, content: memoryview) -> None:
+def _write(folder: PrivateFolder, name: str, head: bytes, content: memoryview) -> None:
     """Whole or not at all: a reader sees no half of it."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = f"{name}.{os.getpid()}.partial"
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(HEAD.pack(MAGIC, hashed, len(content), zlib.crc32(content)))
+        with open(folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(head)
             file.write(content)
-        partial.rename(path)
+        folder.rename(partial, name)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.unlink(partial)
         raise

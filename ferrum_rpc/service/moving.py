@@ -43,9 +43,11 @@ def layout_of(state: ServerState, adapter: Adapter | None = None) -> CacheLayout
 
 class Moving:
     """The cache of ``record`` on its way. ``ended``: what ended it too early. ``renews``: while it goes on the sequence
-    counts as used."""
+    counts as used. ``foreign``: it goes to or comes from somewhere else, so chunks have checksums, the trailer has the
+    digest of all of them, and what comes must be finite."""
 
     renews: ClassVar[bool] = True
+    foreign: ClassVar[bool] = True
     record: SequenceRecord
     ended: ExecutorError | None = None
 
@@ -89,7 +91,7 @@ class Moving:
         """The chunks of the tokens ``first .. length``, of ``size`` tokens each, and the trailer: as many frames at a
         time as are read by one operation, with the first token of those chunks. With ``staging`` one at a time: their
         data wait there, and the trailer until all of it has been read."""
-        layout, number, digest = self._layout, self.record.sequence, sha256()
+        layout, number, digest = self._layout, self.record.sequence, sha256() if self.foreign else None
         for start in range(first, length, size):
             end = min(start + size, length)
             step = max(1, READ_BYTES // layout.chunk_bytes(end - start))
@@ -107,7 +109,8 @@ class Moving:
                     yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, found)]
         if staging is not None:
             await staging.emptied()
-        yield length, [pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()]
+        trailer = pb.KvTrailer(sha256=b"" if digest is None else digest.digest())
+        yield length, [pb.ExportKvResponse(trailer=trailer).SerializeToString()]
 
     def _tokens_of_a_chunk(self, wanted: int = 0) -> int:
         """How many: as ``wanted``, but of no more bytes than go into a message."""
@@ -119,10 +122,8 @@ class Moving:
 
 
 class Incoming(Moving, ABC):
-    """A sequence that is built of chunks. ``next_token`` is the first that is missing. ``foreign``: they come from
-    elsewhere, so all values must be finite and the trailer must have the digest of all chunks."""
+    """A sequence that is built of chunks. ``next_token`` is the first that is missing."""
 
-    foreign: ClassVar[bool] = True
     next_token = 0
     _tokens: TokenArray
 
@@ -181,8 +182,15 @@ class Incoming(Moving, ABC):
             raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
         if chunk.HasField("remote"):
             parts = await self._read(reader, chunk.remote, tokens)
+        if digest is not None:
+            await self._check(digest, parts, layer, chunk)
+        await self._write(layer, start, end, parts)
+        return start, end
+
+    async def _check(self, digest: Any, parts: tuple[bytes, ...], layer: int, chunk: pb.KvChunk) -> None:
+        """Raise `KvCorrupt` unless a chunk is what was sent, and can be used."""
+        args, start = (self._layout, digest, parts), chunk.first_token
         large = sum(map(len, parts)) > INLINE_BYTES
-        args = (digest, parts, self._layout if self.foreign else None)
         found, not_finite = await asyncio.to_thread(_checked, *args) if large else _checked(*args)
         if found != chunk.crc32c:
             raise KvCorrupt(
@@ -197,8 +205,6 @@ class Incoming(Moving, ABC):
                 metadata={"not_finite": not_finite, "layer": layer, "first_token": start},
                 field=f"chunk.{not_finite}",
             )
-        await self._write(layer, start, end, parts)
-        return start, end
 
     async def _read(self, reader: ChunkReader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
         """The parts of a chunk that the stream does not bring."""
@@ -235,25 +241,19 @@ def _chunks(  # noqa: PLR0917
     ]
 
 
-def checksum(parts: Sequence[Any]) -> int:
-    """CRC-32C over buffers, one behind the other."""
+def _checked(layout: CacheLayout, digest: Any, parts: Sequence[bytes]) -> tuple[int, str]:
+    """The checksum of a chunk, whose bytes go into the digest, and which of its parts is not finite."""
+    return _summed(digest, parts), layout.not_finite(parts)
+
+
+def _summed(digest: Any, parts: Sequence[bytes]) -> int:
+    """The checksum of a chunk, whose bytes go into the digest. 0 without one."""
+    if digest is None:
+        return 0
     from crc32c import crc32c  # an executor that moves no caches needs none
 
     value = 0
     for part in parts:
+        digest.update(part)
         value = crc32c(part, value)
     return value
-
-
-def _checked(digest: Any, parts: Sequence[bytes], layout: CacheLayout | None) -> tuple[int, str]:
-    """The checksum of a chunk, whose bytes go into the digest, and which of its parts is not finite, if it has a
-    ``layout`` to be checked by."""
-    return _summed(digest, parts), "" if layout is None else layout.not_finite(parts)
-
-
-def _summed(digest: Any, parts: Sequence[bytes]) -> int:
-    """The checksum of a chunk, whose bytes go into the digest."""
-    if digest is not None:
-        for part in parts:
-            digest.update(part)
-    return checksum(parts)

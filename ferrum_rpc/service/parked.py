@@ -1,7 +1,11 @@
 """The files of parked sequences: a folder that belongs to this process, and how much lies there.
 
+The folder is one that only this user can change, made inside the given one, which may be another's (a mounted volume).
 What an earlier process left there is deleted: its handles are of another life. A lock keeps two processes from sharing
 a folder.
+
+Each frame of a file has a digest with a key that this process alone knows, which covers the file's name and the frame's
+place too. So what comes back is what was written, and needs no other check.
 
 A file is deleted beside the event loop, and no answer waits for it: a name is used once, and what is left when the
 process ends is deleted by the next one, so no file is read that is no sequence's.
@@ -11,23 +15,33 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hmac
 import os
 import re
-from collections.abc import Coroutine
+import stat
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import structlog
 
 from ferrum_rpc.core import Limits
-from ferrum_rpc.errors import InvalidRequest, SequencesExhausted
+from ferrum_rpc.errors import InvalidRequest, KvCorrupt, SequencesExhausted
+from ferrum_rpc.private_files import PrivateFolder
 from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
+FOLDER: Final = "ferrum-parked"
 PREFIX: Final = "ferrum-parked-"
 NAME: Final = re.compile(rf"{PREFIX}\d+")
-LOCK: Final = "ferrum-parked.lock"
+OLD_LOCK: Final = "ferrum-parked.lock"
+"""Which earlier versions had in the given folder, beside their files."""
+
+SIZE_BYTES: Final = 4
+DIGEST_BYTES: Final = 32
+FRAME_OVERHEAD: Final = SIZE_BYTES + DIGEST_BYTES
 CLOSE_S: Final = 5.0
 
 
@@ -36,10 +50,11 @@ class ParkedFiles:
     count by what they will have at most."""
 
     def __init__(self, folder: Path | None, limits: Limits) -> None:
-        self._folder = folder
+        self._given = folder
         self._most = limits.kv_park_bytes
         self._count = 0
-        self._lock: int | None = None
+        self._folder: PrivateFolder | None = None
+        self._mac = hmac.new(os.urandom(DIGEST_BYTES), digestmod="sha256")
         self._jobs = set[asyncio.Task[Any]]()
         self.slots = asyncio.Semaphore(limits.max_transfers)
         """Sequences that are parked or brought back at a time."""
@@ -47,36 +62,36 @@ class ParkedFiles:
 
     @property
     def offered(self) -> bool:
-        return self._folder is not None
+        return self._given is not None
 
     def open(self) -> None:
         """Make the folder this process's. Raises `InvalidRequest`."""
-        folder = self._folder
-        if folder is None:
+        given = self._given
+        if given is None:
             return
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            folder = PrivateFolder(given / FOLDER)
+            try:
+                if not (folder.lock() and _delete_old(given)):
+                    raise InvalidRequest(
+                        f"kv_park_dir {given} is another executor's; give each a folder of its own", field="kv_park_dir"
+                    )
+                self._delete_all(folder)
+            except BaseException:
+                folder.close()
+                raise
         except OSError as error:
-            raise InvalidRequest(f"kv_park_dir {folder}: {error.strerror or error}", field="kv_park_dir") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise InvalidRequest(
-                f"kv_park_dir {folder} is another executor's; give each a folder of its own", field="kv_park_dir"
-            ) from None
-        self._lock = lock
-        self._delete_all()
+            raise InvalidRequest(f"kv_park_dir {given}: {error.strerror or error}", field="kv_park_dir") from None
+        self._folder = folder
 
     async def close(self) -> None:
         """Nothing is parked any more. Of an engine that hangs jobs are left."""
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=CLOSE_S)
-        if self._lock is not None:
-            self._delete_all()
-            os.close(self._lock)
-            self._lock = None
+        if self._folder is not None:
+            self._delete_all(self._folder)
+            self._folder.close()
+            self._folder = None
 
     def start(self, job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run what moves a cache, whether or not anything waits for it."""
@@ -87,7 +102,6 @@ class ParkedFiles:
 
     def take(self, account: Account, size: int) -> Path:
         """Room for a file of ``size`` bytes, and its path. Raises `SequencesExhausted` and `QuotaExceeded`."""
-        assert self._folder is not None  # noqa: S101 - it is offered
         if self.bytes + size > self._most:
             raise SequencesExhausted(
                 f"{self.bytes} bytes are parked, {size} more would be above {self._most}; release some",
@@ -96,7 +110,21 @@ class ParkedFiles:
         account.take(Resource.PARKED_BYTES, size)
         self.bytes += size
         self._count += 1
-        return self._folder / f"{PREFIX}{self._count}"
+        return self._opened.path / f"{PREFIX}{self._count}"
+
+    def create(self, path: Path) -> ParkedFile:
+        """A new file. Raises OSError."""
+        return self._file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
+
+    def read(self, path: Path) -> ParkedFile:
+        """A file that was written. Raises OSError, and `NotPrivateError` for what is none of this process's."""
+        return self._file(path, os.O_RDONLY, "rb")
+
+    def _file(self, path: Path, flags: int, mode: str) -> ParkedFile:
+        file: Any = os.fdopen(self._opened.open(path.name, flags), mode)
+        mac = self._mac.copy()
+        mac.update(path.name.encode() + b"\0")
+        return ParkedFile(file, mac)
 
     def give(self, account: Account, size: int) -> None:
         """So many bytes are free again."""
@@ -119,18 +147,90 @@ class ParkedFiles:
 
     def delete(self, path: Path) -> None:
         """The file is not needed, if it is there."""
-        self.start(_delete(path))
+        if self._folder is not None:  # else all were deleted
+            self.start(_delete(self._folder, path))
 
-    def _delete_all(self) -> None:
-        assert self._folder is not None  # noqa: S101 - it is open
-        for path in self._folder.glob(f"{PREFIX}*"):
-            if NAME.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+    @property
+    def _opened(self) -> PrivateFolder:
+        assert self._folder is not None  # noqa: S101 - it is offered
+        return self._folder
+
+    @staticmethod
+    def _delete_all(folder: PrivateFolder) -> None:
+        for name, _ in folder.files():
+            if NAME.fullmatch(name):
+                _unlink(partial(folder.unlink, name), folder.path / name)
 
 
-async def _delete(path: Path) -> None:
+class ParkedFile:
+    """Frames one behind the other: each has its length in four bytes (little endian) before it, and its digest behind
+    it. Called by one thread at a time."""
+
+    def __init__(self, file: BinaryIO, mac: hmac.HMAC) -> None:
+        self._file = file
+        self._mac = mac
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+    def append(self, frames: Sequence[bytes]) -> None:
+        """Write frames. Raises OSError."""
+        write, at = self._file.write, self._file.tell()
+        for frame in frames:
+            write(len(frame).to_bytes(SIZE_BYTES, "little"))
+            write(frame)
+            write(self._digest(at, frame))
+            at += len(frame) + FRAME_OVERHEAD
+        self._file.flush()
+
+    def next(self, most: int) -> list[bytes]:
+        """The next frames, of about ``most`` bytes; none at the end. Raises OSError and `KvCorrupt`."""
+        frames, read, at = list[bytes](), 0, self._file.tell()
+        left = os.fstat(self._file.fileno()).st_size - at
+        while read < most and left > 0:
+            wanted = int.from_bytes(self._file.read(SIZE_BYTES), "little")
+            if wanted + FRAME_OVERHEAD > left:
+                raise KvCorrupt("the file ends within a frame")
+            frame, digest = self._file.read(wanted), self._file.read(DIGEST_BYTES)
+            if not hmac.compare_digest(digest, self._digest(at, frame)):
+                raise KvCorrupt("a frame is not what was written")
+            frames.append(frame)
+            at, read, left = at + wanted + FRAME_OVERHEAD, read + wanted, left - wanted - FRAME_OVERHEAD
+        return frames
+
+    def _digest(self, at: int, frame: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(at.to_bytes(8, "little"))
+        mac.update(frame)
+        return mac.digest()
+
+
+def _delete_old(given: Path) -> bool:
+    """Delete what an earlier version left in the given folder itself. False: one of that version is using it."""
     try:
-        await asyncio.to_thread(path.unlink, missing_ok=True)
+        lock = os.open(given / OLD_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # there is none, or it is not ours
+        lock = None
+    try:
+        if lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        for path in given.iterdir():
+            if (NAME.fullmatch(path.name) or path.name == OLD_LOCK) and stat.S_ISREG(path.lstat().st_mode):
+                _unlink(path.unlink, path)
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return True
+
+
+def _unlink(unlink: Callable[[], object], path: Path) -> None:
+    try:
+        unlink()
     except OSError as error:
         action = "look at the disk of --kv-park-dir; the file is deleted when the executor ends or starts again"
         log.warning("parked_file_left", path=str(path), error=error.strerror or str(error), action=action)
+
+
+async def _delete(folder: PrivateFolder, path: Path) -> None:
+    await asyncio.to_thread(_unlink, partial(folder.unlink, path.name), path)

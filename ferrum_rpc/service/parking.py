@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import structlog
@@ -36,12 +36,13 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, checksum, layout_of
+from ferrum_rpc.private_files import NotPrivateError
+from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, layout_of
 from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import FILE_MAGIC, CacheLayout
+from ferrum_rpc.wire.transfer import CacheLayout
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -101,6 +102,7 @@ class Park(Moving):
     """One sequence on its way to its file. Where it is not ``claimed``, a call that claims it ends this."""
 
     renews: ClassVar[bool] = False
+    foreign: ClassVar[bool] = False
 
     def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord, *, claimed: bool) -> None:
         super().__init__(state, layout)
@@ -160,7 +162,7 @@ class Park(Moving):
         return int(result)
 
     async def _write(self, path: Path, size: int) -> Parked:
-        """Write the file: what an exported sequence's has."""
+        """Write the file: the frames of an export."""
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
         self._check()
         tokens = await self._ask(Command("token_ids", (record.sequence,)))
@@ -168,20 +170,19 @@ class Park(Moving):
         first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
         starts: dict[int, int] = {}
         try:
-            file = await asyncio.to_thread(_create, path)
-            with file:
-                await asyncio.to_thread(_append, file, [first])
+            with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
+                await asyncio.to_thread(file.append, [first])
                 async for start, frames in self._frames(0, record.length, size):
                     self._check()
                     starts.setdefault(start, file.tell())
-                    await asyncio.to_thread(_append, file, frames)
+                    await asyncio.to_thread(file.append, frames)
                     self._check()
                 written = file.tell()
         except OSError as error:
             action = "make room on the disk of --kv-park-dir; the sequence stays in the cache"
             log.warning("parking_failed", path=str(path), error=error.strerror or str(error), action=action)
             raise StepFailed(f"the cache could not be written ({error.strerror}); nothing changed") from error
-        return Parked(path, written, checksum([first]), starts)
+        return Parked(path, written, starts)
 
     def _check(self) -> None:
         """Raise what has ended this."""
@@ -198,7 +199,7 @@ class _Return(Incoming):
     """One sequence on its way back. Its call has claimed it."""
 
     renews: ClassVar[bool] = False
-    foreign: ClassVar[bool] = False  # its own values return to the bit, and what the prefix cache has is not read
+    foreign: ClassVar[bool] = False  # its values return to the bit, infinities too
     _begun = False
 
     def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord) -> None:
@@ -223,12 +224,10 @@ class _Return(Incoming):
         state, record = self._state, self.record
         parked = record.parked
         assert parked is not None  # noqa: S101 - it was claimed so
-        file = await asyncio.to_thread(_open, parked.path)
-        with file:
-            [first] = await asyncio.to_thread(_next, file, 1)
-            if checksum([first]) != parked.layout:
-                raise KvCorrupt("the layout is not what was written")
-            layout = pb.ExportKvResponse.FromString(first).layout
+        with closing(await asyncio.to_thread(state.parked.read, parked.path)) as file:
+            if not (frames := await asyncio.to_thread(file.next, 1)):
+                raise KvCorrupt("the file is empty")
+            layout = pb.ExportKvResponse.FromString(frames[0]).layout
             self._tokens = np.fromiter(layout.token_ids, np.int32, len(layout.token_ids))
             ahead = max(0, record.held_to - record.length)
             await self._fetch(record.prefix)
@@ -241,7 +240,7 @@ class _Return(Incoming):
             async def read() -> Any:
                 nonlocal waiting
                 if not waiting:
-                    waiting = await asyncio.to_thread(_next, file, READ_BYTES)
+                    waiting = await asyncio.to_thread(file.next, READ_BYTES)
                 return pb.ExportKvResponse.FromString(waiting.pop(0)) if waiting else EOF
 
             if await self.receive(read) is None:
@@ -259,7 +258,9 @@ class _Return(Incoming):
         state, record = self._state, self.record
         about = {"sequence": record.label, "path": "" if record.parked is None else str(record.parked.path)}
         why = ""
-        if isinstance(error, OSError):
+        if isinstance(error, NotPrivateError):
+            why = "is not what was written"
+        elif isinstance(error, OSError):
             why = LOST.get(error.errno or 0, "")
             if not why:
                 action = "see why; the sequence stays parked"
@@ -269,7 +270,8 @@ class _Return(Incoming):
             why = "is not what was written"
         if why:
             action = "look at the disk of --kv-park-dir, and whether anything else writes there"
-            log.error("parked_sequence_lost", **about, reason=f"the file {why}", error=str(error), action=action)
+            what = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            log.error("parked_sequence_lost", **about, reason=f"the file {why}", error=what, action=action)
             record.pending_end = record.pending_end or Ending.LOST
             return KvCorrupt(f"what was parked of this sequence {why}; it has ended, prefill it again")
         if isinstance(error, ExecutorError):
@@ -330,37 +332,3 @@ class IdleParking:
 
 def _ignore(_: object) -> None:
     """Nothing waits for it."""
-
-
-def _create(path: Path) -> BinaryIO:
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-    file.write(FILE_MAGIC)
-    return file
-
-
-def _append(file: BinaryIO, frames: Sequence[bytes]) -> None:
-    for frame in frames:
-        file.write(len(frame).to_bytes(4, "little"))
-        file.write(frame)
-    file.flush()
-
-
-def _open(path: Path) -> BinaryIO:
-    file = path.open("rb")
-    if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-        file.close()
-        raise KvCorrupt("the file is another one")
-    return file
-
-
-def _next(file: BinaryIO, most: int) -> list[bytes]:
-    """The next frames, of about ``most`` bytes; none at the end."""
-    frames, read = list[bytes](), 0
-    while read < most and (size := file.read(4)):
-        wanted = int.from_bytes(size, "little")
-        frame = file.read(wanted)
-        if len(size) < 4 or len(frame) < wanted:
-            raise KvCorrupt("the file ends within a frame")
-        frames.append(frame)
-        read += wanted
-    return frames

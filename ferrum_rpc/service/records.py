@@ -106,12 +106,11 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A sequence's cache, out of the engine: the file ``path`` of ``size`` bytes. ``layout``: the CRC-32C of its first
-    frame, which no other checksum of it covers. ``starts``: where the chunks from a token on begin, and the trailer."""
+    """A sequence's cache, out of the engine: the file ``path`` of ``size`` bytes. ``starts``: where the chunks from a
+    token on begin, and the trailer."""
 
     path: Path
     size: int
-    layout: int
     starts: Mapping[int, int]
 
 

@@ -12,7 +12,7 @@ import pytest
 from ferrum_rpc.client import ExecutorClient, FullLogits
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import KvCorrupt, NotSupported
-from ferrum_rpc.service import parking
+from ferrum_rpc.service.parked import ParkedFile
 from tests.serving import serve_identity
 
 PROMPT = [*range(60, 103)]
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def files(folder: Path) -> list[Path]:
-    return list(folder.glob("ferrum-parked-*"))
+    return list((folder / "ferrum-parked").glob("ferrum-parked-*"))
 
 
 async def test_a_parked_sequence_goes_on(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ async def test_a_parked_sequence_goes_on(tmp_path: Path) -> None:
 async def test_a_call_waits_for_a_parking_that_was_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    begun, go, append = threading.Event(), threading.Event(), parking._append
+    begun, go, append = threading.Event(), threading.Event(), ParkedFile.append
 
     def held(*about: Any) -> None:
         begun.set()
@@ -64,7 +64,7 @@ async def test_a_call_waits_for_a_parking_that_was_cancelled(
         client.sequence() as sequence,
     ):
         await sequence.prefill(PROMPT)
-        monkeypatch.setattr(parking, "_append", held)
+        monkeypatch.setattr(ParkedFile, "append", held)
         task = asyncio.create_task(sequence.park())
         await asyncio.to_thread(begun.wait, 10)
         task.cancel()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from struct import Struct
 
 import pytest
 from structlog.testing import capture_logs
 
 from ferrum_rpc.kv import tiers
-from ferrum_rpc.kv.tiers import HEAD, BlockFiles
+from ferrum_rpc.kv.tiers import ABOUT, HEAD_BYTES, BlockFiles
+from ferrum_rpc.private_files import NotPrivateError
 
 SIZE = 64
+WHOLE = HEAD_BYTES + SIZE
 
 
 def hashed(number: int) -> bytes:
@@ -25,7 +30,7 @@ def content(number: int) -> bytes:
 
 
 def opened(folder: Path, blocks: int = 100) -> BlockFiles:
-    return BlockFiles(folder, blocks * (SIZE + HEAD.size), SIZE)
+    return BlockFiles(folder, blocks * WHOLE, SIZE)
 
 
 def filled(folder: Path, count: int, blocks: int = 100) -> BlockFiles:
@@ -35,17 +40,22 @@ def filled(folder: Path, count: int, blocks: int = 100) -> BlockFiles:
     return files
 
 
+def names(folder: Path) -> set[str]:
+    """Of all files but the key."""
+    return {each.name for each in folder.iterdir()} - {"key"}
+
+
 def test_another_process_finds_what_one_has_left(tmp_path: Path) -> None:
     files = filled(tmp_path, 3)
     assert [files.read(hashed(number)) for number in range(4)] == [*map(content, range(3)), None]
     files.end([(hashed(3), lambda: content(3))], 10)
-    assert sorted(each.stat().st_mode & 0o777 for each in tmp_path.iterdir()) == [0o600] * 4
+    assert sorted(each.stat().st_mode & 0o777 for each in tmp_path.iterdir()) == [0o600] * 5, "four, and the key"
     after = opened(tmp_path)
     assert [after.read(hashed(number)) for number in range(4)] == [*map(content, range(4))]
-    assert after.held_bytes == 4 * (SIZE + HEAD.size) == sum(each.stat().st_size for each in tmp_path.iterdir())
+    assert after.held_bytes == 4 * WHOLE == sum((tmp_path / each).stat().st_size for each in names(tmp_path))
     after.clear()
     after.end([], 10)
-    assert not [*tmp_path.iterdir()]
+    assert not names(tmp_path)
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
@@ -57,10 +67,10 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert gone == [hashed(2)]
     assert [hashed(number) in files for number in range(4)] == [True, True, False, True]
     files.end([], 10)
-    assert {each.name for each in tmp_path.iterdir()} == {hashed(number).hex() for number in (0, 1, 3)}
+    assert names(tmp_path) == {hashed(number).hex() for number in (0, 1, 3)}
     fewer = opened(tmp_path, blocks=2)
     fewer.end([], 10)
-    assert len(fewer.hashes()) == len([*tmp_path.iterdir()]) == 2
+    assert len(fewer.hashes()) == len(names(tmp_path)) == 2
 
 
 def cut(path: Path) -> None:
@@ -80,7 +90,37 @@ def of_another(path: Path) -> None:
     path.write_bytes(path.with_name(hashed(1).hex()).read_bytes())
 
 
-@pytest.mark.parametrize("harm", [os.unlink, cut, *map(flip, (0, 8, 24, 32, HEAD.size, -1)), of_another])
+def of_another_key(path: Path) -> None:
+    """What somebody writes who has not read the key, however well all else is made."""
+    filled(other := path.parent / "other", 1).end([], 10)
+    (other / path.name).rename(path)
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def linked(path: Path) -> None:
+    path.rename(target := path.with_name("elsewhere"))
+    path.symlink_to(target)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def writable(path: Path) -> None:
+    path.chmod(0o620)
+
+
+HARM = (
+    *(os.unlink, cut, longer, of_another, of_another_key, linked, a_pipe, writable),
+    *map(flip, (0, 8, 24, ABOUT.size, HEAD_BYTES - 1, HEAD_BYTES, -1)),
+)
+
+
+@pytest.mark.parametrize("harm", HARM)
 def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     filled(tmp_path, 2).end([], 10)
     files = opened(tmp_path)
@@ -93,6 +133,74 @@ def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, 
     assert opened(tmp_path).read(hashed(0)) == content(0), "it was written anew"
 
 
+@pytest.mark.parametrize("key", ["key", "new", "damaged"])
+def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Path, key: str) -> None:
+    filled(tmp_path, 1).end([], 10)
+    secret = (tmp_path / "key").read_bytes()
+    assert len(secret) == 32
+    if key == "new":
+        (tmp_path / "key").unlink()
+    elif key == "damaged":
+        os.truncate(tmp_path / "key", 31)
+    with ThreadPoolExecutor() as pool:  # at one moment, as when one takes the place of the other
+        files = [*pool.map(opened, [tmp_path] * 4)]
+    assert ((tmp_path / "key").read_bytes() == secret) is (key == "key")
+    assert [each.read(hashed(0)) for each in files] == [content(0) if key == "key" else None] * 4
+    files[1].write(hashed(1), lambda: content(1))
+    files[1].end([], 10)
+    files[2].clear()
+    assert opened(tmp_path).read(hashed(1)) == content(1), "they have the same key"
+
+
+def a_folder_for_all(folder: Path) -> None:
+    folder.chmod(0o770)
+
+
+def of_somebody_else(folder: Path) -> None:
+    os.chown(folder, 12345, -1)
+
+
+def elsewhere(folder: Path) -> None:
+    folder.rename(other := folder.with_name("other"))
+    folder.symlink_to(other)
+
+
+def a_key_for_all(folder: Path) -> None:
+    (folder / "key").chmod(0o640)
+
+
+def a_key_of_somebody_else(folder: Path) -> None:
+    os.chown(folder / "key", 12345, -1)
+
+
+REFUSED = {
+    a_folder_for_all: r"others can write .*/tier, whose mode is 0770: chmod",
+    of_somebody_else: r"/tier belongs to user 12345, and this process is user 0",
+    elsewhere: "Not a directory",
+    a_key_for_all: r"others can read or write .*/key, whose mode is 0640",
+    a_key_of_somebody_else: "/key belongs to user 12345",
+}
+
+
+@pytest.mark.parametrize("harm", REFUSED)
+def test_a_folder_that_is_not_this_user_s_alone_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    filled(tmp_path / "tier", 1).end([], 10)
+    assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
+    if "somebody" in harm.__name__ and os.geteuid():
+        pytest.skip("only root gives files away")
+    harm(tmp_path / "tier")
+    with pytest.raises(OSError, match=REFUSED[harm]) as caught:
+        opened(tmp_path / "tier")
+    assert isinstance(caught.value, NotPrivateError) is (harm is not elsewhere)
+
+
+def test_what_an_earlier_version_left_goes(tmp_path: Path) -> None:
+    head = Struct("<8s16sQI").pack(b"ferrumkv", hashed(0), SIZE, zlib.crc32(content(0)))
+    (old := tmp_path / hashed(0).hex()).write_bytes(head + content(0))
+    files = opened(tmp_path)
+    assert files.read(hashed(0)) is None and not old.exists()
+
+
 def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
     filled(tmp_path, 5).end([], 10)
     for number, length in enumerate((0, SIZE, 200)):
@@ -103,7 +211,7 @@ def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
     assert (told["event"], told["blocks"], told["folder"]) == ("cached_block_lost", 3, str(tmp_path))
     assert set(files.hashes()) == {hashed(3), hashed(4)}
     files.end([], 10)
-    assert len([*tmp_path.iterdir()]) == 2
+    assert len(names(tmp_path)) == 2
 
 
 def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
@@ -119,7 +227,7 @@ def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
     assert len(second.hashes()) == 4, "it keeps to its own limit"
     second.clear()
     second.end([], 10)
-    assert {each.name for each in tmp_path.iterdir()} == {hashed(number).hex() for number in range(3)}
+    assert names(tmp_path) == {hashed(number).hex() for number in range(3)}
     assert [first.read(hashed(number)) for number in range(3)] == [*map(content, range(3))]
     first.end([], 10)
 
@@ -131,12 +239,12 @@ def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path: Path
     for number in range(10, 15):
         second.write(hashed(number), lambda number=number: content(number))
     second.end([], 10)
-    left = {each.name for each in tmp_path.iterdir()}
+    left = names(tmp_path)
     assert left == {each.hex() for each in second.hashes()} and len(left) == 4, "what the first left counts"
     third = opened(tmp_path)
     third.clear()
     third.end([], 10)
-    assert not [*tmp_path.iterdir()]
+    assert not names(tmp_path)
 
 
 def test_what_is_no_block_is_left_alone(tmp_path: Path) -> None:
@@ -145,8 +253,9 @@ def test_what_is_no_block_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "new.partial").write_bytes(b"another process is writing")
     (old := tmp_path / "old.partial").write_bytes(b"of one that was killed")
     os.utime(old, (0, 0))
+    (tmp_path / hashed(0).hex()).mkdir()
     assert opened(tmp_path).hashes() == []
-    assert {each.name for each in tmp_path.iterdir()} == {"notes.txt", "abcd", "new.partial"}
+    assert names(tmp_path) == {"notes.txt", "abcd", "new.partial", hashed(0).hex()}
     with pytest.raises(ValueError, match="hold no block"):
         BlockFiles(tmp_path, SIZE, SIZE)
 
@@ -166,10 +275,10 @@ def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path: Path, monkeypatch: py
     assert [files.read(hashed(number)) is not None for number in range(4)] == kept, "what waits can be read"
     held.set()
     files.end([], 10)
-    assert len([*tmp_path.iterdir()]) == kept.count(True)
+    assert len(names(tmp_path)) == kept.count(True)
 
 
-@pytest.mark.parametrize(("code", "action"), [(28, "make room there"), (2, "put the folder"), (5, "see why")])
+@pytest.mark.parametrize(("code", "action"), [(28, "make room there"), (2, "start the executor again"), (5, "see why")])
 def test_a_disk_that_fails_costs_the_blocks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, action: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,9 +19,9 @@ from structlog.testing import capture_logs
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
-from ferrum_rpc.service import parking
+from ferrum_rpc.private_files import PrivateFolder
 from ferrum_rpc.service.metrics import Metrics, registry_of
-from ferrum_rpc.service.parked import ParkedFiles
+from ferrum_rpc.service.parked import ParkedFile, ParkedFiles
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import opened
@@ -60,9 +61,7 @@ async def files(served: Served) -> list[Path]:
     """Those that stay."""
     parked = served.server.state.parked
     await until(lambda: not parked._jobs)
-    folder = parked._folder
-    assert folder is not None
-    return sorted(folder.glob("ferrum-parked-*"))
+    return sorted(parked._opened.path.glob("ferrum-parked-*"))
 
 
 async def nothing_left(served: Served) -> None:
@@ -283,16 +282,16 @@ async def test_to_release_it_nothing_comes_back(served: Served) -> None:
 
 
 async def test_a_release_does_not_wait_for_the_disk(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, done, unlink = threading.Event(), threading.Event(), Path.unlink
+    begun, done, unlink = threading.Event(), threading.Event(), PrivateFolder.unlink
 
-    def slow(path: Path, missing_ok: bool = False) -> None:
+    def slow(folder: PrivateFolder, name: str) -> None:
         begun.set()
         assert done.wait(30)
-        unlink(path, missing_ok)
+        unlink(folder, name)
 
     handle = await parked(served)
     [file] = await files(served)
-    monkeypatch.setattr(Path, "unlink", slow)
+    monkeypatch.setattr(PrivateFolder, "unlink", slow)
     await served.executor.Release(pb.ReleaseRequest(handle=handle))
     assert await asyncio.to_thread(begun.wait, 30)
     assert file.exists() and not served.server.state.parked.bytes
@@ -304,7 +303,7 @@ async def test_a_release_does_not_wait_for_the_disk(served: Served, monkeypatch:
 async def test_a_file_that_cannot_be_deleted_ends_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = await parked(served)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patched.setattr(PrivateFolder, "unlink", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         assert len(await decode(served, handle)) == 1
         [file] = await files(served)
     file.unlink()
@@ -315,8 +314,8 @@ async def test_what_the_prefix_cache_has_is_not_read(served: Served, monkeypatch
     twin = await prefill(served, PROMPT, create=BYPASS)
     handle = await parked(served, cache_mode=forward_pb2.CACHE_MODE_UNSPECIFIED, cache_salt=b"salt")
     read: list[int] = []
-    next_frames = parking._next
-    monkeypatch.setattr(parking, "_next", lambda *about: read.append(len(got := next_frames(*about))) or got)
+    next_frames = ParkedFile.next
+    monkeypatch.setattr(ParkedFile, "next", lambda *about: read.append(len(got := next_frames(*about))) or got)
     assert await row(served, handle) == await row(served, twin)
     assert read == [1, 3], "the layout; of the last block two layers, and the trailer"
 
@@ -378,6 +377,27 @@ def other_tokens(path: Path) -> None:
     path.write_bytes(data[:at] + b"\x01" + data[at + 1 :])
 
 
+def swapped(path: Path) -> None:
+    """Two chunks, each with its digest, in each other's place."""
+    data, frames = path.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:4], "little") + 4 + 32
+        frames.append(data[:size])
+        data = data[size:]
+    frames[1], frames[2] = frames[2], frames[1]
+    path.write_bytes(b"".join(frames))
+
+
+def linked(path: Path) -> None:
+    path.rename(target := path.with_name("elsewhere"))
+    path.symlink_to(target)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 HARM: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: os.truncate(path, 0),
@@ -386,6 +406,11 @@ HARM: dict[str, Callable[[Path], object]] = {
     "without a trailer": lambda path: os.truncate(path, path.stat().st_size - 40),
     "a flipped bit": flipped,
     "other tokens": other_tokens,
+    "two chunks swapped": swapped,
+    "a link": linked,
+    "a pipe": a_pipe,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "writable by others": lambda path: path.chmod(0o602),
     "another file": lambda path: path.write_bytes(b"x" * path.stat().st_size),
 }
 
@@ -416,7 +441,19 @@ async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: s
     [told] = [each for each in logs if each["event"] == "parked_sequence_lost"]
     assert (told["sequence"], told["path"]) == (label, str(file)) and "(" not in told["error"]
     await decode(served, other)
+    if harm == "a folder":
+        file.rmdir()
     assert not await files(served)
+
+
+async def test_a_file_brings_back_the_sequence_of_its_name_alone(served: Served) -> None:
+    handles = [await parked(served, tokens) for tokens in (PROMPT, PROMPT[::-1])]
+    one, other = await files(served)
+    one.rename(one.with_name("between"))
+    other.rename(one)
+    one.with_name("between").rename(other)
+    for each in handles:
+        await refused(decode(served, each), Reason.KV_CORRUPT, LOST)
 
 
 async def test_a_claim_and_what_cannot_be_parked_is_refused(served: Served) -> None:
@@ -500,7 +537,7 @@ async def test_a_full_disk_leaves_it_in_the_cache(served: Served, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(parking, "_append", fails)
+        patched.setattr(ParkedFile, "append", fails)
         await refused(park(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
     assert not await files(served)
     assert await row(served, handle) == await row(served, twin)
@@ -674,21 +711,40 @@ async def test_a_drain_serves_what_is_parked_and_waits_for_it(tmp_path: Path) ->
 
 
 async def test_the_folder_is_one_process_s_and_left_empty(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "here"
-    folder.mkdir(parents=True)
-    (folder / "ferrum-parked-7").write_bytes(b"of an earlier process")
+    given = tmp_path / "made" / "here"
+    given.mkdir(parents=True)
+    given.chmod(0o777)  # a volume, whosever it is
+    (given / "ferrum-parked-7").write_bytes(b"of an earlier version")
+    (given / "ferrum-parked.lock").write_bytes(b"of it too")
+    (given / "ferrum-parked-5").mkdir()
     for each in ("somebody's", "ferrum-parked-notes", "ferrum-parked-7.txt"):
-        (folder / each).write_bytes(b"")
-    async with serving(folder) as served:
-        assert not (folder / "ferrum-parked-7").exists()
-        await parked(served)
+        (given / each).write_bytes(b"")
+    others = {each.name for each in given.iterdir()} - {"ferrum-parked-7", "ferrum-parked.lock"}
+    (folder := given / "ferrum-parked").mkdir(0o700)
+    (folder / "ferrum-parked-1").mkdir()
+    (folder / "ferrum-parked-8").write_bytes(b"of an earlier process")
+    async with serving(given) as served:
+        assert {each.name for each in given.iterdir()} == others | {"ferrum-parked"}
+        assert not (folder / "ferrum-parked-8").exists()
+        handle = await prefill(served, PROMPT)
+        await refused(park(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)  # its name is taken
+        (folder / "ferrum-parked-1").rmdir()
+        await park(served, handle)
+        [file] = await files(served)
+        assert file.parent == folder and folder.stat().st_mode & 0o777 == 0o700
         with pytest.raises(InvalidRequest, match="another executor's"):
-            ParkedFiles(folder, LIMITS).open()
-        assert len(await files(served)) == 1 + 2
-    left = {"somebody's", "ferrum-parked-notes", "ferrum-parked-7.txt", "ferrum-parked.lock"}
-    assert {each.name for each in folder.iterdir()} == left
+            ParkedFiles(given, LIMITS).open()
+        assert file.exists()
+    assert not [*folder.iterdir()]
+    with (given / "ferrum-parked.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the earlier version is there
+        with pytest.raises(InvalidRequest, match="another executor's"):
+            ParkedFiles(given, LIMITS).open()
+    folder.chmod(0o730)
+    with pytest.raises(InvalidRequest, match=rf"^kv_park_dir .*: others can write {folder}, whose mode is 0730"):
+        ParkedFiles(given, LIMITS).open()
     with pytest.raises(InvalidRequest, match="kv_park_dir"):
-        ParkedFiles(folder / "somebody's", LIMITS).open()
+        ParkedFiles(given / "somebody's", LIMITS).open()
 
 
 # --- where blocks are short -------------------------------------------------------------------------------------------

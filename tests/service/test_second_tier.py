@@ -41,7 +41,8 @@ def folders(folder: Path) -> list[Path]:
 
 
 def files(folder: Path) -> list[Path]:
-    return [each for one in folders(folder) for each in one.iterdir()]
+    """All but the keys."""
+    return [each for one in folders(folder) for each in one.iterdir() if each.name != "key"]
 
 
 async def seen(served: Served, tokens: list[int], **fields: Any) -> tuple[int, np.ndarray]:
@@ -195,3 +196,12 @@ async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match=rf"^kv_tier_dir {folder}: \w"):
             async with tiered(folder):
                 pass
+    async with tiered(tmp_path / "mounted"):
+        [inner] = folders(tmp_path / "mounted")
+    (tmp_path / "mounted").chmod(0o777)  # a volume, whosever it is
+    async with tiered(tmp_path / "mounted"):
+        pass
+    inner.chmod(0o720)
+    with pytest.raises(InvalidRequest, match=rf"^kv_tier_dir .*: others can write {inner},"):
+        async with tiered(tmp_path / "mounted"):
+            pass

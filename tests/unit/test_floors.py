@@ -33,6 +33,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.errors": Floor(),
     "ferrum_rpc.core": Floor("errors", "numpy"),
     "ferrum_rpc.prefix_hash": Floor("core", "numpy"),
+    "ferrum_rpc.private_files": Floor(),
     "ferrum_rpc.selection": Floor("errors"),
     "ferrum_rpc.terminal": Floor(),
     "ferrum_rpc.logs": Floor("terminal", "structlog"),
@@ -46,7 +47,7 @@ FLOORS: dict[str, Floor] = {
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
-    "ferrum_rpc.kv.tiers": Floor("prefix_hash", "structlog"),
+    "ferrum_rpc.kv.tiers": Floor("prefix_hash private_files", "structlog"),
     "ferrum_rpc.distributed.group": Floor("", "torch"),
     "ferrum_rpc.models.fields": Floor("errors"),
     "ferrum_rpc.models.config_keys": Floor("errors models.fields"),
@@ -78,7 +79,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints executor wire engine.liveness engine.api engine.thread "
+        "ferrum_rpc core errors failpoints private_files executor wire engine.liveness engine.api engine.thread "
         "engine.process.parent",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),

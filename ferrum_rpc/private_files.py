@@ -1,0 +1,129 @@
+"""A folder that this user alone can change, and files in it.
+
+What an executor keeps on a disk it reads again as its own, so nobody else may have put it there. The folder is made
+with mode 0700; a folder or file that has another owner, or that others can write, is refused. Files are opened within
+the folder's descriptor, so that nobody who can write above the folder can put another one in its place. Only regular
+files are opened, and no link is followed: to open a pipe would wait for its other end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+KEY_BYTES: Final = 32
+WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
+ACCESSIBLE: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class NotPrivateError(PermissionError):
+    """A folder or file that is refused; ``strerror`` says why and names it."""
+
+
+class PrivateFolder:
+    """The folder at ``path``, which is made if it is not there, and those above it. Raises `NotPrivateError` where it
+    is refused, and OSError where it cannot be made or opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _check(os.fstat(self._descriptor), path, WRITABLE)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of it, and of the lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def lock(self) -> bool:
+        """Whether this process has the folder now, and no other one. A file system without locks is taken to have one
+        process."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in {errno.EWOULDBLOCK, errno.EACCES}
+        return True
+
+    def open(self, name: str, flags: int, refused: int = WRITABLE) -> int:
+        """A descriptor of a regular file, which is made with mode 0600 where the flags say so. Raises `NotPrivateError`
+        where somebody else has one of the ``refused`` permissions, and OSError."""
+        safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(name, flags | safe, 0o600, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno not in {errno.ELOOP, errno.ENXIO}:  # a link; a pipe or a socket that nobody reads
+                raise
+            raise NotPrivateError(error.errno, f"{self.path / name} is no regular file") from None
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotPrivateError(errno.EINVAL, f"{self.path / name} is no regular file")
+            _check(status, self.path / name, refused)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def key(self, name: str = "key") -> bytes:
+        """The secret of this folder, `KEY_BYTES` random bytes, which is made where there is none. Several processes
+        that begin at the same moment get the same one: each looks while it has the file's lock."""
+        file = self.open(name, os.O_RDWR | os.O_CREAT, ACCESSIBLE)
+        try:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            key = os.read(file, KEY_BYTES + 1)
+            if len(key) != KEY_BYTES:  # new, or damaged: what it was used for is of no use any more
+                key = os.urandom(KEY_BYTES)
+                os.ftruncate(file, 0)
+                os.pwrite(file, key, 0)
+        finally:
+            os.close(file)
+        return key
+
+    def files(self) -> list[tuple[str, os.stat_result]]:
+        """The regular files that lie there."""
+        found = list[tuple[str, os.stat_result]]()
+        with os.scandir(self._descriptor) as entries:
+            for each in entries:
+                with suppress(FileNotFoundError):
+                    if stat.S_ISREG((status := each.stat(follow_symlinks=False)).st_mode):
+                        found.append((each.name, status))
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name, in place of what has that."""
+        os.rename(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def unlink(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+
+def _check(status: os.stat_result, path: Path, refused: int) -> None:
+    if status.st_uid != (user := os.geteuid()):
+        raise NotPrivateError(errno.EPERM, f"{path} belongs to user {status.st_uid}, and this process is user {user}")
+    if status.st_mode & refused:
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        verb = "write" if refused == WRITABLE else "read or write"
+        raise NotPrivateError(errno.EPERM, f"others can {verb} {path}, whose mode is {mode}: chmod go= {path}")
