@@ -33,6 +33,9 @@ MAX_JSON_BYTES = 64 << 20
 GGUF = ".gguf"
 PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.IGNORECASE)
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TAG = "__float__"
+TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+"""transformers 5 writes a number that JSON does not have as an object: ``{"__float__": "Infinity"}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +274,15 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _parse_json(file: Path, content: bytes) -> dict[str, Any]:
-    """The JSON object in ``content``. Raises InvalidRequest for anything else, and for a key that occurs twice."""
+    """The JSON object in ``content``, with the numbers that transformers tags. Raises InvalidRequest for anything else,
+    and for a key that occurs twice."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> Any:
         table = dict(pairs)
         if len(table) != len(pairs):
             raise ValueError("a key occurs twice")
-        return table
+        tagged = table.get(TAG) if len(table) == 1 else None
+        return TAGGED.get(tagged, table) if isinstance(tagged, str) else table
 
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")

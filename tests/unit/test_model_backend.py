@@ -139,6 +139,8 @@ def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
         ({"architectures": ["GPTNeoXModel"]}, NotSupported, "'GPTNeoXModel' is no language model"),
         ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
         ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),
+        ({"layer_norm_eps": {"__float__": "Infinity"}}, InvalidRequest, "^layer_norm_eps is inf"),
+        ({"some_limit": [{"__float__": "NaN"}]}, InvalidRequest, "^some_limit is nan"),
         ({"num_hidden_layers": 3}, InvalidRequest, r"12 missing \(gpt_neox.layers.2.attention"),
         ({"hidden_size": 1 << 20}, InvalidRequest, r"misshapen \(gpt_neox"),
     ],

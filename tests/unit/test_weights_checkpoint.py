@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_runner
@@ -66,6 +67,17 @@ def test_one_file_streams_every_tensor(single):
     assert all(torch.equal(streamed[name], expected[name]) for name in expected)
     assert checkpoint.dtype == torch.bfloat16
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+def test_numbers_that_json_does_not_have_are_read_as_transformers_tags_them(copy):
+    config = json.loads((copy / "config.json").read_text())
+    tags = {each: {"__float__": each} for each in ("Infinity", "-Infinity", "NaN")}
+    kept = {"other": {"__float__": "infinity"}, "more": {"__float__": "NaN", "x": 1}, "number": {"__float__": 1.0}}
+    (copy / "config.json").write_text(json.dumps(config | {"range": [0.0, tags["Infinity"]], "in": tags} | kept))
+    found = Checkpoint.open(copy).config
+    theirs = PreTrainedConfig._dict_from_json_file(copy / "config.json")
+    assert found["range"] == [0.0, float("inf")] and found["in"]["-Infinity"] == float("-inf")
+    assert str(found) == str(theirs)  # NaN is not equal to itself
 
 
 def test_shards_stream_file_by_file(sharded):

@@ -32,6 +32,9 @@ MAX_COUNT: Final = 1 << 16
 MAX_TABLES: Final = 256 << 20
 """Bytes of tables that no checkpoint holds, beside the weights."""
 
+LIMIT: Final = "_limit"
+"""How the names of fields end that may be infinite: ``time_step_limit`` of Mamba's layers, ``swiglu_limit``."""
+
 NOT_READ: Final = frozenset(
     (
         *("auto_map", "transformers_weights", "name_or_path", "_name_or_path", "dtype", "torch_dtype", "device_map"),
@@ -91,6 +94,7 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
         ours = "" if "auto_map" not in data else ", and code that a checkpoint brings is never run"
         raise NotSupported(f"model_type: transformers {version} has no {model_type[:80]!r}{ours}", field="model_type")
     _check_counts(data)
+    _check_finite(data)
     try:
         with quiet():
             config = _configured(CONFIG_MAPPING[model_type], data)
@@ -131,6 +135,20 @@ def _check_counts(data: Mapping[str, Any]) -> None:
             most = MAX_LAYERS if "layer" in name else MAX_COUNT
             if value > most:
                 raise InvalidRequest(f"{name[:80]} is {value}, more than {most}", field=name[:80])
+
+
+def _check_finite(data: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a number that is not finite: what transformers would compute with it is NaN. A limit may
+    be infinite: then there is none."""
+    found: list[tuple[str, Any]] = [*data.items()]
+    while found:
+        name, value = found.pop()
+        if isinstance(value, dict):
+            found.extend(value.items())
+        elif isinstance(value, list):
+            found.extend((name, each) for each in value)
+        elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not name.endswith(LIMIT))):
+            raise InvalidRequest(f"{name[:80]} is {value}; it must be a finite number", field=name[:80])
 
 
 def _configured(kind: Any, data: Mapping[str, Any]) -> Any:
