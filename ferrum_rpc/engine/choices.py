@@ -118,6 +118,11 @@ class Parts:
         return self.model if isinstance(self.model, IdentityModel) else self.model.load(self.device, progress)
 
     @property
+    def copied_bytes(self) -> int:
+        """Of `slot_bytes`, those of layers that attend over another layer's keys and values: each keeps its own."""
+        return sum(self.cache[layer].slot_bytes for layer in _copied(self.model))
+
+    @property
     def slot_bytes_of_all(self) -> int:
         """As `slot_bytes`, of the whole model where ranks share it: what each has, once."""
         if not isinstance(self.model, Pretrained):
@@ -165,7 +170,16 @@ def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 
     if isinstance(model, Pretrained) and name == NATIVE and takes_long_spans(dtype, layers[0].head_dim):
         model = model._replace(making=model.making._replace(attends=True))
     cache = cache_layers(layers, dtype, config.kv_dtype)
-    return Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
+    parts = Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
+    if copied := _copied(model):
+        share = f"{len(copied)} of {len(layers)} layers attend over keys and values of a layer before them"
+        cost = f"{share}; each keeps its own, {parts.copied_bytes} of the cache's {parts.slot_bytes} bytes of a token"
+        parts = replace(parts, choices=(*parts.choices, ("shared_kv=copied", cost)))
+    return parts
+
+
+def _copied(model: IdentityModel | Pretrained | Borrowed) -> tuple[int, ...]:
+    return model.spec.copied if isinstance(model, Borrowed) else ()
 
 
 def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:

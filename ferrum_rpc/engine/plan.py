@@ -31,7 +31,8 @@ class Plan:
     kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
     kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
     not. ``estimated``: activations are, on the safe side. ``ranks``: how many share the model; all else is of the first
-    of them alone, but for ``others``."""
+    of them alone, but for ``others``. ``kv_copied_bytes_per_token``: of ``kv_bytes_per_token``, the keys and values
+    that a layer keeps though it attends over those of another."""
 
     architecture: str
     device: str
@@ -52,6 +53,7 @@ class Plan:
     estimated: bool = False
     ranks: int = 1
     others: Others = ALONE
+    kv_copied_bytes_per_token: int = 0
 
     @property
     def kv_tokens(self) -> int:

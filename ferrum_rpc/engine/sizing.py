@@ -127,6 +127,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
             fixed_bytes=sum(count * (PROCESS_BYTES + adapters + _activations(each, *step)) for each, count in others),
             kv_bytes_per_token=sum(count * each.slot_bytes for each, count in others),
         ),
+        kv_copied_bytes_per_token=parts.copied_bytes,
     )
 
 

@@ -29,6 +29,9 @@ HEADS = {"head_dim": 8}
 WINDOWED = {"sliding_window": 7}
 BOTH = WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
 ALTERNATING = HEADS | BOTH
+FULL = {"layer_types": ["full_attention"] * 2}
+SHARED = ALTERNATING | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * BOTH["layer_types"]}
+OF_A_LAYER = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
 MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {
     "q_lora_rank": 16,
@@ -58,8 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": HEADS,
     "gemma2": ALTERNATING | {"query_pre_attn_scalar": 16},
     "gemma3_text": ALTERNATING | {"query_pre_attn_scalar": 16},
-    "gemma4_text": ALTERNATING
-    | {"global_head_dim": 16, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": SHARED | OF_A_LAYER | {"laurel_rank": 8},
+    "gemma4_text": ALTERNATING | OF_A_LAYER | {"global_head_dim": 16},
+    "gemma4_text (shared K and V)": SHARED | OF_A_LAYER | {"global_head_dim": 16},
     "olmo": {},
     "olmo2": {},
     "olmo3": BOTH,
@@ -108,6 +112,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phimoe": WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": MOE | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granitemoehybrid": FULL
+    | {"num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 4, "position_embedding_type": "rope"},
     "minimax_m2": HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "gpt_bigcode": {"n_inner": 48},
     "internlm3": {},
@@ -115,7 +121,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "modernbert-decoder": {"local_attention": 8, "global_attn_every_n_layers": 2},
 }
-"""Those that are served: ``model_type`` to what is said beside `TINY`."""
+"""Those that are served: ``model_type`` to what is said beside `TINY`. A word in brackets tells two of a type apart."""
+
+ATTENTION_ALONE: dict[str, dict[str, Any]] = {
+    "qwen3_next": HEADS | FULL | MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3_5_text": FULL | {"head_dim": 16},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "num_experts": 4},
+    "bamba": {"attn_layer_indices": [0, 1], "mamba_n_heads": 4},
+    "nemotron_h": HEADS | {"layers_block_type": ["attention"] * 2},
+    "recurrent_gemma": {"block_types": ["attention"], "attention_window_size": 7},
+    "kimi_linear": LATENT | FULL,
+    "bailing_hybrid": LATENT | FULL,
+}
+"""Hybrid families, of models that have none of the layers with a state."""
 
 NATIVE: dict[str, dict[str, Any]] = {
     "mistral3": {
@@ -141,12 +159,24 @@ UNSAFE: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({}, "keeps a state of its own"),
     "mamba": ({}, "keeps a state of its own"),
     "jamba": ({}, "keeps a state of its own"),
+    "granitemoehybrid (mixed)": (
+        {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4},
+        "keeps a state of its own .*'linear_attention'",
+    ),
+    "falcon_h1": ({"mamba_n_heads": 4, "mamba_d_ssm": 64}, "keeps a state of its own .*'hybrid'"),
+    "zamba": ({"layers_block_type": FULL["layer_types"]}, "Cannot get conv state"),
     "minimax": ({}, "'linear_attention' is not full or sliding attention"),
     "llama4_text": ({}, "'chunked_attention' is not full or sliding attention"),
     "doge": ({}, "layer 0 makes its own mask"),
     "bert": ({}, "layer 0 is not causal"),
 }
-"""Those that would give wrong answers without a word, and why they are refused."""
+"""Those that would give wrong answers without a word, and why they are refused. Zamba's configuration lists attention
+alone, and its layers are others."""
+
+
+def model_type(family: str) -> str:
+    """Of a name in a table."""
+    return family.partition(" ")[0]
 
 
 def make_family(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -154,10 +184,10 @@ def make_family(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    options = {**FAMILIES.get(family, {}), **NATIVE.get(family, {}), **overrides}
+    options = {**(FAMILIES | ATTENTION_ALONE | NATIVE).get(family, {}), **overrides}
     if "text_config" not in options:
         options = TINY | options
-    config = AutoConfig.for_model(family, **options)
+    config = AutoConfig.for_model(model_type(family), **options)
     kind = AutoModelForImageTextToText if family in NATIVE else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,7 @@
 """Measures every family that transformers runs for us, and writes the table of docs/models.md.
 
-``python -m tests.numerics.hf_table`` takes some minutes. Errors are root mean squares over the standard deviation of
+``python -m tests.numerics.hf_table`` takes some minutes; with names of families it measures those and keeps the other
+rows. Errors are root mean squares over the standard deviation of
 the logits, of three sequences that are fed whole, in pieces and by single tokens. In float32 they are of all rows,
 against transformers in float32; in bfloat16 of the median row, against transformers in float32 with the same, rounded,
 weights, beside the error of transformers in bfloat16.
@@ -12,6 +13,7 @@ attention.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from ferrum_rpc.errors import ExecutorError, NotSupported
 from ferrum_rpc.models.hf.describe import describe
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.harness import error
-from tests.numerics.hf_families import FAMILIES, HEADS, NATIVE, TINY, UNSAFE, make_family
+from tests.numerics.hf_families import FAMILIES, HEADS, NATIVE, TINY, UNSAFE, make_family, model_type
 from tests.numerics.test_hf_families import feed, plain_logits, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -109,6 +111,7 @@ def features(model: Any) -> str:
         "full layers among them": {"sliding_attention", "full_attention"} <= kinds,
         "sinks": any("sinks" in name for name in names),
         "latent KV": any("kv_a_proj" in name for name in names),
+        "shared K and V": bool(getattr(config, "num_kv_shared_layers", 0)),
         "experts": any("expert" in name or ".gate.weight" in name for name in names),
         "q and k norms": any(name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight")) for name in names),
         "biases": any(name.endswith(("proj.bias", "attn.bias", "Wqkv.bias", "query_key_value.bias")) for name in names),
@@ -172,14 +175,18 @@ def usual_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).square().mean(-1).sqrt().median() / expected.std())
 
 
-def table() -> str:
-    """All families, as Markdown."""
+def table(before: str, wanted: list[str]) -> str:
+    """All families, as Markdown: the ``wanted`` ones are measured (none: all), the others as they were ``before``."""
+    kept = {line.split("|")[1].strip(): line for line in before.splitlines() if line.startswith("|")} if wanted else {}
     lines = [
         "| `model_type` | class | backend | error in float32 | in bfloat16 | of transformers in bfloat16 "
         "| native beside hf | ours beside transformers | what its model has |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for family in (*FAMILIES, *NATIVE):
+        if family in kept and family not in wanted:
+            lines.append(kept[family])
+            continue
         found = measure(family)
         print(family, *found, f"{found.rounded / found.theirs:.2f}", flush=True)
         figures = f"{found.exact:.0e} | {found.rounded:.1e} | {found.theirs:.1e}"
@@ -189,7 +196,7 @@ def table() -> str:
         lines.append(f"| {family} | {found.architecture} | {found.backend} | {figures} | {speed} | {found.features} |")
     for family, (overrides, _) in UNSAFE.items():
         try:
-            describe({**TINY, **overrides, "model_type": family})
+            describe({**TINY, **overrides, "model_type": model_type(family)})
         except NotSupported as refusal:
             name, _, why = refusal.message.partition(" cannot be served through transformers: ")
             lines.append(f"| {family} | {name} | refused | {why} | | | | | |")
@@ -199,5 +206,6 @@ def table() -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     page = PAGE.read_text()
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    before, rest = page.split(BEGIN)
+    rows, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows, sys.argv[1:])}\n{END}{after}")

@@ -21,7 +21,7 @@ from ferrum_rpc.models.hf.describe import describe
 from tests.adapters import ALL as ALL_PROJECTIONS
 from tests.adapters import make_adapter, merge
 from tests.numerics.harness import error
-from tests.numerics.hf_families import FAMILIES, NATIVE, TINY, UNSAFE, make_family
+from tests.numerics.hf_families import ATTENTION_ALONE, FAMILIES, NATIVE, TINY, UNSAFE, make_family, model_type
 
 TOKENS = np.random.default_rng(3).integers(3, TINY["vocab_size"], size=(3, 20)).astype(np.int32)
 STEPS = (
@@ -63,7 +63,7 @@ def plain_logits(model) -> torch.Tensor:
         return torch.cat([model(input_ids=torch.from_numpy(each)[None].long()).logits.float() for each in TOKENS])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ATTENTION_ALONE])
 def test_a_family_over_our_cache_is_transformers_alone(family, tmp_path):
     model = make_family(family)
     model.save_pretrained(tmp_path)
@@ -154,7 +154,7 @@ def test_what_is_neither_text_nor_image_is_refused(name, match, tmp_path):
 def test_a_family_that_would_be_wrong_is_refused(family):
     overrides, why = UNSAFE[family]
     with pytest.raises(NotSupported, match=why):
-        describe({**TINY, **overrides, "model_type": family})
+        describe({**TINY, **overrides, "model_type": model_type(family)})
 
 
 def test_the_page_has_a_row_for_every_family():

@@ -242,8 +242,14 @@ def test_all_of_its_weights_and_its_cache_are_planned(other_folder: Path, capsys
     assert "GPTNeoXForCausalLM, float32" in capsys.readouterr().out
 
 
-def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path) -> None:
-    folder = make_family_checkpoint(tmp_path / "model", "gemma4_text")
+def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model whose layers share K and V, which says what their copies cost."""
+    folder = make_family_checkpoint(tmp_path / "model", "gemma4_text (shared K and V)")
+    with pytest.raises(SystemExit) as done:
+        cli.main(["plan", str(folder), "--device", "cpu", "--kv-blocks", "16"])
+    assert done.value.code == 0
+    assert "of 768 bytes" in (planned := capsys.readouterr().out)
+    assert "384 bytes of these are copies" in planned
 
     async def go() -> None:
         config = settings(folder, model_backend="hf")
@@ -251,12 +257,34 @@ def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path) -> No
             serve_model(config, park_dir=tmp_path / "parked") as served,
             ExecutorClient(served.target) as client,
         ):
+            info = await client.info()
+            assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
+            assert info.model.kv_bytes_per_token == 768
             sequence = client.sequence()
             await sequence.prefill([5, 6, 7, 8, 9])
             with pytest.raises(NotSupported, match="layers keep different numbers"):
                 await sequence.export_to(tmp_path / "file")
             with pytest.raises(NotSupported, match="layers keep different numbers"):
                 await sequence.park()
+            await sequence.decode(4)
+
+    asyncio.run(go())
+
+
+def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_family_checkpoint(tmp_path, "granitemoehybrid")
+    assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
+    with pytest.raises(SystemExit) as done:
+        cli.main(["doctor", str(folder), "--device", "cpu", "--kv-blocks", "16"])
+    assert done.value.code == 0 and "64 rows in float32" in capsys.readouterr().out
+
+    async def go() -> None:
+        async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
+            assert (await client.info()).model.architecture == "GraniteMoeHybridForCausalLM"
+            sequence = client.sequence()
+            await sequence.prefill([5, 6, 7, 8, 9])
             await sequence.decode(4)
 
     asyncio.run(go())

@@ -323,6 +323,7 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
         **dict.fromkeys(("architecture", "device", "dtype", "quantize", "kv_dtype"), str),
         **dict.fromkeys(("reason", "alternative", "advice"), str),
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
+        "kv_copied_bytes_per_token": int,
         **dict.fromkeys(("kv_bytes", "total_bytes", "all_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
         **{"max_context": int, "full_sequences": float, "fits": bool, "estimated": bool, "ranks": int, "others": dict},

@@ -37,7 +37,7 @@ _calls_of: ContextVar[list[Call]] = ContextVar("calls")
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """What a layer asked for in the dry run. ``heads``: of queries, ``widths``: of a head's key and value. ``rule``: of
-    the mask that it came with, None: with none of ours."""
+    the mask that it came with, None: with none of ours. ``kept``: the key and the value themselves."""
 
     layer: int | None
     heads: int
@@ -49,12 +49,21 @@ class Call:
     sinks: Tensor | None
     causal: bool
     rule: MaskRule | None
+    kept: tuple[Tensor, Tensor]
 
 
 class _Mask(Tensor):
-    """A mask's rule in the place of a mask."""
+    """A mask's rule in the place of a mask. Gemma 4 slices the masks of layers that share K and V down to the rows that
+    are wanted: all of them, and then the rule holds."""
 
-    rule: MaskRule
+    rule: MaskRule | None = None
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = super().__getitem__(index)
+        sliced = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
+        if isinstance(part, _Mask) and sliced and part.shape == self.shape:
+            part.rule = self.rule
+        return part
 
 
 def register() -> None:
@@ -119,6 +128,7 @@ def _record(
             sinks=given.get("s_aux"),
             causal=getattr(module, "is_causal", True) is not False and causal is not False,
             rule=getattr(attention_mask, "rule", None),
+            kept=(key, value),
         )
     )
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None

@@ -52,14 +52,18 @@ OF_LANGUAGE: Final = ("ForCausalLM", "LMHeadModel")
 KINDS: Final = ("full_attention", "sliding_attention")
 """Of layers, where a configuration lists them."""
 
+WITHOUT: Final = ("mlp", "moe")
+"""Kinds of layers that keep nothing."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HfSpec:
     """A decoder of transformers without weights. ``kind`` is its class and ``config`` transformers' configuration;
     ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
     it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`.
-    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one. ``adaptable``:
-    whether it has layers that adapters can change."""
+    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one. ``copied``: the
+    layers that attend over keys and values of a layer before them. ``adaptable``: whether it has layers that adapters
+    can change."""
 
     architecture: str
     kind: Any
@@ -75,6 +79,7 @@ class HfSpec:
     longest: int
     scaling: tuple[str, ...]
     sinks: tuple[str, ...]
+    copied: tuple[int, ...]
     adaptable: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -160,15 +165,18 @@ def _configured(kind: Any, data: Mapping[str, Any]) -> Any:
 
 def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     text, name = config.get_text_config(decoder=True), kind.__name__
-    if kind._is_stateful:
-        raise _refusal(name, "it keeps a state of its own beside keys and values")
-    if not kind._supports_attention_backend:
+    kinds = getattr(text, "layer_types", None) or ()
+    strange = [str(each)[:80] for each in dict.fromkeys(kinds) if each not in KINDS]
+    stateful = [repr(each) for each in strange if each not in WITHOUT]
+    if kind._is_stateful and (stateful or not kinds):  # the class says it of layers that this model may not have
+        which = f" (layer_types: {', '.join(stateful)})" if stateful else ""
+        raise _refusal(name, f"it keeps a state of its own beside keys and values{which}")
+    if not kind._is_stateful and not kind._supports_attention_backend:
         raise _refusal(name, "its attention cannot be replaced (transformers says so)")
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(name, "it has an encoder")
-    for each in getattr(text, "layer_types", None) or ():
-        if each not in KINDS:
-            raise _refusal(name, f"layer_types: {str(each)[:80]!r} is not full or sliding attention")
+    if strange:
+        raise _refusal(name, f"layer_types: {strange[0]!r} is not full or sliding attention")
     layers = text.num_hidden_layers
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise InvalidRequest(f"num_hidden_layers is {layers}", field="num_hidden_layers")
@@ -203,6 +211,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         longest=_longest(text, context, scaling),
         scaling=scaling,
         sinks=_sinks(name, model, calls),
+        copied=_copied(calls),
         adaptable=bool(linear_layers(model, model.dtype)),
         eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
@@ -211,13 +220,18 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
 
 def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
     """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits."""
+    from transformers import DynamicCache
+
     ids = torch.zeros(1, DRY_TOKENS, dtype=torch.int64, device="meta")
-    every = torch.ones_like(ids)  # transformers would look whether the positions are those of several sequences
     positions = torch.arange(DRY_TOKENS, device="meta")[None]
+    given: dict[str, Any] = {"use_cache": False}
+    if model._is_stateful:  # a cache of keys and values alone: a layer that would keep a state in it fails
+        given = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}
+    else:  # transformers would look whether the positions are those of several sequences
+        given["attention_mask"] = torch.ones_like(ids)
     try:
         with torch.inference_mode(), attention.recording() as calls:
-            body = model.base_model
-            out = body(input_ids=ids, position_ids=positions, attention_mask=every, use_cache=False)
+            out = model.base_model(input_ids=ids, position_ids=positions, **given)
             hidden = out.last_hidden_state
             if hidden.dim() != 3 or hidden.shape[:2] != ids.shape:
                 raise _refusal(name, f"its hidden rows are {[*hidden.shape]}")
@@ -266,6 +280,15 @@ def _sinks(name: str, model: Any, calls: list[attention.Call]) -> tuple[str, ...
     if any(id(each) not in names for each in wanted.values()):
         raise _refusal(name, "its attention sinks are no weights")
     return tuple(names[id(wanted[layer])] if layer in wanted else "" for layer in range(len(calls)))
+
+
+def _copied(calls: list[attention.Call]) -> tuple[int, ...]:
+    """The layers whose key and value are those of an earlier call."""
+    return tuple(
+        call.layer or 0
+        for number, call in enumerate(calls)
+        if any(call.kept[0] is each.kept[0] and call.kept[1] is each.kept[1] for each in calls[:number])
+    )
 
 
 def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bool:
