@@ -43,7 +43,10 @@ async def health(arguments: argparse.Namespace) -> int:
     process and device, whether or not it takes new sequences."""
     async with connect(arguments) as client:
         state = await client.health(LIVENESS if arguments.live else "")
-    print(state.name)
+    if arguments.json:
+        _show({"status": state}, as_json=True)
+    else:
+        print(state.name)
     return 0 if state is Health.SERVING else 1
 
 

@@ -92,7 +92,7 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file: its key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("plan", "doctor", "info", "status", "sequences", "adapters", "drain", "reset", "warmup"):
+    for name in ("plan", "doctor", "info", "status", "health", "sequences", "adapters", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["health"].add_argument(
         "--live", action="store_true", help="if its process and device are well, also while it loads or drains"

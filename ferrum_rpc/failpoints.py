@@ -136,7 +136,7 @@ class Failpoints:
             case Action.OOM:
                 raise out_of_memory(f"failpoint {rule.point}")
             case Action.DEVICE_LOST:
-                raise DeviceLost("the device was lost at a failpoint; the executor must be restarted")
+                raise DeviceLost("the device was lost at a failpoint")
             case Action.CRASH:
                 drain()  # or the line above would go with the process
                 os.kill(os.getpid(), signal.SIGKILL)

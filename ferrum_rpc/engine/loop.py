@@ -208,7 +208,7 @@ class EngineLoop(ABC):
         except ExecutorError as error:
             if not isinstance(error, DeviceLost):
                 return partial(operation.refuse, error)
-            self._broken(error, [partial(operation.refuse, error)])
+            self._broken(error, [partial(operation.refuse, lost(error))])
             raise
         except BaseException as error:
             self._broken(error, [partial(operation.refuse, lost(error))])

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -68,10 +70,16 @@ def connected(options: argparse.Namespace) -> Iterator[None]:
         ray.init(options.address, namespace=options.name, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         sys.exit(f"ferrum-rpc fleet: no Ray cluster at {options.address!r}: {error}; `ray start --head` begins one")
+    signal.signal(signal.SIGTERM, _end)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """In place of Ray's own handler, which prints a native stack as of a crash."""
+    sys.exit(128 + number)
 
 
 def up(options: argparse.Namespace) -> int:
@@ -149,19 +157,23 @@ def status(options: argparse.Namespace) -> int:
 
 
 def targets(options: argparse.Namespace) -> int:
-    """Keep ``options.file`` until a signal: the targets where somebody listens, one a line."""
+    """Keep ``options.file`` until a signal: the targets where somebody listens, one a line. SIGTERM is the way to end
+    it: exit status 0."""
+    stopping = threading.Event()
     known: dict[str, Report] = {}
     asked: dict[str, Any] = {}
     written: list[str] | None = None
     with connected(options):
-        while True:
+        signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+        while not stopping.is_set():
             known = _told(known, asked)
             there = sorted(known[name]["target"] for name in listening(known))
             if there != written:
                 publish(options.file, there)
                 print(f"{len(there)} targets: {' '.join(there)}", flush=True)
                 written = there
-            time.sleep(LOOK_EVERY_S)
+            stopping.wait(LOOK_EVERY_S)
+    return 0
 
 
 def _told(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:

@@ -64,7 +64,8 @@ def test_an_executor_of_a_killed_node_starts_on_another_as_another_instance(
     before = status(cluster)
     assert {each["state"] for each in before.values()} == {"serving"}
     file = tmp_path / "targets"
-    with subprocess.Popen(fleet(cluster, "targets", str(file)), stdout=subprocess.DEVNULL) as keeping:
+    command = fleet(cluster, "targets", str(file))
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as keeping:
         try:
             both = lines_within(file, 20, 2)
             assert both == {each["target"] for each in before.values()}
@@ -84,6 +85,8 @@ def test_an_executor_of_a_killed_node_starts_on_another_as_another_instance(
             assert status(cluster) == {}
         finally:
             keeping.terminate()
+            said = keeping.communicate(timeout=30)[1]
+    assert (keeping.returncode, said) == (0, ""), "a native stack looks like a crash"
 
 
 def test_what_cannot_serve_is_told_and_leaves_no_actor(nodes: tuple[Any, list[Any]]) -> None:

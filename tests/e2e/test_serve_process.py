@@ -133,8 +133,9 @@ async def test_info_status_health_and_generate_ask_a_running_server() -> None:
         status = json.loads((await ask("status", "--json", *flags)).stdout)
         assert status["state"] == "SERVING" and status["counters"]["sequences_released"] >= 1
         target = process.target
-    gone = await ask("health", "--target", target, "--timeout", "2")
+    gone = await ask("health", "--target", target, "--timeout", "2", "--json")
     assert gone.returncode == 1 and "TRANSPORT" in gone.stderr and "Traceback" not in gone.stderr
+    assert not gone.stdout
 
 
 async def test_an_executor_that_drains_is_not_ready_and_lives() -> None:
@@ -143,9 +144,11 @@ async def test_an_executor_that_drains_is_not_ready_and_lives() -> None:
         async with dial(process.target) as client:
             handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
             assert (await ask("drain", "--grace-s", "60", *flags)).returncode == 0
-            ready, live = await asyncio.gather(ask("health", *flags), ask("health", "--live", *flags))
-            assert (ready.stdout, ready.returncode) == ("NOT_SERVING\n", 1)
-            assert (live.stdout, live.returncode) == ("SERVING\n", 0)
+            for form, says in (((), "{}\n"), (("--json",), '{{"status": "{}"}}\n')):
+                asked = [ask("health", *form, *flags), ask("health", "--live", *form, *flags)]
+                ready, live = await asyncio.gather(*asked)
+                assert (ready.stdout, ready.returncode) == (says.format("NOT_SERVING"), 1)
+                assert (live.stdout, live.returncode) == (says.format("SERVING"), 0)
             await client.executor.Release(pb.ReleaseRequest(handle=handle))
         assert await process.ended() == 0
 

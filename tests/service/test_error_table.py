@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -11,7 +13,7 @@ import pytest
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.errors import Reason
+from ferrum_rpc.errors import DeviceLost, Reason
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
     forward_pb2,
@@ -20,6 +22,7 @@ from ferrum_rpc.executor.v1 import (
     output_pb2,
     types_pb2,
 )
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service.server import ExecutorServer
 from ferrum_rpc.wire.info import LIVENESS
 from tests.serving import LIMITS, Gate, Served, serve_identity
@@ -331,15 +334,21 @@ async def test_a_failed_step_is_internal_and_rolled_back() -> None:
         await assert_unchanged(served, handle)
 
 
-async def test_a_lost_device_answers_everybody_and_health_turns() -> None:
-    lost = False
+class Fatal(BaseException):
+    pass
 
-    class Fatal(BaseException):
-        pass
+
+@pytest.mark.parametrize("error", [Fatal, partial(DeviceLost, "gone"), None], ids=["bug", "device", "failpoint"])
+async def test_a_lost_device_answers_everybody_and_health_turns(error: Callable[[], BaseException] | None) -> None:
+    lost = False
+    failpoints = Failpoints(parse_failpoints("before_forward=device_lost"))
 
     def fatal(name: str) -> None:
         if lost and name == "forward":
-            raise Fatal
+            if error is None:
+                failpoints.reach("before_forward")
+            else:
+                raise error()
 
     async with serve_identity(stage=fatal) as served:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -348,11 +357,13 @@ async def test_a_lost_device_answers_everybody_and_health_turns() -> None:
         lost = True
         internal = grpc.StatusCode.INTERNAL
         call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-        await refused(call, Reason.DEVICE_LOST, internal)
+        refusals = [await refused(call, Reason.DEVICE_LOST, internal)]
         await served.server.failed()
         again = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-        await refused(again, Reason.DEVICE_LOST, internal)
-        await refused(served.executor.Release(pb.ReleaseRequest(handle=handle)), Reason.DEVICE_LOST, internal)
+        refusals.append(await refused(again, Reason.DEVICE_LOST, internal))
+        release = served.executor.Release(pb.ReleaseRequest(handle=handle))
+        refusals.append(await refused(release, Reason.DEVICE_LOST, internal))
+        assert [each.message.count("the executor must be restarted") for each in refusals] == [1, 1, 1]
         status = await served.executor.GetStatus(pb.GetStatusRequest())
         assert status.state == info_pb2.EXECUTOR_STATE_FAILED
         health: Any = health_pb2_grpc.HealthStub(served.channel)

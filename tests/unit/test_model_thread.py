@@ -244,9 +244,11 @@ async def test_a_device_that_is_lost_in_an_operation_ends_the_thread() -> None:
     def lose(runner: Any) -> None:
         raise DeviceLost("gone")
 
-    assert isinstance(await harness.operate(lose), DeviceLost)
+    answer = await harness.operate(lose)
     (outcome,), _ = await harness.submit(span(1))[1]
-    assert isinstance(outcome, DeviceLost) and not harness.runner.steps
+    assert not harness.runner.steps
+    for each in (answer, outcome):
+        assert isinstance(each, DeviceLost) and each.message == "gone; the executor must be restarted"
     assert len(harness.failures) == 1
 
 
